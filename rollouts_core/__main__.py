@@ -1,7 +1,7 @@
 """`python -m rollouts_core {sft,rl,eval,generate,serve} job.json`: run one job in the directory of its job.json.
 
-Exit codes: 0 done, 1 failed, 2 something that the user must change, 75 one of several machines is gone and starting
-again may help; with the last two the last line says what.
+Exit codes: 0 done, 1 failed, 2 the user must change something, 75 one of several machines is gone and a restart may
+help. With 2 and 75 the last line says what to do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollouts_core.backends.launch import (
     num_processes,
     run_worker,
 )
-from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
+from rollouts_core.backends.multi_node import MACHINE_LOST_CODE, Unit, follow, lead
 from rollouts_core.checkpoint import newest_step
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import InputError, MachineLostError
@@ -54,27 +54,27 @@ JOB_KINDS = {
     **{name: (kind.purpose, kind.leaves) for name, kind in TRAININGS.items()},
     "eval": (
         "Score checkpoints on the same rows and name the best.",
-        "Leaves samples/ with the completions of each checkpoint and, at the end, result.json with their scores.",
+        "Writes samples/ with the completions of each checkpoint and, at the end, result.json with their scores.",
     ),
     "generate": (
         "Sample completions of prompts and grade them.",
-        "Leaves samples/ with the completions and, at the end, result.json.",
+        "Writes samples/ with the completions and, at the end, result.json.",
     ),
     "serve": (
-        "Serve a model over HTTP until it is told to stop.",
-        "The pipeline starts its engines so, at the address that job.json names. To try a checkpoint by hand, take "
+        "Serve a model over HTTP until stopped.",
+        "The pipeline starts its engines this way, at the address in job.json. To try a checkpoint by hand, use "
         "`rollouts serve FOLDER`, which needs no job.json.",
     ),
 }
-"""What each kind of job does, in a sentence, and what whoever starts one should know."""
+"""Purpose and details of each kind of job, for --help."""
 ABOUT_JOBS = """
-Do one stage of training, as its job.json says, without Prefect.
+Run one stage of training from its job.json, without Prefect.
 
-job.json names the settings and the inputs with their digests; everything that
-is written lies beside it. `rollouts run` writes one for every stage that it
-starts, into <store>/stages/<stage>-<fingerprint>/, and runs this command there.
-To do a stage again by hand, copy its job.json into an empty folder, and start
-it where the run was started:
+job.json holds the settings, and the inputs with their digests. All output is
+written beside it. `rollouts run` writes a job.json for every stage into
+<store>/stages/<stage>-<fingerprint>/ and runs this command there. To repeat a
+stage by hand, copy its job.json into an empty folder, and start it in the
+folder where the run was started:
 
     mkdir again && cp .rollouts/stages/sft-3f9c1d20b7a64e58/job.json again/
     python -m rollouts_core sft again/job.json
@@ -85,8 +85,8 @@ EXIT_CODES = """
 exit codes:
   0   done
   1   failed
-  2   the user must change something: the last line says what
-  75  one of several machines is gone: starting again may help
+  2   the user must change something: see the last line
+  75  one of several machines is gone: a restart may help
 
 docs/run_directory.md describes the files, docs/library.md the same from Python.
 """
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _build_parser().parse_args(argv)
     use_fallback(os.environ)
     raise_file_limit()
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: how programs and engines end would not be known
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited; it would hide the exit codes of children
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         run = _load_runner(job)
         _look_for_garbage()
     except InputError as error:
-        if not arguments.job.is_file():  # then its folder is no run directory to write events into
+        if not arguments.job.is_file():  # its folder is not a run directory, so no event is written
             sys.stderr.write(f"rollouts: {error}\n")
             return USER_ERROR_CODE
         return _fail(directory, 1, str(error))
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         run(directory)
     except InputError as error:
         if is_raised_by_user_code(error):
-            logger.error("code of the configuration's own failed", exc_info=error)
+            logger.error("the user's code failed", exc_info=error)
         return _fail(directory, attempt_number(), str(error))
     except (OSError, SafetensorError) as error:
         if not is_disk_full(error):
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
-    """What does the job: torch loads here, after everything that can fail without it, and nothing the job can spare."""
+    """The function that runs the job. Only the modules that it needs are imported, torch last."""
     if isinstance(job, TrainingJob):
         return partial(load(TRAININGS[job.kind].run), job)
     if isinstance(job, ServeJob):
@@ -164,13 +164,13 @@ def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
 
 
 def tell_saved_step(directory: RunDirectory) -> None:
-    """Say which step of a training is saved, for the record of its end: loading takes a while, and may be stopped."""
+    """Write the saved step for the record of the job's end: loading takes a while and may be interrupted."""
     stop = TrainingStop(told=directory.stop_state, attempt=attempt_number())
     stop.note_saved(newest_step(directory.checkpoints))
 
 
 def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[Unit | None]:
-    """The other machines that do a training together with this one, if there are any."""
+    """The connection to the other machines of a training; a null context without them."""
     if not isinstance(job, TrainingJob) or not job.further_trainers:
         return contextlib.nullcontext()
     key = read_key(OWN_KEY_VARIABLE, "further_trainers")
@@ -181,40 +181,40 @@ def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[
 
 
 def _look_for_garbage() -> None:
-    """Collect garbage from now on, but never among what was imported: that takes a second when the process ends."""
+    """Enable garbage collection without the imported modules: collecting them takes a second at exit."""
     if not gc.isenabled():
         gc.enable()
         gc.freeze()
 
 
 def is_disk_full(error: OSError | SafetensorError) -> bool:
-    """True if a write failed for want of room, on the disk or in a user's quota; safetensors says so in words only."""
+    """True if a write failed because the disk or a quota is full; safetensors has only text for it."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     return any(os.strerror(number) in str(error) for number in NO_ROOM)
 
 
 def is_gpu_full(error: RuntimeError) -> bool:
-    """True if a GPU had no memory left, by the error of torch, or that of JAX."""
+    """True if a GPU ran out of memory, in torch or JAX."""
     return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def describe_full_gpu(job: Job, error: RuntimeError) -> str:
-    """What torch says of a GPU without memory left, and what makes the job take less."""
-    from rollouts_core.checks.resource_needs import find_remedies  # nothing else needs it here
+    """A sentence about a full GPU, with the settings that lower the job's need."""
+    from rollouts_core.checks.resource_needs import find_remedies  # only needed here
 
     told = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
     remedies = find_remedies(job.kind, job.training) if isinstance(job, TrainingJob) else []
-    advice = [*remedies, "end what else uses that GPU", "take more or larger ones"]
+    advice = [*remedies, "end other programs on that GPU", "use more or larger GPUs"]
     return f"a GPU has too little memory ({told}): {', '.join(advice[:-1])}, or {advice[-1]}; then start again"
 
 
 def _fail(directory: RunDirectory, attempt: int, message: str, *, code: int = USER_ERROR_CODE) -> int:
-    """Say what the user must change, or who is gone, on stderr and in events.jsonl; returns the exit code."""
+    """Report a failure on stderr and in events.jsonl; returns the exit code."""
     sys.stderr.write(f"rollouts: {message}\n")
     if is_follower():
         return code
-    # On a full disk the sentence above is all that can be left.
+    # A full disk cannot take the event.
     with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt) as events:
         events.write("failed", message=message)
     return code
@@ -238,7 +238,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     ensure_utf8()
-    gc.disable()  # while modules load: what they bring stays, and searching it takes a quarter of that time
+    gc.disable()  # during imports: nothing can be freed, and collecting takes a fifth of the time
     if is_launched():
         run_worker(main)
     sys.exit(main())

@@ -1,6 +1,4 @@
-"""Turn samples into the tensors of one forward pass. The one place that shifts and pads.
-
-Not here: which samples form a batch (sft.py, rl_batch.py), the loss (algorithms/loss.py).
+"""Turn samples into the tensors of one forward pass. No other module shifts or pads.
 
 A sample of n tokens gives n - 1 positions: position i reads token i and is scored on token i + 1. Every per-token
 array of the sample is cut to its last n - 1 entries, so that index i speaks about `targets[i]`:
@@ -9,12 +7,12 @@ array of the sample is cut to its last n - 1 entries, so that index i speaks abo
     sample.loss_mask   0 1 1          targets    7 9
                                       loss_mask  1 1
 
-A row holds one sample, or several packed end to end; `position_ids` start again with each, and `segment_ids` tell
-them apart, so that attention does not cross from one to the next. Padding has segment 0. Samples of a group can share
-their prompt: it stands once, as a segment of its own that theirs also read (`prompt_ids`).
+A row holds one sample, or several packed end to end. `position_ids` restart with each sample. `segment_ids` separate
+samples so that attention does not cross between them; padding has segment 0. Samples of a group can share their
+prompt: it is stored once, as its own segment, and the samples also attend to it (`prompt_ids`).
 
-    two samples of prompt 5 6 7    inputs      5 6 | 7 1 1 | 7 2        the prompt's last token predicts another
-    share it                       segments    1 1 | 2 2 2 | 3 3        token in each sample, so each has its own
+    two samples of prompt 5 6 7    inputs      5 6 | 7 1 1 | 7 2        the prompt's last token predicts a different
+    share it                       segments    1 1 | 2 2 2 | 3 3        token in each sample, so each sample has it
                                    prompts     1 1 | 1 1 1 | 1 1
 
 B rows of a micro-batch, T token positions.
@@ -38,8 +36,7 @@ Row = Sequence[Sample]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Places in the rows of a batch, laid end to end. The host finds them before a batch moves to a GPU, which it would
-    have to wait for."""
+    """Places in the rows of a batch, laid end to end. Computed on the host: on a GPU the caller would wait for it."""
 
     scored_N: Tensor
     """Places of the N positions with a weight in the loss."""
@@ -67,7 +64,7 @@ class RowLayout:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. A copy to a GPU takes pinned memory, so that the caller need not wait for the copy."""
+    """Move a tensor; a copy to a GPU uses pinned memory, so the caller does not wait for it."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -77,39 +74,39 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 class TrainBatch:
     """Tensors of one forward and backward pass, all of shape (B, T); index t speaks about `targets_BT[:, t]`.
 
-    A step here is one optimizer update: its totals count all batches whose gradients are added up for it.
+    A step here is one optimizer update: its totals count all batches whose gradients are added for it.
     """
 
     inputs_BT: Tensor
     """Token ids that the model reads."""
     targets_BT: Tensor
-    """Token ids that it is scored on."""
+    """Token ids to predict."""
     position_ids_BT: Tensor
-    """Positions within each sample, from 0; 0 for padding, since a packed row is longer than what some models see."""
+    """Positions within each sample, from 0; 0 for padding, since a packed row can exceed a model's longest position."""
     segment_ids_BT: Tensor
     """1, 2, ... for the samples and shared prompts of a row, 0 for padding."""
     prompt_ids_BT: Tensor
-    """The segment of the shared prompt that a position reads besides its own segment; its own where it shares none."""
+    """Segment of the shared prompt that a position also attends to; its own segment if the prompt is not shared."""
     loss_mask_BT: Tensor
     """Weight of each target in the loss."""
     advantages_BT: Tensor
-    """Advantage of each target, or of the sample that it belongs to; 0 in SFT."""
+    """Advantage of each target (equal within a sample unless per token); 0 in SFT."""
     rollout_logprobs_BT: Tensor
-    """log p(target) when it was sampled, nats, by the engine; 0 in SFT."""
+    """log p(target) by the engine when sampling, nats; 0 in SFT."""
     old_logprobs_BT: Tensor | None = None
-    """log p(target) before the step's first update, nats, by the trainer; None where this pass is that update."""
+    """log p(target) by the trainer before the step's first update, nats; None if this pass is the first update."""
     ref_logprobs_BT: Tensor | None = None
-    """log p(target) by the model that training started from, nats; None where nothing compares with it."""
+    """log p(target) by the model that training started from, nats; None if the loss does not use it."""
     old_values_BT: Tensor | None = None
     """The value head's prediction before the step's first update; None without a value head."""
     returns_BT: Tensor | None = None
-    """What the value head should predict; None without a value head."""
+    """Target of the value head; None without a value head."""
     group_tokens_BT: Tensor | None = None
-    """Sum of the loss mask over the step's samples of the same prompt; only where the loss averages by prompt."""
+    """Sum of the loss mask over the step's samples of the same prompt; set only if the loss averages by prompt."""
     num_loss_tokens: float
     """Sum of the loss mask over every micro-batch and rank of the step: the divisor of token means."""
     num_scored_tokens: float
-    """Sum of the loss mask over the rows of the step's batches only: the divisor of metrics."""
+    """Sum of the loss mask over the rows of the step's batches: the divisor of metrics."""
     num_samples: int
     """Samples with a trained token over every micro-batch and rank of the step: the divisor of sample means."""
     num_groups: int = 1
@@ -117,20 +114,20 @@ class TrainBatch:
     is_packed: bool
     """Whether some row holds more than one segment."""
     sample_ids: tuple[str, ...] = ()
-    """The samples in it by prompt and place, for messages."""
+    """Names of the samples (prompt and place), for messages."""
     _layout: RowLayout | None = field(default=None, init=False, repr=False, compare=False)
-    """Found at its first use; `replace` gives a batch without one, since it may have other rows."""
+    """Computed at first use. `replace` resets it, because the new batch may have other rows."""
 
     @property
     def layout(self) -> RowLayout:
-        """Places in the rows. A batch that `to` moved has them from the host."""
+        """Places in the rows. A batch moved by `to` takes them from the host."""
         if self._layout is None:
             object.__setattr__(self, "_layout", find_layout(self))
         assert self._layout is not None, "it was just set"
         return self._layout
 
     def to(self, device: torch.device) -> TrainBatch:
-        """The batch with its tensors on `device`; the caller does not wait for a copy to a GPU."""
+        """The batch with its tensors on `device`; copies to a GPU are asynchronous."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: to_device(v, device) for name, v in values.items() if isinstance(v, Tensor)}
         batch = replace(self, **moved)
@@ -139,7 +136,7 @@ class TrainBatch:
 
 
 def find_layout(batch: TrainBatch) -> RowLayout:
-    """The layout of a batch. On a GPU this waits until the batch is there."""
+    """Compute the layout of a batch. On a GPU this waits for the batch to arrive."""
     scored_N = torch.nonzero(batch.loss_mask_BT.flatten()).squeeze(1)
     tokens_M = torch.nonzero(batch.segment_ids_BT.flatten()).squeeze(1)
     starts = torch.nonzero(batch.position_ids_BT.flatten()[tokens_M] == 0).squeeze(1)
@@ -158,25 +155,24 @@ def find_layout(batch: TrainBatch) -> RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the n - 1 positions of one sample lie in its row: the first ones may be shared, the others are its own."""
+    """Places of the n - 1 positions of one sample in its row: the first may be shared, the others are its own."""
 
     shared: slice
-    """The positions of its shared prompt; an empty slice where it shares none."""
+    """Positions of the shared prompt; empty if nothing is shared."""
     own: slice
-    """The positions behind them."""
+    """The positions after the shared ones."""
     prompt_segment: int
-    """Segment of the shared prompt; that of the sample where it shares none."""
+    """Segment of the shared prompt; the sample's own segment if nothing is shared."""
     segment: int
-    """Segment of its own positions."""
+    """Segment of the sample's own positions."""
 
     @property
     def num_shared(self) -> int:
-        """How many positions are shared."""
         return int(self.shared.stop - self.shared.start)
 
 
 def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
-    """The layout of a row: its samples end to end; neighbours of one group share their prompt where asked for."""
+    """Lay samples end to end; with `share_prompts`, neighbours of one group share their prompt."""
     placements: list[Placement] = []
     end = segment = 0
     for samples, num_shared in group_sharers(row) if share_prompts else [([sample], 0) for sample in row]:
@@ -192,10 +188,10 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
 
 
 def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
-    """The samples of a row by what they share, each set with its number of shared positions.
+    """Split a row into sets of samples that share a prompt, each with its number of shared positions.
 
-    Shared are leading positions that read the same tokens and are scored in no sample. Neighbours of one group share,
-    as long as none shortens what those before it share.
+    Shared are leading positions with equal tokens that no sample is scored on. A neighbour of the same group joins a
+    set unless it would shorten the shared part.
     """
     found: list[tuple[list[Sample], int]] = []
     for sample in row:
@@ -212,7 +208,7 @@ def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
 
 
 def _count_unscored_positions(sample: Sample) -> int:
-    """The positions before the first scored one; all but one where none is."""
+    """Number of positions before the first scored one; all but one if nothing is scored."""
     scored = (place for place, weight in enumerate(sample.loss_mask) if weight and place)
     return next(scored, len(sample.tokens) - 1) - 1
 
@@ -227,10 +223,10 @@ def build_batch(
     """The tensors of `rows`, shifted once and padded on the right.
 
     Args:
-        advantages: in the shape of `rows`, one number per sample or a tensor with one for each of its positions.
-        share_prompts: let neighbours of one group share their prompt; the loss is the same with less to compute.
+        advantages: in the shape of `rows`: one number per sample, or a tensor with one value per position.
+        share_prompts: let neighbours of one group share their prompt. The loss is the same, with less computation.
 
-    The totals of the batch are its own; `with_step_totals` replaces them where a step has several batches.
+    The totals count this batch only; `with_step_totals` replaces them if a step has several batches.
     """
     layouts = [place_samples(row, share_prompts=share_prompts) for row in rows]
     laid_out = [_lay_out(row, layout) for row, layout in zip(rows, layouts, strict=True)]
@@ -260,7 +256,7 @@ def build_batch(
 
 @dataclass(slots=True)
 class _RowOfBatch:
-    """One row of a batch without its padding. Lists, because a tensor for each sample takes most of the time."""
+    """One row of a batch without padding. Lists, because building a tensor per sample dominates the run time."""
 
     inputs: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -303,11 +299,11 @@ def _name_sample(sample: Sample) -> str:
 def with_step_totals(
     batches: Sequence[TrainBatch], samples: Iterable[Sample], *, count_untrained: bool = False
 ) -> list[TrainBatch]:
-    """The micro-batches of one step with the totals of all its samples, so that their losses add up to the step's.
+    """The micro-batches of one step with the totals of all its samples, so that their losses sum to the step's loss.
 
     Args:
-        samples: every sample of the step, also those that no batch holds because they give no gradient.
-        count_untrained: samples and groups without a trained token count, too.
+        samples: every sample of the step, also samples without a gradient, which no batch holds.
+        count_untrained: also count samples and groups without a trained token.
     """
     trained = [sample for sample in samples if count_untrained or any(sample.loss_mask[1:])]
     num_scored_tokens = sum(batch.num_scored_tokens for batch in batches)
@@ -329,7 +325,7 @@ def spread_over_rows(
     """(B, T) with each sample's values at its own positions and 0 elsewhere.
 
     Args:
-        values: per sample, in the shape of `layouts`: one number, or a tensor with one for each of its positions.
+        values: per sample, in the shape of `layouts`: one number, or a tensor with one value per position.
     """
     spread_BT = torch.zeros(len(layouts), num_positions)
     for b, layout in enumerate(layouts):
@@ -340,7 +336,7 @@ def spread_over_rows(
 
 
 def split_by_sample(values_BT: Tensor, layouts: Sequence[Sequence[Placement]]) -> list[list[Tensor]]:
-    """Each sample's values, in the shape of `layouts`, 0 at shared positions: the inverse of `spread_over_rows`."""
+    """Each sample's values, in the shape of `layouts`; 0 at shared positions. The inverse of `spread_over_rows`."""
     return [
         [torch.nn.functional.pad(values_BT[b, place.own], (place.num_shared, 0)) for place in layout]
         for b, layout in enumerate(layouts)
@@ -348,10 +344,10 @@ def split_by_sample(values_BT: Tensor, layouts: Sequence[Sequence[Placement]]) -
 
 
 def block_causal_mask(batch: TrainBatch, dtype: torch.dtype = torch.float32, *, window: int | None = None) -> Tensor:
-    """(B, 1, T, T) to add to attention scores: 0 where query t may read key u, -inf elsewhere.
+    """(B, 1, T, T) to add to attention scores: 0 if query t may read key u, -inf elsewhere.
 
-    It may where u <= t lies in the same sample or in its shared prompt, and with a `window` fewer than that many
-    positions back. Padding reads padding, so that no query is left with nothing.
+    Query t reads key u <= t of the same sample or its shared prompt; with a `window`, only if u is fewer positions
+    back. Padding reads padding, so that every query reads something.
     """
     keys_B1T = batch.segment_ids_BT[:, None, :]
     may_read_BTT = torch.tril(

@@ -1,12 +1,11 @@
-"""Checkpoints as directories with a manifest: written whole or not at all, verified before use.
+"""The format of checkpoints: directories with a manifest, written atomically and verified before use.
 
-Not here: what a backend puts into one (backends/pytorch.py), when one is written and gone on from (saving.py), how
-checkpoints are compared (evaluate.py).
+Written and resumed by `saving.py`; filled by a training backend (`backends/training_state.py`).
 
     step_000100/
-      model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it as it is
+      model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it directly
       trainer/state.json trainer/tensors.safetensors     to resume; no pickles
-      adapter/                                           of adapters: the folder that PEFT loads
+      adapter/                                           with LoRA: the folder that PEFT loads
       manifest.json                                      written last: step, score, fingerprint of the settings, and
                                                          size and sha256 of every other file
 """
@@ -35,12 +34,12 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 BESIDE_MODEL = ("trainer/", "adapter/")
-"""Folders of a checkpoint that are no part of its model."""
+"""Folders of a checkpoint that do not belong to its model."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
-"""Files that something which loads a checkpoint may read or run: none may lie there that the manifest does not list."""
+"""Files that a program may load or run from a checkpoint: each must be in the manifest."""
 SETTLED_NS = 2_000_000_000
-"""A file that changed less than this ago is hashed anew each time: clocks of file systems are coarse."""
+"""A file that changed less than this long ago is always hashed again: file system clocks are coarse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +54,25 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint directory holds."""
+    """Content of a checkpoint directory."""
 
     step: int
-    """Training steps behind the weights."""
+    """Number of training steps before the save."""
     files: dict[str, FileEntry]
-    """Every file but the manifest, by its path inside the directory."""
+    """Every file except the manifest, by its path inside the directory."""
     created_at: float
     """Seconds since 1970."""
     score: float | None = None
-    """How good the policy was during the steps before, higher is better; None where nothing measured it."""
+    """Quality of the policy during the preceding steps, higher is better; None if it was not measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """What it was trained with, by name (`saving.describe_settings`)."""
+    """Settings and inputs of the training, by name (`saving.describe_settings`)."""
     is_early: bool = False
-    """Whether it is there only because somebody ended the training at this step: who goes on needs it until the next
-    one is whole, and a training that nobody ends does not have it."""
+    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes it after its
+    next checkpoint, so that its files equal those of an unstopped run."""
 
     @property
     def fingerprint(self) -> str:
-        """The identity of the settings."""
+        """Hash of the settings."""
         return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -83,9 +82,9 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """One digest for the model's content: weights, config and tokenizer, without what else is about its training.
+        """One digest for the model's content: weights, config and tokenizer.
 
-        The adapters name the folder of the model that they were trained on, which differs between machines.
+        Adapters are left out: they name the folder of their base model, which differs between machines.
         """
         return self._digest_of(sorted(name for name in self.files if not name.startswith(BESIDE_MODEL)))
 
@@ -105,7 +104,7 @@ def new_checkpoint(
     settings: Mapping[str, Any] | None = None,  # Any: JSON
     is_early: bool = False,
 ) -> Iterator[Path]:
-    """A directory to write a checkpoint into; it appears at `path`, with its manifest, when the block succeeds."""
+    """A directory to fill; it appears at `path`, with its manifest, when the block succeeds."""
     with new_directory(path) as partial:
         yield partial
         files = {name: _describe(partial / name) for name in _file_names(partial)}
@@ -121,10 +120,10 @@ def new_checkpoint(
 
 
 def load_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, without looking at its files.
+    """Read the manifest of a checkpoint without checking its files.
 
     Raises:
-        CheckpointError: there is none, or none of this format.
+        CheckpointError: it is missing, unreadable or has another format version.
     """
     try:
         raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -144,24 +143,24 @@ def load_manifest(path: Path) -> Manifest:
 
 def _entry_of(name: str, entry: Mapping[str, Any]) -> FileEntry:  # Any: JSON
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"the file {name!r} would lie outside of the checkpoint")
+        raise ValueError(f"the file {name!r} would be outside the checkpoint")
     return FileEntry(size=_of_kind(entry["size"], int), sha256=_of_kind(entry["sha256"], str))
 
 
 def _of_kind(value: Any, *kinds: type) -> Any:  # Any: JSON
-    """The value if its type is one of these; True is no number, and no number has more than 64 bits."""
+    """The value if it has one of the types; booleans are not numbers, and integers have at most 64 bits."""
     if type(value) not in kinds or (isinstance(value, int) and value.bit_length() > 64):
         raise TypeError(f"expected {kinds[0].__name__}, found {value!r:.40}")
     return value
 
 
 def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
-    """The manifest of a checkpoint whose every file has the size and digest it was written with.
+    """Check every file of a checkpoint against its manifest and return the manifest.
 
-    A file that this process has hashed and nobody touched since is not read again.
+    A file that this process has hashed before, and that did not change since, is not read again.
 
     Args:
-        by_size_alone: read no file but the manifest.
+        by_size_alone: compare sizes only, without reading the files.
 
     Raises:
         CheckpointError: names the first file that is missing, differs, or was added.
@@ -177,19 +176,18 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
     read_each(verify, manifest.files, num_bytes=0 if by_size_alone else sum(e.size for e in manifest.files.values()))
     for name in _file_names(path):
         if name != MANIFEST and name not in manifest.files and Path(name).suffix in LOADABLE_SUFFIXES:
-            raise CheckpointError(f"{path / name} is not in the manifest of its checkpoint: it was added, remove it")
+            raise CheckpointError(f"{path / name} is not in the manifest of its checkpoint: remove the added file")
     return manifest
 
 
 def _verify_file(file: Path, entry: FileEntry, *, by_size_alone: bool) -> None:
     if (size := file.stat().st_size) != entry.size:
-        raise CheckpointError(f"{file} has {size} bytes, its manifest says {entry.size}: it was cut or changed")
+        raise CheckpointError(f"{file} has {size} bytes, its manifest says {entry.size}: truncated or changed")
     if not by_size_alone and _sha256(file) != entry.sha256:
         raise CheckpointError(f"{file} does not have the content that its manifest lists: it was changed")
 
 
 def step_directory(parent: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
     return parent / f"step_{step:06d}"
 
 
@@ -207,22 +205,22 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def latest_intact_checkpoint(parent: Path) -> Path | None:
-    """The newest checkpoint that verifies; damaged ones are passed over loudly."""
+    """The newest checkpoint that verifies; damaged ones are skipped with a warning."""
     for path in reversed(list_checkpoints(parent)):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
-            logger.warning("passed over a damaged checkpoint: %s", error)
+            logger.warning("skipped a damaged checkpoint: %s", error)
             continue
         return path
     return None
 
 
 def set_damaged_aside(parent: Path) -> list[Path]:
-    """Rename checkpoints that do not verify, so that nothing offers them; returns their new paths.
+    """Rename checkpoints that do not verify, so that they are no longer offered; returns their new paths.
 
-    Those before the newest whole one are compared by size alone: a run that goes on needs none of them, reading them
-    takes hours where they are large, and whoever loads one verifies it.
+    Checkpoints before the newest intact one are compared by size only: a resumed run does not need them, reading large
+    ones takes hours, and they are verified when they are loaded.
     """
     moved = []
     has_whole = False
@@ -241,7 +239,7 @@ def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest in the folder of a run or of checkpoints.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the path has no checkpoint.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -254,7 +252,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def adopt_checkpoint(source: Path, parent: Path) -> Path:
-    """Give a run a checkpoint of another run, as its own; returns where it lies.
+    """Copy a checkpoint of another run into this run's folder and return the new path.
 
     Raises:
         CheckpointError: it is damaged.
@@ -262,7 +260,7 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     manifest = verify_checkpoint(source)
     path = step_directory(parent, manifest.step)
     with new_directory(path) as partial:
-        for name in (*manifest.files, MANIFEST):  # anything else may be a link to a file of other people
+        for name in (*manifest.files, MANIFEST):  # not every file: an unlisted one may link to another user's file
             link_or_copy(source / name, partial / name)
     return path
 
@@ -275,13 +273,13 @@ def prune_checkpoints(
     keep_best: int = 0,
     is_comparable: Callable[[Mapping[str, Any]], bool] = lambda settings: True,  # Any: JSON
 ) -> None:
-    """Delete all checkpoints up to `newest` but the `keep` last and, besides, the `keep_best` with the highest scores.
+    """Delete checkpoints except `newest`, the `keep` last ones, and the `keep_best` with the highest scores.
 
-    Those after it are of an attempt that went further and was not gone on from, because they are damaged. Early ones
-    are neither counted nor kept once there is a newer one: the others are those of a training that nobody ended.
+    Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. Early checkpoints do not
+    count, and are deleted once there is a newer one, so that the result equals an unstopped run's.
 
     Args:
-        is_comparable: told what a checkpoint was trained with, whether its score is one that others compare with.
+        is_comparable: takes a checkpoint's settings; False excludes it from `keep_best`.
     """
     checkpoints = list_checkpoints(parent)
     if _is_early(newest):
@@ -299,7 +297,7 @@ def prune_checkpoints(
 def _best_of(
     checkpoints: list[Path], num_best: int, is_comparable: Callable[[Mapping[str, Any]], bool]
 ) -> list[Path]:  # Any: JSON
-    """The checkpoints with the highest scores; of equals the earlier, and none without a score."""
+    """The checkpoints with the highest scores; the earlier of equals. Checkpoints without a score are left out."""
     found = [(_score_of(path, is_comparable), path) for path in checkpoints if num_best]
     scored = [(score, path) for score, path in found if score is not None]
     return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]
@@ -308,14 +306,14 @@ def _best_of(
 def _is_early(path: Path) -> bool:
     try:
         return load_manifest(path).is_early
-    except CheckpointError:  # damaged: as good as any other that is kept or deleted by its place
+    except CheckpointError:  # damaged: kept or deleted by its place, like a regular one
         return False
 
 
 def _score_of(path: Path, is_comparable: Callable[[Mapping[str, Any]], bool]) -> float | None:  # Any: JSON
     try:
         manifest = load_manifest(path)
-        is_number = manifest.score is not None and math.isfinite(manifest.score)  # NaN would have no place in an order
+        is_number = manifest.score is not None and math.isfinite(manifest.score)  # NaN cannot be sorted
         return manifest.score if is_number and is_comparable(manifest.settings) else None
     except CheckpointError as error:
         logger.warning("a damaged checkpoint has no score: %s", error)
@@ -331,7 +329,7 @@ def _describe(path: Path) -> FileEntry:
 
 
 def _sha256(path: Path) -> str:
-    """The digest of a file, remembered as long as its inode says that nothing touched it."""
+    """The digest of a file, cached while its inode shows no change."""
     stat = path.stat()
     changed_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
     if time.time_ns() - changed_ns < SETTLED_NS:

@@ -1,7 +1,7 @@
-"""Say how good a checkpoint is and whether one is better than another, with the uncertainty of few prompts.
+"""Estimate a checkpoint's score and compare two checkpoints, with the uncertainty of few prompts.
 
-Not here: running the checkpoints (evaluate.py). A score is a number per row, higher is better: the mean reward of a
-prompt's completions, or minus the mean loss of a demonstration.
+A score is a number per row, higher is better: the mean reward of a prompt's completions, or minus the mean loss of a
+demonstration. `evaluate.py` computes the scores.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
-"""No comparison has a smaller one."""
+"""The smallest possible p-value of a comparison."""
 CONFIDENCE = 0.95
 VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
 """Ends every verdict: another seed trains another checkpoint, which may score several points better or worse."""
 MAX_EFFECTIVE_ROWS = 1_000.0
-"""A row counts as at most so many rows of 0 and 1, also if all scores are equal."""
+"""Upper limit of the rows of 0 and 1 that one row counts as, also if all scores are equal."""
 MAX_NUMBERS = 1 << 21
-"""Of resamples that are in memory at a time, 16 MB of each kind."""
+"""Limit of numbers in memory while resampling, 16 MB per array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether training helped."""
+    """The answer to whether training helped."""
 
     is_accepted: bool
-    """Whether it counts as better; also where everything does."""
+    """Whether the candidate counts as better; always true if every result is accepted."""
     is_improvement: bool | None
-    """Whether it is better beyond noise; None where that was not asked."""
+    """Whether the candidate is better beyond noise; None if no test was made."""
     sentence: str
-    """The verdict with its numbers, for people."""
+    """The verdict with its numbers, for readers."""
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
@@ -70,10 +70,10 @@ def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> list[Estimate]:
-    """The mean scores of checkpoints that are shown beside each other, their 95 % intervals by one method.
+    """Mean scores of several checkpoints, with 95 % intervals by the same method.
 
-    Wilson's if every score of all checkpoints is between 0 and 1, else by bootstrap. A bootstrap of rows that are all
-    wrong, or nearly so, is too narrow. Beside Wilson's interval it would make the worse checkpoint look surer.
+    Wilson's interval if all scores are between 0 and 1, else a bootstrap. A bootstrap of rows that are (nearly) all
+    wrong is too narrow; beside a Wilson interval it would make the worse checkpoint look more certain.
     """
     every = [np.asarray(scores, dtype=np.float64) for scores in compared]
     if all(bool(((values >= 0) & (values <= 1)).all()) for values in every):
@@ -88,12 +88,12 @@ def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> lis
 
 
 def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, seed: int = 0) -> Comparison:
-    """Whether the candidate beats the baseline, by a one-sided paired sign-flip test.
+    """Test whether the candidate beats the baseline: a one-sided paired sign-flip test.
 
-    Under the null hypothesis the sign of each row's difference is arbitrary: the p-value is the share of random
-    sign choices with a mean at least as large as the one seen, the seen one included.
+    Under the null hypothesis the sign of each row's difference is arbitrary. The p-value is the share of random sign
+    choices, including the observed one, whose mean is at least the observed mean.
 
-    Source: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for counting the seen one.
+    Source: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for including the observed choice.
     """
     assert len(baseline) == len(candidate), f"{len(baseline)} scores against {len(candidate)}"
     differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
@@ -103,15 +103,15 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
 
 
 def least_p_value(num_rows: int) -> float:
-    """The p-value when every row got better by the same: with these rows no difference has a smaller one."""
+    """The p-value if every row improved by the same amount: no result on so many rows has a smaller one."""
     return _sign_flip_p_value(np.ones(num_rows), 0)
 
 
 def least_wins(num_rows: int, *, margin: float, max_p_value: float) -> int:
-    """How many rows the candidate must get right that the baseline gets wrong, so that it counts as better.
+    """How many more rows the candidate must get right than the baseline to count as better.
 
-    With scores of 0 and 1, and no row the other way round: with such rows it takes more. More than `num_rows` where
-    even all of them would not do.
+    Assumes scores of 0 and 1 and no row that only the baseline gets right; such rows raise the number. Returns
+    `num_rows` + 1 if even all rows are not enough.
     """
 
     def is_enough(num_wins: int) -> bool:
@@ -129,12 +129,12 @@ def judge_improvement(
     max_p_value: float,
     margin: float = 0.0,
 ) -> Verdict:
-    """Whether the candidate scored better than the baseline beyond noise, in a sentence too.
+    """Judge whether the candidate scored better than the baseline beyond noise.
 
     Args:
-        names: of the baseline and of the candidate, for the sentence.
-        max_p_value: 1 accepts everything, and says so.
-        margin: by more than how much it must be better; below 0 it may be that much worse.
+        names: names of the baseline and the candidate, for the sentence.
+        max_p_value: highest accepted p-value; 1 accepts everything without a test.
+        margin: required improvement; a negative margin permits that much loss.
     """
     comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
@@ -153,9 +153,9 @@ def judge_improvement(
 
 
 def select_best(mean_scores: Sequence[float]) -> int:
-    """The place of the highest mean score; of equal ones, but for rounding, the first, which has trained least.
+    """The place of the highest mean score; among equals (up to rounding) the first, which trained least.
 
-    One that is no finite number is lower than every other.
+    A score that is not finite counts as lowest.
     """
     ranked = [score if math.isfinite(score) else -math.inf for score in mean_scores]
     highest = max(ranked)
@@ -164,7 +164,7 @@ def select_best(mean_scores: Sequence[float]) -> int:
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
     rng = np.random.default_rng(seed)
-    differing = differences[differences != 0]  # others have no sign: their number must not change what is drawn
+    differing = differences[differences != 0]  # zeros have no sign, and must not shift the random draws
     least = differing.sum() - 1e-9
     num_as_large = sum(
         int(((rng.choice((-1.0, 1.0), size=size) * differing).sum(axis=1) >= least).sum())
@@ -174,17 +174,17 @@ def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
 
 
 def _share_of_variance(every: Sequence[np.ndarray]) -> float:
-    """The variance of scores between 0 and 1, as a share of what scores of only 0 and 1 with the same means have.
+    """Variance of scores between 0 and 1, divided by the variance of 0/1 scores with the same means.
 
-    It is 1 for scores of 0 and 1, and less for means of several completions. All checkpoints together decide, because
-    rows that are all right, or all wrong, have no variance by themselves.
+    1 for scores of 0 and 1; less for means of several completions. Computed over all checkpoints, because a checkpoint
+    with only right or only wrong rows has no variance.
     """
     widest = sum(float(values.mean() * (1 - values.mean())) for values in every)
     return min(1.0, sum(float(values.var()) for values in every) / widest) if widest > 0 else 1.0
 
 
 def _wilson_interval(values: np.ndarray, share_of_variance: float) -> tuple[float, float]:
-    """Of scores between 0 and 1; a smaller variance counts as so many more rows.
+    """Wilson's interval for scores between 0 and 1; a smaller variance counts as proportionally more rows.
 
     Sources: Wilson 1927; for the effective number of rows, Franco et al. 2019.
     """
@@ -204,7 +204,7 @@ def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
 
 
 def _blocks(num_rows: int) -> Iterator[tuple[int, int]]:
-    """The shapes of all resamples, so few at a time that their numbers fit: one after the other they are the same."""
+    """Shapes of blocks that together are all resamples; the block size limits memory and does not change the draws."""
     num_together = max(1, MAX_NUMBERS // max(1, num_rows))
     for start in range(0, NUM_RESAMPLES, num_together):
         yield min(num_together, NUM_RESAMPLES - start), num_rows

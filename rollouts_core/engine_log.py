@@ -1,7 +1,6 @@
-"""Why an engine that ended did so, from the end of its log.
+"""Explain from the end of an engine's log why the engine ended.
 
-Not here: starting engines (engines/launch.py), waiting for them (tasks/engine.py, engines/child.py). Nothing here
-imports torch: the orchestrator reads logs too.
+The orchestrator also reads these logs, so this file must not import torch.
 """
 
 from __future__ import annotations
@@ -9,27 +8,27 @@ from __future__ import annotations
 import re
 
 SIGNS = (
-    (r"address already in use|EADDRINUSE", "its port is in use: choose another port or end what listens there"),
+    (r"address already in use|EADDRINUSE", "its port is in use: choose another port or end the program that uses it"),
     (
         r"out of memory|OutOfMemoryError|Cannot allocate memory|std::bad_alloc",
         "it ran out of memory: use a smaller model, a smaller context or more memory",
     ),
     (
         r"less than desired GPU memory utilization",
-        "other programs have memory of its GPU: end them, give it a GPU of its own (deployment.engine_gpu_ranks), or "
-        "let it take less by --gpu-memory-utilization in rollout.engine.extra_args",
+        "other programs use memory of its GPU: end them, give it its own GPU (deployment.engine_gpu_ranks), or lower "
+        "its share with --gpu-memory-utilization in rollout.engine.extra_args",
     ),
     (
         r"No available memory for the cache blocks|larger than the available KV cache memory"
         r"|Not enough memory\. Please try to increase|leave no GPU memory for the KV cache"
         r"|increase --mem-fraction-static",
-        "its share of the memory does not hold the model and the context of completions: give it more by "
+        "its share of the GPU memory is too small for the model and the context: raise the share with "
         "--mem-fraction-static (SGLang) or --gpu-memory-utilization (vLLM) in rollout.engine.extra_args, or use a "
         "smaller model or context",
     ),
     (
         r"Unsupported CPU attention configuration|head_size .*not supported|head size .* is not supported",
-        "it cannot compute the model's attention here: its heads have a size that this engine lacks on this device",
+        "it cannot compute the model's attention here: the engine does not support this head size on this device",
     ),
     (
         r"unrecognized arguments?:|error: argument --",
@@ -37,31 +36,31 @@ SIGNS = (
     ),
     (
         r"torch-memory-saver is not installed|No module named 'torch_memory_saver'",
-        "it hands its memory over with the package torch-memory-saver, which its environment lacks: install it there, "
-        "or leave deployment.colocated out",
+        "handing over GPU memory needs the package torch-memory-saver in its environment: install it there, or "
+        "remove deployment.colocated",
     ),
     (
         r"Sleep mode is not supported|cumem allocator is not supported",
-        "it cannot hand its memory over on this device: leave deployment.colocated out",
+        "it cannot hand over its memory on this device: remove deployment.colocated",
     ),
-    (r"No module named", "a package is missing in its environment: install the engine there anew"),
+    (r"No module named", "a package is missing in its environment: reinstall the engine there"),
     (
         r"driver on your system is too old|CUDA driver version is insufficient",
-        "its torch is built for a newer CUDA than the GPU driver of its machine knows: update the driver, install a "
-        "build for an older CUDA in its environment, or rent by node.query.min_cuda",
+        "its torch needs a newer CUDA than the GPU driver supports: update the driver, install a build for an older "
+        "CUDA in its environment, or rent with node.query.min_cuda",
     ),
     (
         r"system not yet initialized|cudaErrorSystemNotReady",
-        "the GPUs of its machine are not ready, because what joins them (nvidia-fabricmanager) does not run: start "
-        "that, or take another machine",
+        "the GPUs of its machine are not ready because the service that connects them (nvidia-fabricmanager) is not "
+        "running: start the service, or use another machine",
     ),
     (
         r"no kernel image is available for execution",
-        "its build cannot compute on this type of GPU: install one that can in its environment, or use another GPU",
+        "its build does not support this type of GPU: install a matching build in its environment, or use another GPU",
     ),
     (
         r"no NVIDIA driver|No CUDA GPUs are available|invalid device ordinal",
-        "it found no GPU that it can use: check the driver and deployment.engine_gpu_ranks",
+        "it found no usable GPU: check the driver and deployment.engine_gpu_ranks",
     ),
     (
         r"Bfloat16 is only supported on GPUs",
@@ -91,14 +90,14 @@ SIGNS = (
     ),
     (
         r"NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
-        "its GPUs cannot talk to each other by NCCL: look whether /dev/shm is large enough and what NCCL_DEBUG=INFO "
-        "says, or give it a single GPU",
+        "its GPUs cannot communicate through NCCL: check the size of /dev/shm and the output with NCCL_DEBUG=INFO, or "
+        "give it a single GPU",
     ),
 )
 
 
 def explain_engine_log(log: str) -> str:
-    """One sentence about why an engine failed, from the end of its log; empty when no known sign is in it."""
+    """A sentence about the cause of an engine's failure, from the end of its log; "" if no known pattern matches."""
     for pattern, sentence in SIGNS:
         if re.search(pattern, log, re.IGNORECASE):
             return sentence

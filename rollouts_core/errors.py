@@ -1,36 +1,36 @@
-"""What can go wrong in the training core, told apart by what the reader can do about it.
+"""The exceptions of the training core, grouped by the user's possible reaction.
 
     RolloutsError
     ├── InputError               the user changes something, then starts again (exit code 2)
     │   ├── ConfigError          a key, type or value of a configuration
-    │   ├── DataError            a row, a file or a tokenizer that does not fit
-    │   │   └── DemonstrationError   a demonstration where a prompt belongs
+    │   ├── DataError            an unusable row, file or tokenizer
+    │   │   └── DemonstrationError   a demonstration in place of a prompt
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
-    │   │   └── DivergedError    one whose weights compute no numbers
+    │   │   └── DivergedError    its weights give non-finite numbers
     │   ├── RewardError          a user's function that raised or returned something unusable
-    │   ├── NoMemoryError        settings that ask for more memory than the machine has
-    │   └── NoSignalError        rewards that taught nothing for so long that the training ended
+    │   ├── NoMemoryError        settings that need more memory than the machine has
+    │   └── NoSignalError        training ended because rewards gave no learning signal
     ├── EngineError              an inference server refused or answered nonsense
-    │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
-    │   ├── NoNumbersError       its weights give log-probs that are no finite numbers
-    │   └── WeightSyncError      the engine did not take the weights that were published
-    │       └── OtherVersionError    it reports another version than it was given
-    ├── EnvironmentUnavailableError  an environment's sandbox or service failed: beginning again may help
-    │   └── EnvironmentOutageError   it failed so often that the run ends until it is mended
-    └── TrainingError            training itself broke
-        ├── NonFiniteError       a loss or gradient that is not a finite number; the weights are as before
-        └── MachineLostError     one of the machines that train together is gone: starting again may help
+    │   ├── EngineUnavailableError   unreachable, restarting or overloaded: a retry may help
+    │   ├── NoNumbersError       its weights give non-finite log-probs
+    │   └── WeightSyncError      the engine did not take the published weights
+    │       └── OtherVersionError    it reports another version than the published one
+    ├── EnvironmentUnavailableError  an environment's sandbox or service failed: a retry may help
+    │   └── EnvironmentOutageError   it failed so often that the run ends until it is repaired
+    └── TrainingError            training itself failed
+        ├── NonFiniteError       a loss or gradient that is not finite; the weights are unchanged
+        └── MachineLostError     one of several training machines is gone: a restart may help
 
 Exceptions take strings only, so they survive pickling and Prefect's storage.
 """
 
 
 class RolloutsError(Exception):
-    """The root of every error this package raises on purpose."""
+    """Root of the errors that this package raises on purpose."""
 
 
 class InputError(RolloutsError):
-    """Something the user gave does not work; the message says what was expected, found and to do."""
+    """Unusable input of the user; the message has the expected and found values and the remedy."""
 
 
 class ConfigError(InputError):
@@ -42,7 +42,7 @@ class DataError(InputError):
 
 
 class DemonstrationError(DataError):
-    """A row that shows the completion itself, where a prompt is to be completed by the policy."""
+    """A row with a completion of its own, in place of a prompt for the policy."""
 
 
 class CheckpointError(InputError):
@@ -50,19 +50,19 @@ class CheckpointError(InputError):
 
 
 class DivergedError(CheckpointError):
-    """A checkpoint whose weights compute no numbers."""
+    """A checkpoint whose weights give non-finite numbers."""
 
 
 class RewardError(InputError):
-    """A reward, filter or generation function or an environment of the user's that failed."""
+    """A user's reward, filter, generate function or environment that failed."""
 
 
 class NoMemoryError(InputError):
-    """Settings that ask for more memory than there is; the message names those to lower."""
+    """Settings that need more memory than available; the message names the settings to lower."""
 
 
 class NoSignalError(InputError):
-    """Rewards of RL that told no completion of a prompt from another, for so many steps that the training ended."""
+    """RL without learning signal: all completions of each prompt had equal rewards for too many steps."""
 
 
 class EngineError(RolloutsError):
@@ -70,15 +70,15 @@ class EngineError(RolloutsError):
 
 
 class EngineUnavailableError(EngineError):
-    """An engine that cannot be reached or is starting; the same request may work later."""
+    """An engine that is unreachable or starting; the same request may work later."""
 
 
 class EngineBusyError(EngineUnavailableError):
-    """An engine that has too much to do.
+    """An overloaded engine.
 
     Args:
-        problem: what it answered.
-        retry_after_s: how long it asked to be left alone; 0 where it said nothing.
+        problem: its answer.
+        retry_after_s: the delay that it asked for, seconds; 0 if it named none.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
@@ -87,23 +87,23 @@ class EngineBusyError(EngineUnavailableError):
 
 
 class EngineAnswerError(EngineError):
-    """An engine that answered something unusable, as another one would not."""
+    """An engine's unusable answer that another engine would not give."""
 
 
 class NoNumbersError(EngineAnswerError):
-    """An engine whose weights compute no finite log-probs, as those of a training that diverged."""
+    """An engine whose weights give non-finite log-probs, for example after training diverged."""
 
 
 class WeightSyncError(EngineError):
-    """An engine that does not serve the weights that were published to it."""
+    """An engine that does not serve the published weights."""
 
 
 class OtherVersionError(WeightSyncError):
-    """An engine that took an update, and reports another version.
+    """An engine that took an update but reports another version.
 
     Args:
-        problem: what it was given, and what it serves.
-        served: the version that it reports.
+        problem: the published and the served version.
+        served: the version that the engine reports.
     """
 
     def __init__(self, problem: str, served: str = "") -> None:
@@ -112,23 +112,23 @@ class OtherVersionError(WeightSyncError):
 
 
 class EnvironmentUnavailableError(RolloutsError):
-    """Something that an environment or a reward stands on failed: a sandbox, a service, a machine.
+    """A dependency of an environment or reward failed: a sandbox, a service, a machine.
 
-    The policy has no part in it, so what it did is not graded; the same conversation may work when it is begun again.
+    The policy did not cause it, so its sample is not graded; the same conversation may work on a retry.
     """
 
 
 class EnvironmentOutageError(EnvironmentUnavailableError):
-    """An environment or a reward that failed so often that going on makes no sense before it is mended."""
+    """An environment or reward that failed so often that it must be repaired first."""
 
 
 class TrainingError(RolloutsError):
-    """Training that cannot go on."""
+    """Training that cannot continue."""
 
 
 class MachineLostError(TrainingError):
-    """One of the machines that train together did not come, or is gone; what is not in a checkpoint is lost."""
+    """One of several training machines did not arrive or is gone; progress since the last checkpoint is lost."""
 
 
 class NonFiniteError(TrainingError):
-    """A loss or gradient that is not a finite number. The step's gradient is dropped, the weights are as before."""
+    """A loss or gradient that is not finite. The step's gradient is dropped; the weights are unchanged."""

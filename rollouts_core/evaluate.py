@@ -1,9 +1,7 @@
-"""Score checkpoints on the same rows, with the same randomness, and write down what they said.
-
-Not here: whether a difference is more than noise (comparison.py), which rows are used (job.py).
+"""Score checkpoints on the same rows with the same random numbers, and record their completions.
 
 A score is a number per row, higher is better: the mean reward of a prompt's completions (metric accuracy), or minus
-the mean loss of a demonstration (metric loss).
+the mean loss of a demonstration (metric loss). Statistical comparison: `comparison.py`.
 """
 
 from __future__ import annotations
@@ -62,19 +60,19 @@ from rollouts_core.types import Prompt, Sample, Status, group_samples
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 8192
-"""Of demonstrations that are scored together, with their padding."""
+"""Limit of padded tokens of demonstrations in one batch."""
 
 
 async def generate_samples(
     model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_slots: int
 ) -> list[Sample]:
-    """Ungraded completions of every prompt, `config.n_samples_per_prompt` each, by the decoder in this process.
+    """`config.n_samples_per_prompt` ungraded completions of every prompt, by the decoder in this process.
 
-    The randomness of a sample depends on its prompt's place, its own place and `config.seed`, so checkpoints that
-    are compared meet the same.
+    The random numbers of a sample depend on its prompt's place, its own place and `config.seed`, so all compared
+    checkpoints use the same ones.
 
     Raises:
-        DivergedError: the log-probs of a token are no finite numbers.
+        DivergedError: a token's log-probs are not finite.
     """
     tokenizer = load_tokenizer(model)
     environment = resolve_environment(config)
@@ -108,33 +106,33 @@ async def generate_samples(
 async def ask_engine(
     engine: InferenceEngine, model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_running: int
 ) -> list[Sample]:
-    """Ungraded completions of every prompt as `generate_samples` has them, by an engine that serves the model.
+    """Like `generate_samples`, by an engine that serves the model.
 
     Args:
-        num_running: how many completions it generates at the same time.
+        num_running: number of completions that the engine generates at the same time.
 
     Raises:
-        DivergedError: the log-probs of a token are no finite numbers.
-        EnvironmentOutageError: an environment was not available for longer than the settings allow.
+        DivergedError: a token's log-probs are not finite.
+        EnvironmentOutageError: an environment was unavailable for longer than the settings allow.
     """
     one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
     config = config.model_copy(update={"multi_turn": one_sample_each})
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
     wait_out = OutagePauses(config).wait_out
     calls = [partial(wait_out, partial(generate_whole, generate, group)) for group in pending_groups(prompts, config)]
-    # Twice as many as it generates: while an environment answers the one, or a request is on its way, it has others.
+    # Twice the engine's capacity, so that it stays busy while environments answer or requests travel.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
     with _explained_no_numbers(model):
         return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
 
 
 async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
-    """The completions of an evaluation with their rewards, graded at the same time; invalid ones get 0, with a warning.
+    """Grade the completions of an evaluation concurrently; invalid ones get 0, with a warning.
 
     Raises:
-        DataError: too many of them are invalid.
-        RewardError: what grades them failed.
-        EnvironmentOutageError: it was not available for longer than the settings allow.
+        DataError: too many completions are invalid.
+        RewardError: the reward failed.
+        EnvironmentOutageError: the environment was unavailable for longer than the settings allow.
     """
     if failure := InvalidWatch(window=len(samples)).note(samples):
         raise failure
@@ -149,32 +147,32 @@ async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) ->
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:
-    """The samples of each prompt, not generated yet."""
+    """The ungenerated samples of each prompt."""
     return [
         build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
     ]
 
 
 def longest_prompt(model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig) -> int:
-    """Tokens of the longest prompt, with what describes the tools of the environment."""
+    """Tokens of the longest prompt, including the tool descriptions of the environment."""
     tools = describe_tools(resolve_environment(config))
     tokens = tokenize_prompts(load_tokenizer(model), [prompt.messages for prompt in prompts], tools)
     return max(map(len, tokens))
 
 
 def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
-    """Per prompt, in order, the mean reward of its samples.
+    """Mean reward of each prompt's samples, in order.
 
     Raises:
-        RewardError: a sample without a reward: a mean over the others would compare checkpoints on different rows.
+        RewardError: a sample has no reward. A mean over the others would compare checkpoints on different rows.
     """
     scores = []
     for group in group_samples(samples):
         rewards = [sample.reward for sample in group if sample.reward is not None]
         if len(rewards) < len(group):
             raise RewardError(
-                f"a completion of prompt {group[0].metadata.get('prompt_id', '?')!r} has no reward, and an evaluation "
-                "needs them all: the reward function must return a number for it"
+                f"a completion of prompt {group[0].metadata.get('prompt_id', '?')!r} has no reward: an evaluation "
+                "needs a number from the reward function for every completion"
             )
         scores.append(sum(rewards) / len(rewards))
     return scores
@@ -182,12 +180,12 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """Per demonstration, minus the mean loss of its trained tokens; on the first GPU where there is one.
+    """Minus the mean loss of each demonstration's trained tokens; on the first GPU if there is one.
 
     Raises:
-        DivergedError: a loss is no finite number.
+        DivergedError: a loss is not finite.
     """
-    from rollouts_core.model.policy import compute_logprobs  # models in training: two seconds that rewards can spare
+    from rollouts_core.model.policy import compute_logprobs  # takes two seconds; evaluations by reward do not need it
 
     hf_model = load_hf_model(model, device=default_device()).eval()
     check_attention(hf_model)
@@ -204,7 +202,7 @@ def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[
 
 
 def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
-    """The places of the samples, in batches of about one length and at most `MAX_BATCH_TOKENS`, or one sample."""
+    """Places of the samples in batches of similar length, each at most `MAX_BATCH_TOKENS` or one sample."""
     by_length = sorted(range(len(samples)), key=lambda place: len(samples[place].tokens), reverse=True)
     while by_length:
         num_rows = max(1, MAX_BATCH_TOKENS // len(samples[by_length[0]].tokens))
@@ -213,7 +211,7 @@ def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """The rollout settings that an evaluation samples with."""
+    """The rollout settings for sampling in an evaluation."""
     sampling = rollout.sampling.model_copy(update={"temperature": evaluation.temperature})
     return rollout.model_copy(
         update={
@@ -226,7 +224,7 @@ def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) ->
 
 @contextmanager
 def _explained_no_numbers(model: ModelConfig) -> Iterator[None]:
-    """Raise DivergedError where an engine has no numbers: with the parameters of evaluations its weights are why."""
+    """Turn an engine's non-finite log-probs into DivergedError: evaluation settings cannot cause them."""
     try:
         yield
     except NoNumbersError as error:

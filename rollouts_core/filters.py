@@ -1,9 +1,7 @@
 """Decide which groups of samples are worth training on.
 
-Samples without a reward could not be scored: filters of rewards look at the others of their group. A trajectory counts
-once, however many samples it gave.
-
-Not here: asking for more when groups are dropped (rollout/manager.py).
+Samples without a reward could not be scored; filters of rewards ignore them. A trajectory counts once, regardless of
+its number of samples.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ MIN_REWARD_STD = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class FilterDecision:
-    """Whether a group is kept, and if not, why: the reason under which the drop is counted."""
+    """Whether a group is kept; if not, the reason under which the drop is counted."""
 
     keep: bool
     reason: str = ""
@@ -32,10 +30,10 @@ UNSCORED = FilterDecision(False, "unscored")
 """No sample of the group has a reward."""
 
 FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
-"""Takes the graded samples of one group."""
+"""Takes the graded samples of one group; True keeps the group."""
 
 BufferFilterFn = Callable[[Sequence[Sequence[Sample]], int], Sequence[Sequence[Sample]]]
-"""Takes the groups that were given up, in order, and how many are wanted; returns those to ask for now."""
+"""Takes the interrupted groups, in order, and the number wanted; returns the groups to generate now."""
 
 
 def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
@@ -44,7 +42,7 @@ def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
     if not rewards:
         return UNSCORED
     is_constant = statistics.pstdev(rewards) <= MIN_REWARD_STD
-    # Rounded, so that rewards of any size give few reasons.
+    # Rounded, so that continuous rewards give few distinct reasons.
     return FilterDecision(not is_constant, f"zero_std_{round(rewards[0], 1):g}" if is_constant else "")
 
 
@@ -67,7 +65,7 @@ def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -
 
 
 def check_response_diversity(group: Sequence[Sample], *, min_unique_share: float = 0.5) -> FilterDecision:
-    """Keep a group in which at least this share of responses are different texts."""
+    """Keep a group in which at least this share of the responses are distinct texts."""
     responses = [sample.response for sample in _last_samples(group)]
     keep = len(set(responses)) >= min_unique_share * len(responses)
     return FilterDecision(keep, "" if keep else "low_diversity")
@@ -76,7 +74,7 @@ def check_response_diversity(group: Sequence[Sample], *, min_unique_share: float
 def check_reasonable_length(
     group: Sequence[Sample], *, min_tokens: int = 1, max_tokens: int = 1 << 20
 ) -> FilterDecision:
-    """Keep a group whose responses have between `min_tokens` and `max_tokens` sampled tokens, all turns together."""
+    """Keep a group whose responses have between `min_tokens` and `max_tokens` sampled tokens, over all turns."""
     lengths = [
         sum(1 for place in places for weight in group[place].loss_mask if weight) for places in trajectory_places(group)
     ]
@@ -90,7 +88,7 @@ def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
 
 
 def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
-    """A filter that keeps what all of `filters` keep, and gives the first one's reason otherwise."""
+    """A filter that keeps a group if all `filters` keep it; otherwise it gives the first failing filter's reason."""
 
     def check_all(group: Sequence[Sample]) -> FilterDecision:
         for check in filters:
@@ -104,7 +102,7 @@ def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDe
 
 
 def scored_rewards(group: Sequence[Sample]) -> list[float]:
-    """The rewards of the trajectories that have one."""
+    """The rewards of the trajectories, without missing ones."""
     return [sample.reward for sample in _last_samples(group) if sample.reward is not None]
 
 

@@ -1,6 +1,6 @@
-"""What the checks before a run tell: facts, and warnings of what somebody probably did not mean.
+"""The findings of checks before a run: facts, and warnings about probable mistakes.
 
-Not here: the checks themselves (validate.py), mistakes that no run can begin with (errors.py).
+Errors that prevent a run: `errors.py`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 
 
 class Caution(str):
-    """A finding that somebody should look at before the run begins; any other finding is a fact.
+    """A warning that the user should read before the run starts; other findings are facts.
 
-    A kind of text, so that checks which tell facts and those which warn can be put together in one list.
+    A kind of text, so that checks can return facts and warnings in one list.
     """
 
     __slots__ = ()
 
 
 def split_findings(findings: Iterable[str]) -> tuple[list[str], list[Caution]]:
-    """The facts and the warnings, each in their order."""
+    """Split findings into facts and warnings, each in order."""
     facts: list[str] = []
     cautions: list[Caution] = []
     for finding in findings:
@@ -30,5 +30,5 @@ def split_findings(findings: Iterable[str]) -> tuple[list[str], list[Caution]]:
 
 
 def count_cautions(cautions: Sequence[Caution]) -> str:
-    """How many there are, for people."""
+    """The number of warnings as text."""
     return "1 warning" if len(cautions) == 1 else f"{len(cautions)} warnings"

@@ -1,9 +1,7 @@
-"""Give work an identity: the hash of everything that can change its result.
+"""Compute the identity of work: a hash of everything that can change its result.
 
-Not here: which work there is (job.py), what is done with the identity (tasks/).
-
-Into the hash go the settings that differ from their defaults, the digests of the inputs, and SEMANTICS_VERSION.
-Fields marked PLACEMENT stay out: paths, ports, threads and log intervals do not change what is computed.
+The hash covers settings that differ from their defaults, digests of the inputs, and SEMANTICS_VERSION. Fields marked
+PLACEMENT are left out: paths, ports, threads and log intervals do not change results.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ FINGERPRINT_CHARS = 16
 
 NO_RESULT = tuple(PLACEMENT)
 NO_WEIGHTS = tuple(SELECTION)
-"""The keys by which config/ marks fields that can change no result, and no weights."""
+"""Marks in config/ for fields that cannot change a result, and fields that cannot change weights."""
 
 
 def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "", semantics: int = SEMANTICS_VERSION) -> str:
-    """The identity of a job of this stage: 16 hex digits.
+    """The identity of a stage's job: 16 hex digits.
 
     Args:
-        salt: makes a new identity for the same work, where a fresh start was asked for.
+        salt: changes the identity, for a fresh start of the same work.
         semantics: the SEMANTICS_VERSION of the code that does the work.
     """
     content = {"stage": stage, "semantics": semantics, "salt": salt, "job": affecting_settings(job)}
@@ -48,12 +46,12 @@ def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "", semantics: in
 
 
 def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
-    """`affecting_settings` that can change weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
+    """The settings that can change weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
     return _flatten(affecting_settings(_with_names(record), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
 
 
 def _with_names(record: BaseModel) -> BaseModel:
-    """The record with names in the place of functions, also of those that no file could name."""
+    """Replace functions by their names, also functions that a file cannot name."""
     named: dict[str, Any] = {}  # Any: settings of every type
     for name, value in record:
         if isinstance(value, tuple):
@@ -74,8 +72,8 @@ def affecting_settings(
     """The fields of a record that can change a result and differ from their defaults, as JSON values.
 
     Args:
-        default: what the record is where nobody says anything; a section's default may differ from that of its type.
-        unless_marked: fields that the marks of config/ say are none of the effects named here are left out.
+        default: the record's default in its section, which may differ from the default of its type.
+        unless_marked: fields with one of these marks are left out.
     """
     record = record.without_places() if isinstance(record, Record) else record
     as_json = record.model_dump(mode="json")
@@ -119,7 +117,7 @@ def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
 
 
 def digest_model(model: ModelConfig) -> str:
-    """The digest of a model's content: by its manifest where it is one of our checkpoints, else by its files."""
+    """The digest of a model's content: from the manifest of our checkpoints, else from its files."""
     path = Path(model.path)
     if (path / MANIFEST).is_file():
         return load_manifest(path).digest
@@ -127,26 +125,26 @@ def digest_model(model: ModelConfig) -> str:
 
 
 def digest_datasets(datasets: Sequence[BaseModel]) -> str:
-    """One digest of a mixture: the content of its datasets and how much of each is used."""
+    """One digest of a mixture: the content of its datasets and the share of each."""
     return hashlib.sha256(json.dumps([affecting_settings(each) for each in datasets]).encode()).hexdigest()
 
 
 def digest_checkpoint(path: str) -> str:
-    """The digest of everything in the checkpoint that a path means, the trainer's state too; "" for no path.
+    """The digest of a checkpoint including the trainer's state; "" for an empty path.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the path has no checkpoint.
     """
     return load_manifest(find_checkpoint(Path(path))).content_digest if path else ""
 
 
 def digest_plugins(*names: FunctionName) -> str:
-    """One digest of the packages that `package.module:function` names come from, and of what they import of the user's.
+    """One digest of the user's packages behind `package.module:function` names, and of what these import.
 
-    It is "" where no name is of that form.
+    Without such names it is "".
 
     Raises:
-        ConfigError: a package that cannot be found.
+        ConfigError: a package cannot be found.
     """
     digests, packages = [], []
     for name in names:
@@ -164,9 +162,9 @@ def digest_plugins(*names: FunctionName) -> str:
 
 
 def _digest_code(code: OwnCode) -> str:
-    """The digest of one package, folder or file, by what is imported: an editor's hidden files are no part of it.
+    """The digest of the importable files of a package, folder or file; an editor's hidden files do not count.
 
-    Of an installed package's entry points, the file that lists them is part of it.
+    For an installed package, the file with its entry points is included.
     """
     digest = _digest_files(code)
     points = [digest_path(path) for path in code.about.values() if path.name == ENTRY_POINTS]

@@ -1,7 +1,7 @@
-"""Where a job keeps what it downloads from the hub, on a machine where nobody has said so.
+"""Choose the folder for downloads from the hub on a machine without a setting for it.
 
-Not here: which models and datasets it downloads. A session of SSH has few variables, and the hub's own default is the
-home directory, whose disk is often a small one beside the volume on which everything else of ours lies.
+An SSH session has few variables, and the hub's default is the home directory. On rented machines its disk is often
+small, while the volume with our files is large.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 FALLBACK = "ROLLOUTS_HUB_HOME"
-"""The variable that names the folder to use where the machine has none of its own."""
+"""Variable with the folder to use if the machine's variables name none."""
 _CHOSEN_BY = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 
 def use_fallback(environment: MutableMapping[str, str]) -> None:
-    """Set HF_HOME to the fallback, unless the machine's variables choose a folder, or the usual one holds models.
+    """Set HF_HOME to the fallback folder unless a variable chooses a folder or the usual folder holds models.
 
-    Who has logged in to the hub on the machine stays so: the token is looked for where it was.
+    A login to the hub on this machine stays valid: the token's usual path is kept.
     """
     usual = Path(environment.get("HOME", "/nowhere"), ".cache", "huggingface")
     fallback = environment.get(FALLBACK, "")

@@ -1,9 +1,7 @@
-"""What a job is asked to do: the content of job.json, one record per kind of job.
+"""The content of job.json: one record per kind of job, with its settings and inputs.
 
-Not here: doing it (jobs/). Nothing here imports torch: the orchestrator
-builds these records.
-
-Inputs are named by path and digest; the digest is part of the job's identity, the path is not.
+The orchestrator builds these records, so this file must not import torch. Inputs are named by path and digest; the
+digest is part of the job's identity, the path is not.
 """
 
 from __future__ import annotations
@@ -42,31 +40,31 @@ class InputFile(Record):
     """A data file that a job reads."""
 
     path: str = Field(json_schema_extra=PLACEMENT)
-    """Where it lies."""
+    """Path of the file."""
     digest: str
-    """sha256 of its content, checked before it is used."""
+    """sha256 of the content, verified before use."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
     """Types of the columns of a CSV file that are not text."""
 
 
 class InputDataset(DatasetConfig):
-    """A dataset that a job reads, and how much of it."""
+    """A dataset that a job reads, and the share of it."""
 
     digest: str
-    """sha256 of its content, checked when it is opened; for a dataset of the hub, of its name and commit."""
+    """sha256 of the content, verified when opened; for a dataset of the hub, the digest of its name and commit."""
 
 
 class InputModel(Record):
     """A checkpoint that a job reads."""
 
     name: str
-    """What results call it: base, or step_000100."""
+    """Name in results: base, or step_000100."""
     model: ModelConfig
-    """How it is loaded."""
+    """Settings for loading the model."""
     digest: str
     """Digest of its content."""
     step: int = 0
-    """Training steps behind it."""
+    """Training steps before this checkpoint."""
 
 
 class EngineAddress(Record):
@@ -77,26 +75,26 @@ class EngineAddress(Record):
     url: str
     """Base URL, reachable from the job."""
     lease_file: str
-    """File whose modification time the job renews, so that the engine outlives neither it nor a crash by long."""
+    """File whose modification time the job renews. The engine ends soon after the renewals stop."""
     lease_url: str = ""
-    """Where the job asks for that instead, since the file is on another node; empty where it is on the job's own."""
+    """URL to renew the lease if the file is on another node; empty if the job can write the file."""
 
 
 class FurtherTrainer(Record):
-    """A further machine that trains together with the one that leads."""
+    """Another machine that trains together with the leader."""
 
     name: str
-    """The machine, for people."""
+    """Name of the machine, for messages."""
     host: str
-    """Its IP address in the network of all of them: its launcher waits there for the leader's."""
+    """IP address in the common network; the machine's launcher waits there for the leader."""
     port: int = Field(ge=1, le=65535)
-    """The port at which it waits."""
+    """Port of the waiting launcher."""
     run_dir: str
-    """Where its own job lies on it."""
+    """Run directory of the job on that machine."""
 
 
 class TrainingJob(Record):
-    """Train a model: what the jobs of all trainings share."""
+    """Train a model: the common part of all training jobs."""
 
     kind: str
     """The name of the training's StageKind."""
@@ -105,27 +103,27 @@ class TrainingJob(Record):
     training: SFTTrainingConfig | RLTrainingConfig
     """The settings of the training."""
     resume_digest: str = ""
-    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
+    """Digest of the checkpoint in training.resume_from; empty without one."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
     further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
-    """The other machines that train together; they do the same job."""
+    """The other machines of the training; each runs the same job."""
     node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
+    """Number of this machine: 0 is the leader, which does everything besides computing; `further_trainers` follow."""
 
     @property
     @abstractmethod
     def inputs(self) -> dict[str, str]:
-        """Digests of what is trained on and from, by the names that checkpoints have for it."""
+        """Digests of the model and the data, by the names that checkpoints record."""
 
     @property
     def graders(self) -> RolloutConfig | None:
-        """The settings that name who grades completions during the training; None if no completion is graded."""
+        """The settings that grade completions during the training; None if the job grades nothing."""
         return None
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The modules of the user's own functions that the job calls, by the settings that name them."""
+        """The modules of the user's functions that the job calls, by the settings that name them."""
         return {}
 
 
@@ -136,15 +134,15 @@ class SFTJob(TrainingJob):
     data: tuple[InputDataset, ...] = Field(min_length=1)
     """Demonstrations."""
     eval_data: InputFile | None = None
-    """Demonstrations whose loss is taken now and then."""
+    """Demonstrations for the evaluation loss."""
     streaming: bool = Field(False, json_schema_extra=PLACEMENT)
-    """Whether they are read and tokenized while training."""
+    """Whether the data are read and tokenized during training."""
     training: SFTTrainingConfig
     """The settings of SFT."""
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Digests of what is trained on and from, by the names that checkpoints have for it."""
+        """Digests of the model and the data, by the names that checkpoints record."""
         return {"model": self.model.digest, "data": digest_datasets(self.data)}
 
 
@@ -153,17 +151,17 @@ class RLJob(TrainingJob):
 
     kind: Literal["rl"] = "rl"
     prompts: InputFile | None = None
-    """What completions are sampled for."""
+    """Prompts to sample completions for."""
     rollouts: InputFile | None = None
-    """The folder of recorded rollouts, where nothing is sampled."""
+    """Folder of recorded rollouts, if the job samples nothing."""
     training: RLTrainingConfig
     """The settings of RL."""
     rollout: RolloutConfig
-    """How completions are sampled, graded and filtered."""
+    """Settings of sampling, grading and filtering."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     engines: tuple[EngineAddress, ...] = Field((), json_schema_extra=PLACEMENT)
-    """The engines that sample."""
+    """The engines that generate completions."""
 
     def _broken_rules(self) -> Iterator[str]:
         if (self.prompts is None) == (self.rollouts is None):
@@ -171,71 +169,71 @@ class RLJob(TrainingJob):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Digests of what is trained on and from, by the names that checkpoints have for it."""
+        """Digests of the model, the data and the user's code, by the names that checkpoints record."""
         data = self.prompts or self.rollouts
-        assert data is not None, "a job has one of them"
+        assert data is not None, "_broken_rules checked it"
         rows = digest_datasets([data]) if data.columns else data.digest
         return {"model": self.model.digest, "data": rows, "plugins": self.plugin_digest}
 
     @property
     def graders(self) -> RolloutConfig | None:
-        """The settings that name who grades; recorded rollouts are graded already."""
+        """The settings of grading; recorded rollouts already have rewards."""
         return self.rollout if self.prompts else None
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """Those of sampling, grading, filtering and the loss."""
+        """The modules of sampling, grading, filtering and the loss."""
         return {**self.rollout.modules_named, **self.training.modules_named}
 
     @property
     def replicated_rollout(self) -> RolloutConfig:
-        """`rollout` with the seed of this replicate, from which every random number of the stage follows."""
+        """`rollout` with the seed of this replicate; all random numbers of the stage derive from it."""
         seed = replicate_seed(self.rollout.seed, self.training.replicate)
         return self.rollout.model_copy(update={"seed": seed})
 
 
 class EvalJob(Record):
-    """Score checkpoints on the same rows, and name the best."""
+    """Score checkpoints on the same rows and name the best."""
 
     kind: Literal["eval"] = "eval"
     checkpoints: tuple[InputModel, ...] = Field(min_length=1)
-    """What is scored, in order of training."""
+    """Checkpoints to score, in order of training."""
     data: InputFile
-    """The rows that all are scored on."""
+    """Rows for all checkpoints."""
     evaluation: EvaluationConfig
-    """The metric, and how completions are sampled."""
+    """Metric and sampling settings."""
     rollout: RolloutConfig = RolloutConfig()
-    """Who grades, and the token limits; for the metric accuracy."""
+    """Rewards and token limits, for the metric accuracy."""
     training: SFTTrainingConfig = SFTTrainingConfig()
-    """What enters the loss; for the metric loss."""
+    """Settings of the loss, for the metric loss."""
     is_selection: bool = Field(False, json_schema_extra=PLACEMENT)
-    """Whether one of them is to be chosen, so that one whose weights compute no numbers is left out; where they are
-    compared, it ends the job. Changes no score."""
+    """Whether the job selects a checkpoint: then a checkpoint with non-finite numbers is skipped. In a comparison it
+    ends the job. Does not change scores."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
     def _broken_rules(self) -> Iterator[str]:
-        """What a checkpoint said lies under its name, and is taken from there by whoever asks for it again."""
+        # Samples are stored, and requested again, by the checkpoint's name.
         digests: dict[str, str] = {}
         for each in self.checkpoints:
             if digests.setdefault(each.name, each.digest) != each.digest:
-                yield f"two checkpoints are called {each.name}: results tell them apart by their names"
+                yield f"two different checkpoints are called {each.name}: give them different names"
 
 
 class GenerateJob(Record):
-    """Sample completions of prompts and write them down, graded."""
+    """Sample completions of prompts and store them with their rewards."""
 
     kind: Literal["generate"] = "generate"
     model: InputModel
-    """The model that samples."""
+    """Model to sample from."""
     prompts: InputFile
-    """What completions are sampled for."""
+    """Prompts to sample completions for."""
     rollout: RolloutConfig
-    """How completions are sampled and graded."""
+    """Settings of sampling and grading."""
     max_prompts: int = Field(1024, ge=1)
-    """At most this many rows are used, from the start of the file."""
+    """Highest number of rows used, from the start of the file."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
@@ -247,19 +245,19 @@ class ServeJob(Record):
 
     kind: Literal["serve"] = "serve"
     model: InputModel
-    """What is served."""
+    """Model to serve."""
     host: str = Field("127.0.0.1", json_schema_extra=PLACEMENT)
     """Address to listen on."""
     port: int = Field(ge=0, le=65535, json_schema_extra=PLACEMENT)
     """Port to listen on."""
     lease_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
-    """Port at which a trainer on another node renews the lease; 0 where it is on the same one."""
+    """Port for lease renewals by a trainer on another node; 0 if the trainer is on this node."""
     parent_pid: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """The process that started the server and with which it ends; 0 where it ends by itself."""
+    """Process id of the starter; the server ends when that process ends. 0: no such process."""
     context_length: int = Field(ge=2)
-    """Prompt and completion tokens of one request at most."""
+    """Highest number of prompt and completion tokens of one request."""
     engine: EngineConfig = EngineConfig()
-    """By which server."""
+    """Kind and settings of the server."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
@@ -268,7 +266,7 @@ Job = TrainingJob | EvalJob | GenerateJob | ServeJob
 
 
 def modules_named(job: Job) -> dict[str, str]:
-    """The modules of the user's own functions that a job calls, by the settings that name them."""
+    """The modules of the user's functions that a job calls, by the settings that name them."""
     if isinstance(job, ServeJob):
         return {}
     return job.modules_named if isinstance(job, TrainingJob) else job.rollout.modules_named
@@ -279,15 +277,15 @@ OTHER_JOBS: dict[str, type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
     "generate": GenerateJob,
     "serve": ServeJob,
 }
-"""Jobs that train nothing, by their kinds."""
+"""The kinds of jobs that do not train."""
 JOB_KINDS = (*TRAININGS, *OTHER_JOBS)
 
 
 def job_type(kind: str) -> type[Job]:
-    """The record of a kind of job.
+    """The record class of a kind of job.
 
     Raises:
-        KeyError: there is no such kind.
+        KeyError: unknown kind.
     """
     if kind in OTHER_JOBS:
         return OTHER_JOBS[kind]
@@ -296,10 +294,10 @@ def job_type(kind: str) -> type[Job]:
 
 
 def load_job(path: Path) -> Job:
-    """The job in a job.json.
+    """Read a job.json.
 
     Raises:
-        ConfigError: it is missing or does not describe a job; one sentence that names the key.
+        ConfigError: the file is missing or does not describe a job.
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: give the path of a job.json")

@@ -1,7 +1,6 @@
-"""Keys of services and engines: settings name an environment variable, and only processes that need the key read it.
+"""Keys of services and engines: settings name an environment variable; only processes that need the key read it.
 
-Not here: sending them (engines/http.py, system/http_service.py), asking for them (embedded/server.py,
-engines/launch.py), how the variables reach a job (tasks/stage.py). Nothing here imports torch.
+`tasks/stage.py` passes the variables to a job. This file must not import torch.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ if TYPE_CHECKING:
     from rollouts_core.config import RolloutConfig
 
 HUB_TOKEN = "HF_TOKEN"
-"""The variable in which Hugging Face's libraries look for a token."""
+"""Variable in which Hugging Face's libraries look for a token."""
 OWN_KEY_VARIABLE = "ROLLOUTS_OWN_UNIT_KEY"
-"""Holds the key that nodes of one unit ask each other for, where the settings name none: the run has made it."""
+"""Variable with the generated key of a run on several nodes, used between nodes if the settings name no key."""
 SENDABLE = re.compile(r"[!-~]+")
-"""What a header can carry of a key."""
+"""The characters that an HTTP header can carry in a key."""
 
 
 def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The key that an environment variable holds; empty where none is named.
+    """The key in an environment variable; "" if `variable` is empty.
 
     Args:
-        setting: the section that names the variable, for the message.
-        known: variables that are not looked up.
+        setting: section that names the variable, for the message.
+        known: values to use instead of the environment.
 
     Raises:
-        ConfigError: the variable is not set, or holds what cannot be a key.
+        ConfigError: the variable is unset or its value cannot be a key.
     """
     if not variable:
         return ""
-    # Files in which variables are kept leave ends of lines, those of Windows a part of one.
+    # Files of variables may leave line ends, on Windows also a carriage return.
     if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
             f"{setting}: api_key_variable {variable} is not set: export it where the run is started, or save it in the "
@@ -46,19 +45,19 @@ def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProx
         )
     if not SENDABLE.fullmatch(key):
         raise ConfigError(
-            f"{setting}: what api_key_variable {variable} holds is no key: keys have neither spaces nor accents, nor "
-            "the … of those that are shown shortened: copy it again"
+            f"{setting}: the value of api_key_variable {variable} is not a valid key: keys have no spaces, no accents "
+            "and no … of a shortened display. Copy the key again"
         )
     return key
 
 
 def key_header(key: str) -> dict[str, str]:
-    """The header that carries a key; none for no key."""
+    """The HTTP header with the key; empty for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def engine_key_variable(job: Mapping[str, Any]) -> str:  # Any: JSON
-    """The variable that a job names for its engine's key; empty where it names none."""
+    """The variable that a job names for its engine's key; "" if it names none."""
     engine = job.get("engine", job.get("rollout", {}).get("engine", {}))
     return str(engine.get("api_key_variable", ""))
 
@@ -67,17 +66,17 @@ def read_named_keys(
     job: Mapping[str, Any],  # Any: JSON
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """The variables that a job's engine and rewards name, and that of its unit, with their keys.
+    """The variables that a job's engine, rewards and several nodes need, with their keys.
 
     Args:
-        job: the content of its job.json.
-        known: variables that are not looked up.
+        job: content of job.json.
+        known: values to use instead of the environment.
 
     Raises:
-        ConfigError: one of them is not set.
+        ConfigError: a variable is not set.
     """
     unit = {OWN_KEY_VARIABLE: "node.trainer_nodes"} if job.get("further_trainers") else {}
-    if job.get("node_rank"):  # the leader asks engines and rewards
+    if job.get("node_rank"):  # only the leader calls engines and rewards
         return {variable: read_key(variable, setting, known) for variable, setting in unit.items()}
     rewards = job.get("rollout", {}).get("rewards", ())
     named = {engine_key_variable(job): "rollout.engine", **unit}
@@ -86,17 +85,17 @@ def read_named_keys(
 
 
 def key_variables(rollout: RolloutConfig) -> set[str]:
-    """The variables that the engine and the rewards of a run name."""
+    """The variables that the settings of the engine and the rewards name."""
     return {rollout.engine.api_key_variable, *(reward.api_key_variable for reward in rollout.rewards)} - {""}
 
 
 def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The variable with the hub's token, for a job that reads a dataset or a model of the hub and where there is one.
+    """The hub's token and its variable, if the job reads from the hub and the token is set.
 
     Args:
-        job: the content of its job.json.
+        job: content of job.json.
     """
-    data = job.get("data")  # a file, or datasets, which the leader reads
+    data = job.get("data")  # a file, or datasets; only the leader reads them
     datasets = data if isinstance(data, list | tuple) and not job.get("node_rank") else ()
     models = [model["model"] for model in (*job.get("checkpoints", ()), *([job["model"]] if "model" in job else ()))]
     reads_hub = any(not Path(each["path"]).is_absolute() for each in (*datasets, *models))

@@ -1,9 +1,7 @@
-"""Append metrics and events to files that are readable while they are written and after a crash.
+"""Append metrics and events to files that stay readable while they are written and after a crash.
 
-Not here: what is measured (the loops), how it is drawn (report/).
-
-A line is written whole and flushed; a line that a crash tore is cut off when the file is opened again. A resumed run
-writes some steps a second time, so readers keep the last line per step. Lines that a disk damaged are passed over.
+Each line is flushed whole. A line torn by a crash is cut off when the file is opened again. A resumed run repeats some
+steps, so readers keep the last line per step. Readers skip lines that a disk damaged.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ from typing import Any, Protocol, Self
 logger = logging.getLogger(__name__)
 
 MAX_SUFFIX = "_max"
-"""Metrics of micro-batches and ranks whose name ends so combine to the largest; all others are summands."""
+"""Metrics of micro-batches and ranks with this suffix combine by maximum; all others are summed."""
 NUM_LAST = 100
-"""So many lines at the end of a file are never left out."""
+"""Number of last lines that `read_spread_lines` always keeps."""
 LAST_BYTES = 1 << 20
-"""So much of the end of a file is read to know its last lines."""
+"""Number of last bytes that `read_last_lines` reads, bytes."""
 
 
 def sum_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of an update from those of its micro-batches or ranks: maxima by `MAX_SUFFIX`, else sums."""
+    """Combine the metrics of micro-batches or ranks: maxima for `MAX_SUFFIX`, else sums."""
     return {
         name: (max if name.endswith(MAX_SUFFIX) else sum)(metrics[name] for metrics in results) for name in results[0]
     }
 
 
 def average_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: maxima by `MAX_SUFFIX`, else means."""
+    """Combine the metrics of a step's updates: maxima for `MAX_SUFFIX`, else means."""
     return {
         name: value if name.endswith(MAX_SUFFIX) else value / len(results)
         for name, value in sum_metrics(results).items()
@@ -45,7 +43,7 @@ def average_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class MetricsLogger(Protocol):
-    """Whatever takes the numbers of a step."""
+    """Receives the metrics of each step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step."""
@@ -65,7 +63,7 @@ class JSONLLogger:
         append_line(self._file, line)
 
     def sync(self) -> None:
-        """Have everything logged survive a power cut."""
+        """Flush everything logged to disk, to survive a power failure."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -82,7 +80,7 @@ class JSONLLogger:
 
 
 def keep_logged(metrics_logger: MetricsLogger | None) -> None:
-    """Have what was logged survive a power cut, where it is in a file of ours: other loggers see to it themselves."""
+    """Flush the metrics to disk if they go to our file; other loggers do so themselves."""
     if isinstance(metrics_logger, JSONLLogger):
         metrics_logger.sync()
 
@@ -102,7 +100,7 @@ class EventLog:
         os.fsync(self._file.fileno())
 
     def warn(self, message: str) -> None:
-        """Append a warning, and log it; nothing if it is empty."""
+        """Append a warning and log it; an empty message does nothing."""
         if message:
             logger.warning("%s", message)
             self.write("warning", message=message)
@@ -121,7 +119,7 @@ class EventLog:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """The whole lines of a metrics, event or sample file; torn and damaged ones are left out."""
+    """The objects in a metrics, event or sample file; torn and damaged lines are left out."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
@@ -129,12 +127,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dict[str, Any]]:  # Any: JSON
-    """`read_json_lines`; of a file of many more than `max_lines` every second one, or third, ..., and the last ones.
+    """Like `read_json_lines`, but of a long file only every n-th line and the last ones.
 
-    To find where lines begin takes a tenth of the time of reading what they say.
+    Finding the beginnings of lines takes a tenth of the time of parsing them.
 
     Args:
-        rare: a name that few lines may have, of which as many are read.
+        max_lines: a file with many more lines is thinned.
+        rare: a key that few lines may have; lines with the key are thinned separately.
     """
     if not path.is_file():
         return []
@@ -153,14 +152,14 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
 
 
 def read_last_lines(path: Path, max_bytes: int = LAST_BYTES) -> list[dict[str, Any]]:  # Any: JSON
-    """The whole lines among the last bytes of a file; a torn last line is left out."""
+    """The objects among the last bytes of a file; a torn last line is left out."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size > max_bytes:
             file.seek(size - max_bytes - 1)
-            file.readline()  # the end of one
+            file.readline()  # the rest of a line that begins earlier
         else:
             file.seek(0)
         return _whole_objects(file)
@@ -171,7 +170,7 @@ def _whole_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:  # Any: JSON
-    """The object in a line of such a file; None of one that a disk, or somebody, damaged."""
+    """The object in a line; None if the line is damaged."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -180,16 +179,16 @@ def parse_line(line: bytes) -> dict[str, Any] | None:  # Any: JSON
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One line per step, in order of steps: the last one written for each; see `metrics_by_step`."""
+    """The metrics in a file, one line per step; see `metrics_by_step`."""
     return metrics_by_step(read_json_lines(path))
 
 
 def metrics_by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, float]]:  # Any: JSON
-    """One line per step, in order of steps: the last one written for each.
+    """The last line of each step, in order of steps.
 
-    Without the steps that an attempt came to behind the checkpoint from which a later one went on: these are no part of
-    the training before they are done again, and may never be. Steps that go back tell of such an attempt, too: on
-    another machine attempts are numbered anew.
+    If an attempt went beyond the checkpoint that a later attempt resumed from, its later steps are dropped: they are
+    not part of the training. A step number that goes back also marks a new attempt, because another machine counts
+    attempts from 1 again.
     """
     by_step: dict[int, dict[str, float]] = {}
     before: tuple[object, float] = (None, 0)
@@ -202,7 +201,7 @@ def metrics_by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, float]]: 
 
 
 def open_for_lines(path: Path) -> FileIO:
-    """`path` opened for appending whole lines, after cutting a torn last one."""
+    """Open a file for appending lines, after cutting off a torn last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -210,13 +209,13 @@ def open_for_lines(path: Path) -> FileIO:
 
 
 def append_line(file: FileIO, record: Mapping[str, Any]) -> None:  # Any: JSON
-    """Append a record to a file of `open_for_lines`, whole or not at all.
+    """Append a record to a file of `open_for_lines`, completely or not at all.
 
-    A disk that is full, or a quota, takes the beginning of a line and says so only by its length. What is written when
-    there is room again must not stand behind that.
+    On a full disk or quota, `write` stores the beginning of the line without an error. The part is removed, so that
+    later lines do not follow it.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: no space is left.
     """
     line = json.dumps(record).encode() + b"\n"
     size = os.fstat(file.fileno()).st_size

@@ -1,6 +1,6 @@
-"""Collect what is wrong with a configuration, so that one check shows every mistake at once.
+"""Collect configuration errors, so that one check shows them all at once.
 
-Not here: the checks (checks/validate.py), the sentences about the form of settings (config/messages.py).
+Makers of the errors: `checks/validate.py` and `config/messages.py`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ SETTING = re.compile(r"[a-z_]+(?:\.\w+)+")
 class _Noted:
     place: str
     text: str
-    """With the place at the start of each line that does not name it."""
+    """Each line gets the place as prefix unless it names the place."""
     error: Exception
 
 
 class Mistakes:
-    """The errors of several checks, each with the setting that it belongs to.
+    """Errors of several checks, each with its setting.
 
     Args:
-        kinds: the errors that are noted. Several errors are raised together as the first of these kinds that is among
-            them.
+        kinds: exception types to collect. Several errors are raised together as the first of these types among them.
     """
 
     def __init__(self, *kinds: type[Exception]) -> None:
@@ -38,22 +37,22 @@ class Mistakes:
         self._settings: Mapping[str, Any] = {}
         self._noted: list[_Noted] = []
         self._places: set[str] = set()
-        """Where errors were found, also those that are told already."""
+        """Settings with errors, including duplicates of errors noted before."""
         self._left_out: set[str] = set()
 
     def order_by(self, settings: Mapping[str, Any]) -> None:  # Any: unchecked input
-        """Raise the errors in the order of these settings, which is that of the file."""
+        """Sort the errors in the order of these settings, the order of the file."""
         self._settings = settings
 
     def leave_out(self, setting: str) -> None:
-        """Note no error that names this setting: its value did not fit, and checks see another one."""
+        """Ignore errors that name this setting: its value was invalid, so later checks see a default."""
         self._left_out |= {setting} - {""}
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Note an error of the block, with the place in the configuration; errors of other kinds are raised.
+        """Collect an error of the block under this setting; errors of other types are raised.
 
-        A block that failed is left at once, so a check that needs its result belongs into the same block.
+        The block ends at its first error, so a check that needs an earlier result belongs into the same block.
         """
         try:
             yield
@@ -61,10 +60,10 @@ class Mistakes:
             self.note(place, error)
 
     def note(self, place: str, error: Exception, *, names_place: bool = False) -> None:
-        """Note an error, unless it is about a setting that was left out; the same error again marks its place alone.
+        """Collect an error unless it names an ignored setting. A duplicate text only marks its setting.
 
         Args:
-            names_place: the error says already where it belongs.
+            names_place: the message already names its setting.
         """
         text = str(error)
         if self._is_left_out(place, text):
@@ -77,7 +76,7 @@ class Mistakes:
         self._noted.append(_Noted(place, "\n".join(lines), error))
 
     def has(self, place: str) -> bool:
-        """Whether an error was found at the setting or below it, or one of these was left out."""
+        """True if the setting, or a setting below it, has an error or is ignored."""
         is_left_out = any(f"{place}.".startswith(f"{each}.") for each in self._left_out)
         marked = [*self._left_out, *self._places]
         return is_left_out or any(f"{each}.".startswith(f"{place}.") for each in marked)
@@ -86,10 +85,10 @@ class Mistakes:
         return bool(self._noted)
 
     def check(self) -> None:
-        """Raise what was noted: a single error as itself, several as one that has them in lines of their own.
+        """Raise the collected errors: one as itself, several as one exception with a line for each.
 
         Raises:
-            Exception: see above.
+            Exception: of one of the collected types.
         """
         if not self._noted:
             return
@@ -102,7 +101,7 @@ class Mistakes:
         raise type(first.error)(first.text) from first.error
 
     def describe(self) -> str:
-        """The errors in the order of the configuration, in lines; after MAX_SHOWN_MISTAKES lines they are counted."""
+        """The errors in the order of the configuration, one per line; lines after MAX_SHOWN_MISTAKES are counted."""
         ordered = sorted(self._noted, key=self._position)
         lines = [line for each in ordered for line in each.text.splitlines()]
         shown = lines[:MAX_SHOWN_MISTAKES]
@@ -117,29 +116,29 @@ class Mistakes:
         return any(f"{name}.".startswith(f"{each}.") for name in named for each in self._left_out)
 
     def _position(self, noted: _Noted) -> tuple[int, ...]:
-        """Where the configuration has the setting that an error names first, else the place of the check."""
+        """Position in the configuration of the setting that the error names first, else of the check."""
         named = [name for name in SETTING.findall(noted.text) if name.partition(".")[0] in self._settings]
         within = [name for name in named if not noted.place or f"{name}.".startswith(f"{noted.place}.")]
         return place_in(self._settings, (within[0] if within else noted.place).split("."))
 
 
 def _sibling_names(place: str) -> re.Pattern[str]:
-    """Names that a sentence about a section has for its settings: in backticks, with an underscore, or as its subject.
+    """Matches words that a message uses for settings: in backticks, with an underscore, or as its subject.
 
-    Other words may be of the language alone, as the prompts of "12 prompts". Parts of paths are no names.
+    Other words are plain language, as the prompts in "12 prompts". Parts of paths do not match.
     """
     subject = rf"(?:^|{re.escape(place)}: )(\w+)"
     return re.compile(rf"`(\w+)`|(?<![\w./-])([a-z0-9]+(?:_[a-z0-9]+)+)(?![\w/-]|\.\w)|{subject}", re.MULTILINE)
 
 
 def _names(line: str, place: str) -> bool:
-    """Whether a sentence names the setting, or begins with the list or table that has it."""
+    """True if a message names the setting, or begins with the list or table that contains it."""
     parents = [place[: match.start()] for match in re.finditer(r"\.", place)]
     return place in line or line.startswith(tuple(f"{each}:" for each in parents))
 
 
 def place_in(settings: Any, path: Sequence[str]) -> tuple[int, ...]:  # Any: unchecked input
-    """The place of a key in the order of the settings; one that is missing is behind all others of its section."""
+    """Position of a key in the order of the settings; a missing key comes last in its section."""
     place: list[int] = []
     section = settings
     for part in path:

@@ -3,8 +3,8 @@
     [project.entry-points."rollouts.objectives"]         group of the registry
     mine = "my_package.losses:MINE"                      name in a configuration = where its value is
 
-A name that is built in is looked up without reading what is installed. Any other name imports the package of
-its entry point, and no other package. A package that cannot be used is left out, with one warning.
+A built-in name is looked up without reading the installed packages. Any other name imports the package of its entry
+point, and no other package. An unusable package is left out with one warning.
 
 `infra/plugins.py` is a link to this file: infra imports nothing of rollouts_core, and nodes have rollouts_core alone.
 """
@@ -24,10 +24,10 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 PREFIX = "rollouts."
-"""Begins the name of each group."""
+"""Prefix of each group's name."""
 ENTRY_POINTS = "entry_points.txt"
 ABOUT = (ENTRY_POINTS, "METADATA")
-"""The files by which Python finds the entry points of an installed package, and its name."""
+"""Files with an installed package's entry points and its name."""
 ValueT = TypeVar("ValueT")
 
 logger = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ class Plugin:
     is_loaded: bool = False
     value: Any = None  # Any: of every group
     problem: str = field(default="", kw_only=True)
-    """Why it is left out; known after loading."""
+    """Reason why the plugin is left out; known after loading."""
 
 
 class Registry(Mapping[str, ValueT], Generic[ValueT]):
-    """Built-in values by name, and those of the group's entry points.
+    """Built-in values by name, and the values of the group's entry points.
 
     Args:
-        built_in: a text stands for a value that is imported late: `package.module:name`.
-        find_fault: returns why a package's value of a name cannot be used; "" if it can.
+        built_in: a string is a value to import late: `package.module:name`.
+        find_fault: returns why a package's value cannot be used; "" if it can.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Registry(Mapping[str, ValueT], Generic[ValueT]):
         return sum(1 for _ in self)
 
     def locate(self, name: str) -> str:
-        """The name as `package.module:name` if a package has it; any other name as it is. Nothing is imported."""
+        """Translate a package's name to `package.module:name`; other names stay. Nothing is imported."""
         plugin = None if name in self.built_in or ":" in name else self._find(name)
         return plugin.point.value if plugin else name
 
     def describe_plugins(self) -> list[dict[str, str]]:
-        """A row for each entry point of the group; `problem` says why it is left out, and is "" otherwise."""
+        """A row for each entry point of the group. `problem` has the reason if it is left out, else ""."""
         return [
             {
                 "group": self.group,
@@ -121,7 +121,7 @@ class Registry(Mapping[str, ValueT], Generic[ValueT]):
             else:
                 plugin.value = plugin.point.load()
                 plugin.problem = self._find_fault(name, plugin.value)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a package that is broken must not break `status`
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken package must not break `status`
             plugin.problem = repr(error)
         if plugin.problem:
             logger.warning("the %s %s of the package %s is left out (%s)", kind, name, plugin.package, plugin.problem)
@@ -129,13 +129,13 @@ class Registry(Mapping[str, ValueT], Generic[ValueT]):
 
 
 def find_fault_of_callable(name: str, value: object) -> str:
-    """For groups whose values are called."""
+    """Check for groups whose values are functions."""
     return "" if callable(value) else f"it is {value!r:.80}, which cannot be called"
 
 
 @cache
 def find_plugins() -> tuple[Plugin, ...]:
-    """The entry points of all groups, in the order in which Python finds their packages; nothing is imported."""
+    """The entry points of all groups, in the order of Python's search; nothing is imported."""
     return tuple(
         Plugin(point, package.name, package.version)
         for package in _packages()
@@ -146,9 +146,9 @@ def find_plugins() -> tuple[Plugin, ...]:
 
 @cache
 def files_about_packages() -> dict[str, dict[str, Path]]:
-    """For each top-level name of a package with entry points for us, the files that Python finds these by.
+    """For each top-level name of a package with entry points for us, the files with its entry points.
 
-    The files have the names that they need below a folder of `sys.path`.
+    Keys of the inner dict are the paths that the files need below a folder of `sys.path`.
     """
     about: dict[str, dict[str, Path]] = {}
     for package in _packages():
@@ -163,7 +163,7 @@ def files_about_packages() -> dict[str, dict[str, Path]]:
 
 @cache
 def _packages() -> tuple[Distribution, ...]:
-    """The installed packages with entry points of our groups, each from the first folder of `sys.path` that has one."""
+    """The installed packages with entry points of our groups; the first on `sys.path` wins."""
     found: dict[str, Distribution] = {}
     for package in distributions():
         if f"[{PREFIX}" in (package.read_text(ENTRY_POINTS) or ""):
@@ -171,9 +171,9 @@ def _packages() -> tuple[Distribution, ...]:
     return tuple(found.values())
 
 
-@dataclass(frozen=True, eq=False)  # no hash of the registry, which has none
+@dataclass(frozen=True, eq=False)  # no hash: the registry has none
 class KeyOf:
-    """Marks a text as a key of a registry. The keys are looked up when a setting is read, and a form shows them."""
+    """Marks a string setting as a key of a registry, read late; a form offers the keys."""
 
     registry: Mapping[str, object]
 

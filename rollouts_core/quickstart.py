@@ -1,11 +1,9 @@
-"""Make everything the quickstart trains on: demonstrations, prompts, a tokenizer and an untrained model.
+"""Generate the quickstart's data: demonstrations, prompts, a tokenizer and an untrained model.
 
-Not here: the task itself (environments/arithmetic.py), the settings (flows/presets/quickstart.toml).
+The demonstrations have two styles: a share adds column by column and is right; the rest gives a number at once and is
+mostly wrong. A model that imitates both scores in between, so RL can improve it by preferring the worked style.
 
-The demonstrations show two styles: a share works the addition column by column and is right, the rest blurts a number
-and is mostly wrong. A model that imitates both ends middling, and RL has something to find: that working pays.
-
-The files are a function of `QuickstartSize` and of the seed of the model's start weights.
+The files depend only on `QuickstartSize` and the seed of the model's weights.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""One addition in this many is kept out of all training data, by its checksum."""
+"""One in this many additions is held out of all training data, chosen by checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickstartSize:
-    """How much of everything is made."""
+    """The amounts of data and the size of the model."""
 
     num_digits: int = 3
     num_demonstrations: int = 12_000
@@ -52,9 +50,9 @@ class QuickstartSize:
     num_selection_prompts: int = 200
     num_heldout_prompts: int = 400
     worked_share: float = 0.4
-    """Demonstrations that work the addition; the others blurt a number."""
+    """Share of demonstrations that work the addition out; the others give a number at once."""
     wrong_share: float = 0.7
-    """Blurted numbers that are wrong, so that SFT cannot get good by learning to blurt."""
+    """Share of wrong numbers among the latter, so that SFT gains little from imitating them."""
     hidden_size: int = 64
     num_layers: int = 3
 
@@ -68,21 +66,21 @@ SMALL_SIZE = QuickstartSize(
     hidden_size=32,
     num_layers=2,
 )
-"""Enough to run every stage within seconds, and too little to learn from: for tests and rehearsals."""
+"""Runs every stage within seconds but is too small to learn from: for tests and rehearsals."""
 
 
 def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int = 0) -> None:
     """Write sft.jsonl, prompts.jsonl, selection.jsonl, heldout.jsonl and base_model/ into `directory`.
 
-    No addition of the selection or held-out prompts is in the training files, or in both.
+    Training, selection and held-out files share no addition.
     """
     num_possible = (9 * 10 ** (size.num_digits - 1)) ** 2
     num_training = size.num_demonstrations + size.num_prompts
     num_heldout = size.num_selection_prompts + size.num_heldout_prompts
     if num_training > num_possible / 2 or num_heldout > num_possible / HELDOUT_SHARE / 2:
         raise DataError(
-            f"{num_training} additions to train on and {num_heldout} held out are too many of the {num_possible} that "
-            f"{size.num_digits} digits allow: ask for fewer, or for more digits"
+            f"{num_training} training and {num_heldout} held-out additions are too many: {size.num_digits} digits "
+            f"allow {num_possible}. Ask for fewer additions or more digits"
         )
     rng = random.Random(seed)
     training = _draw_distinct(rng, size, is_heldout=False)
@@ -136,7 +134,7 @@ def build_untrained_model(tokenizer: PreTrainedTokenizerFast, size: QuickstartSi
 
 
 def _draw_distinct(rng: random.Random, size: QuickstartSize, *, is_heldout: bool) -> Iterator[Addition]:
-    """Different additions, all of the held-out part or none."""
+    """Distinct additions, either all held out or all for training."""
     seen: set[Addition] = set()
     while True:
         problem = draw_addition(rng, num_digits=size.num_digits)

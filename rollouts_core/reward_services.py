@@ -1,12 +1,9 @@
-"""Rewards that something else computes: a service over HTTP, a classifier here or served, a language model as judge.
-
-Not here: rewards that are plain functions and their composition (rewards.py), how a service is asked, and asked again
-(system/http_service.py), what servers of reward models are sent (reward_models.py).
+"""Rewards computed outside of a plain function: by an HTTP service, a classifier (local or served), or an LLM judge.
 
     sample -> cache -> batch of samples -> service --rewards--> samples
 
-A service that stays away is a failure of the machinery (`EnvironmentUnavailableError`): its samples are not graded. One
-that refuses a request is a mistake in the settings or the service, and ends the run.
+An unreachable service raises `EnvironmentUnavailableError`, and its samples are not graded. A service that refuses a
+request has wrong settings or a bug, and ends the run. Retries: `system/http_service.py`.
 """
 
 from __future__ import annotations
@@ -40,31 +37,31 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
-"""How long a batch that is not full waits for more samples."""
+"""Seconds that an incomplete batch waits for more samples."""
 MARKS = "\"'*_`\\s"
 SCORE = re.compile(
     rf"score[{MARKS}]*[:=][{MARKS}\[]*(\d+(?:\.\d+)?)(?:[{MARKS}\]]*(?:/|out\s+of)[{MARKS}]*(\d+)|\s*\\?(%))?",
     re.IGNORECASE,
 )
-"""Models put marks of Markdown or JSON around the word, the number or both: **Score**: 7. What it is of may follow."""
+"""Models put Markdown or JSON marks around the word or the number (**Score**: 7). A maximum may follow (7/10)."""
 MAX_SCORE = 10.0
 
 UNLIMITED = 10**20
-"""Tokenizers without a limit say that theirs is larger."""
+"""A larger `model_max_length` means that the tokenizer has no limit."""
 MAX_JUDGE_TOKENS = 256
-"""What a judge may write at SGLang's own endpoint; at others they decide themselves."""
+"""Token limit of a judge at SGLang's own endpoint; other endpoints set their own limit."""
 
 AskJudge = Callable[[Message], Awaitable[float]]
 ScoreFn = Callable[[Sequence[Sample]], Awaitable[Sequence[float | None]]]
 
 
 class BatchedReward:
-    """A reward function that scores samples in batches, and equal ones once.
+    """A reward function that scores samples in batches, and equal samples only once.
 
     Args:
-        score: rewards of some samples, in order.
-        batch_size: samples that are scored together at most.
-        has_limit: whether each call of `score` ends by itself, however long others wait for theirs.
+        score: returns the rewards of some samples, in order.
+        batch_size: highest number of samples per call.
+        has_limit: whether each call of `score` has its own time limit, so that waiting for it needs none.
     """
 
     def __init__(self, score: ScoreFn, *, batch_size: int, has_limit: bool = True) -> None:
@@ -78,7 +75,7 @@ class BatchedReward:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def __call__(self, sample: Sample) -> float | None:
-        """The sample's reward; None where it could not be scored."""
+        """The sample's reward; None if it could not be scored."""
         key = _identify(sample)
         self.num_calls += 1
         if (known := self._cache.get(key)) is not None:
@@ -98,13 +95,13 @@ class BatchedReward:
         return await self._wait_for(future)
 
     async def _wait_for(self, future: asyncio.Future[float | None]) -> float | None:
-        # Where each request has a limit of its own, how many others are before it is not this sample's doing.
+        # Each request has its own limit, so waiting behind other requests does not count.
         with uncounted() if self.has_limit else nullcontext():
-            # Shielded: another sample may wait for the same reward when this one is cancelled.
+            # Shielded: another sample may wait for the same reward when this sample is cancelled.
             return await asyncio.shield(future)
 
     def _forget(self, key: bytes, done: asyncio.Future[float | None]) -> None:
-        """What failed is asked again the next time."""
+        """Remove failed calls from the cache, so that they are repeated next time."""
         if done.cancelled() or done.exception() is not None:
             self._cache.pop(key, None)
 
@@ -119,8 +116,8 @@ class BatchedReward:
         try:
             rewards = await self.score([sample for sample, _ in batch])
             if len(rewards) != len(batch):
-                raise RewardError(f"{len(batch)} samples were answered with {len(rewards)} rewards")
-        except Exception as error:  # noqa: BLE001 - a future carries whatever its work raised
+                raise RewardError(f"{len(batch)} samples got {len(rewards)} rewards: return one per sample")
+        except Exception as error:  # noqa: BLE001 - a future carries any exception of its work
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
@@ -131,13 +128,13 @@ class BatchedReward:
 
 
 def _identify(sample: Sample) -> bytes:
-    """A digest of everything that a service is sent: what it answers may depend on any of it."""
+    """A digest of everything sent to the service, because its answer may depend on any of it."""
     sent = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
     return hashlib.sha256(sent.encode()).digest()
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:
-    """A reward that a service computes: it gets `{"samples": [...]}` and answers `{"rewards": [...]}`.
+    """A reward of an HTTP service, which gets `{"samples": [...]}` and answers `{"rewards": [...]}`.
 
     Each sample has `prompt`, `response`, `answer` and `metadata`.
     """
@@ -163,7 +160,7 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
 
 
 def create_judge_reward(config: RewardConfig) -> BatchedReward:
-    """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, or SGLang's own."""
+    """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, or SGLang's native one."""
     is_native = is_asked_in_tokens(config.url)
     ask_judge = _create_native_judge(config) if is_native else _create_chat_judge(config)
 
@@ -175,7 +172,7 @@ def create_judge_reward(config: RewardConfig) -> BatchedReward:
 
 
 def _create_chat_judge(config: RewardConfig) -> AskJudge:
-    """Greedy, but where the model takes no temperature but its own, as OpenAI's that reason."""
+    """Asks at temperature 0, unless the model refuses that, as OpenAI's reasoning models do."""
     url = f"{config.url.rstrip('/')}/chat/completions"
     service = HTTPService(url, config)
     sampling = {"temperature": 0}
@@ -191,9 +188,9 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
         except RefusedError as error:
             if error.parameter != "temperature":
                 raise
-            if sampling:  # not those who asked before it was known
+            if sampling:  # only the first refusal logs the warning
                 sampling.clear()
-                logger.warning("%s is asked without temperature 0, and may score differently each time: %s", url, error)
+                logger.warning("%s refuses temperature 0, so scores may vary between calls: %s", url, error)
             score = await service.ask(body, read)
         return score
 
@@ -201,7 +198,7 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
 
 
 def _create_native_judge(config: RewardConfig) -> AskJudge:
-    """Asks in token ids, which the embedded engine takes, and an SGLang that runs without a tokenizer."""
+    """Asks with token ids, for the embedded engine and for SGLang without a tokenizer."""
     service = HTTPService(config.url, config)
     tokenizer = load_tokenizer(ModelConfig(path=config.model))
     sampling = {
@@ -222,7 +219,7 @@ def _create_native_judge(config: RewardConfig) -> AskJudge:
 
 
 def render_judge_prompt(template: str, sample: Sample) -> str:
-    """What the judge reads: {prompt}, {response} and {answer} of the template are filled in once."""
+    """The text for the judge: {prompt}, {response} and {answer} of the template are replaced once."""
     asked = "\n\n".join(message["content"] for message in sample.messages)
     values = {"{prompt}": asked, "{response}": sample.response, "{answer}": str(sample.metadata.get("answer", ""))}
     return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], template)
@@ -232,8 +229,8 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
     """A reward by a Hugging Face sequence classifier with one label: its raw output for prompt and response.
 
     Raises:
-        ConfigError: no such folder, or a model with several labels.
-        CheckpointError: a folder that cannot be loaded, or has pickled weights.
+        ConfigError: the folder does not exist, or the model has several labels.
+        CheckpointError: the folder cannot be loaded, or has pickled weights.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -246,18 +243,18 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
         tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
     if model.config.num_labels != 1:
         raise ConfigError(
-            f"the reward model at {config.model} has {model.config.num_labels} labels: a reward model has one"
+            f"the reward model at {config.model} has {model.config.num_labels} labels: use a model with one label"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    for settings in (model.config, model.config.get_text_config()):  # two where it sees pictures, too, as Gemma 3
+    for settings in (model.config, model.config.get_text_config()):  # two objects in multimodal models, as Gemma 3
         settings.pad_token_id = tokenizer.pad_token_id
-    # The end is what the policy wrote, and is graded: where a conversation is too long, its beginning goes.
+    # The end of the text is the completion to grade, so a long conversation loses its beginning.
     tokenizer.truncation_side = "left"
     max_tokens = min(tokenizer.model_max_length, count_positions(model) or tokenizer.model_max_length)
     is_limited = max_tokens < UNLIMITED
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    one_at_a_time = anyio.CapacityLimiter(1)  # two forward passes at once would share the same cores
+    one_at_a_time = anyio.CapacityLimiter(1)  # two forward passes at once would compete for the same cores
 
     @torch.inference_mode()
     def score_now(samples: Sequence[Sample]) -> list[float | None]:
@@ -274,9 +271,9 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
 @contextmanager
 def _loading(config: RewardConfig) -> Iterator[None]:
-    """What a classifier's folder holds is loaded inside; what goes wrong names the folder."""
+    """Turn errors while loading a classifier's folder into sentences that name the folder."""
     if not Path(config.model).is_dir():
-        raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give that of a classifier")
+        raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give the folder of a classifier")
     from rollouts_core.model.loading import BAD_SETTINGS, UNLOADABLE, describe_unloadable  # needs torch
 
     try:
@@ -289,11 +286,11 @@ def _loading(config: RewardConfig) -> Iterator[None]:
 def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
     """A reward by a sequence classifier that SGLang or vLLM serves: its raw output for prompt and response.
 
-    The server is sent token ids: what a classifier in this process would read, by the tokenizer of `config.model`.
+    The server gets token ids, made with the tokenizer in the folder `config.model`.
 
     Raises:
-        ConfigError: no such folder, several labels of which none is named, or no such label.
-        CheckpointError: a folder without a tokenizer that can be loaded.
+        ConfigError: the folder does not exist, or `label` is missing or unknown.
+        CheckpointError: the folder's tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -301,7 +298,7 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
         tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
     label = find_label(config)
     server = RewardModelServer(config)
-    one_at_a_time = anyio.CapacityLimiter(1)  # a tokenizer is for one thread
+    one_at_a_time = anyio.CapacityLimiter(1)  # tokenizers are not thread-safe
 
     def tokenize(samples: Sequence[Sample]) -> list[list[int]]:
         return [encode_for_classifier(tokenizer, sample) for sample in samples]
@@ -314,9 +311,9 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
 
 
 def count_positions(model: Any) -> int | None:  # Any: transformers' models
-    """How many tokens a model can read: RoBERTa and its relatives begin to count behind the padding's number.
+    """The longest input of a model, tokens; None if unlimited or unknown, as with T5's distances or BLOOM's ALiBi.
 
-    None where there is no limit, or none is known, as with distances (T5) or ALiBi (BLOOM).
+    RoBERTa and its relatives count positions from the padding's index, so some are unusable.
     """
     num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if num_positions is None or num_positions <= 0:
@@ -332,10 +329,10 @@ def count_positions(model: Any) -> int | None:  # Any: transformers' models
 def encode_for_classifier(
     tokenizer: Any, sample: Sample, max_tokens: int | None = None
 ) -> list[int]:  # Any: transformers' tokenizers
-    """Token ids of prompt and response by the tokenizer's chat template, or as plain text if it has none.
+    """Token ids of prompt and response by the tokenizer's chat template, or of plain text without a template.
 
     Args:
-        max_tokens: only so many from the end, which the policy wrote; None: all.
+        max_tokens: keep only so many from the end, which holds the completion; None keeps all.
     """
     messages = [*sample.messages, Message(role="assistant", content=sample.response)]
     if tokenizer.chat_template is not None:
@@ -356,14 +353,14 @@ def _read_rewards(answer: Any) -> list[float | None]:  # Any: JSON
 def _as_reward(value: Any) -> float | None:  # Any: JSON
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
-    raise ValueError(f"{value!r} is no reward")
+    raise ValueError(f"{value!r} is not a reward (a number or null)")
 
 
 def read_score(text: str) -> float:
-    """The last score in what a judge wrote, between 0 and 1.
+    """The last score in a judge's text, scaled to 0..1.
 
     Raises:
-        ValueError: it has none, or one out of range.
+        ValueError: the text has no score, or one out of range.
     """
     found = SCORE.findall(text)
     number, whole, percent = found[-1] if found else ("nan", "", "")
@@ -378,4 +375,4 @@ REWARD_SERVICES: dict[str, Callable[[RewardConfig], BatchedReward]] = {
     "reward_model": create_reward_model_reward,
     "judge": create_judge_reward,
 }
-"""What makes a reward of each kind that is no function."""
+"""The factory of each kind of reward that is not a plain function."""

@@ -1,7 +1,6 @@
-"""Grade a finished sample: the reward functions that ship, their weighted sum, and the one call that grades.
+"""Grade a finished sample: built-in reward functions, their weighted sum, and `grade_sample`, which calls them.
 
-Not here: rewards that a service or a model computes (reward_services.py), advantages (algorithms/advantages.py),
-environments that hold a conversation (environments/).
+Rewards from services and models: `reward_services.py`. Environments with conversations: `environments/`.
 """
 
 from __future__ import annotations
@@ -30,43 +29,43 @@ from rollouts_core.types import Sample, Status, trajectory_places
 from rollouts_core.user_code.failures import describe_raised
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
-"""Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
+"""Returns the reward of a finished sample, or None if it could not be scored; may be a coroutine function."""
 
 NUMBER = re.compile(r"(?:(?<!\d)[-−])?(?:\d[\d,]*+(?:\.\d+)?|(?<!\d)\.\d+)")
-"""Its minus, which is a dash or a difference behind a digit, may be the sign of Unicode, as models write it."""
+"""A number with an optional minus, also the Unicode minus that models write. A dash after a digit is no sign."""
 THOUSANDS = re.compile(r"[-−]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
-"""Commas within a number; all others are between numbers."""
+"""A number with thousands separators. Other commas separate numbers."""
 TERMS = "reward_terms"
 """The metadata of a sample that holds each term of its reward, without weights."""
 
 
 def exact_match(sample: Sample) -> float:
-    """1 when the response, without surrounding space, is the answer."""
+    """1 if the response equals the answer, without surrounding space."""
     return float(sample.response.strip() == str(sample.metadata.get("answer", "")).strip())
 
 
 def last_number(sample: Sample) -> float:
-    """1 when the last number of the response equals the answer's last number."""
+    """1 if the last number of the response equals the last number of the answer."""
     found, expected = _last_number(sample.response), _last_number(str(sample.metadata.get("answer", "")))
     return float(found is not None and found == expected)
 
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
 ALL_REWARDS = Registry[RewardFn]("rollouts.rewards", REWARDS, find_fault_of_callable)
-"""Also those of installed packages."""
+"""The built-in rewards and those of installed packages."""
 
 
 def check_reward_row(name: str, row: Mapping[str, Any]) -> None:  # Any: JSON
-    """Raise ValueError for a row that one of `REWARDS` could never reward."""
+    """Raise ValueError for a row that this reward could never reward."""
     if name == "last_number" and not NUMBER.search(row["answer"]):
         raise ValueError(f"last_number compares numbers, and the answer {row['answer']!r} has none")
 
 
 def compute_reward(sample: Sample, environment: Environment | None = None) -> float:
-    """The environment's grade of the sample, or without one the reward that it already has.
+    """The environment's grade of the sample; without an environment, the sample's own reward.
 
     Raises:
-        RewardError: neither exists.
+        RewardError: there is neither.
     """
     if environment is not None:
         grade = environment.grade(sample)
@@ -79,25 +78,24 @@ def compute_reward(sample: Sample, environment: Environment | None = None) -> fl
 
 
 async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float | None = None) -> Sample:
-    """The sample with its reward; without one if the function returned None, or if the sample is invalid.
+    """The sample with its reward; with None if the function returned None or the sample is invalid.
 
     Args:
-        timeout_s: how long the function may take.
+        timeout_s: time limit of the function, seconds.
 
     Raises:
-        RewardError: the function raised, took too long, or returned something that is no finite number; names the
-            prompt.
-        EnvironmentUnavailableError: the function says that something it stands on failed, or the sample's generation
+        RewardError: the function raised, took too long, or did not return a finite number; names the prompt.
+        EnvironmentUnavailableError: something that the function depends on failed, or the generation of the sample
             did; names the prompt.
     """
     if sample.status is Status.FAILED:
         raise EnvironmentUnavailableError(
-            f"prompt {sample.metadata.get('prompt_id', '?')!r} was given no usable completion: "
+            f"prompt {sample.metadata.get('prompt_id', '?')!r} got no usable completion: "
             f"{sample.metadata.get('error') or sample.finish_reason or 'its metadata has no `error`'}"
         )
     if sample.status is Status.INVALID:
         return replace(sample, reward=None)
-    if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt
+    if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt in errors
         reward, terms = await reward_fn.grade(sample, timeout_s=timeout_s)
         return replace(sample, reward=reward, metadata={**sample.metadata, TERMS: terms} if terms else sample.metadata)
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
@@ -113,15 +111,15 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
         return replace(sample, reward=None)
     if not isinstance(reward, Real) or not _is_finite(reward):
         is_array = hasattr(reward, "item") and not isinstance(reward, Real)
-        remedy = ", as float(...) makes it of this" if is_array else ""
+        remedy = " (convert it with float(...))" if is_array else ""
         raise RewardError(
-            f"{where} returned {_shortened(reward)}: expected a finite number{remedy}, or None for one without a score"
+            f"{where} returned {_shortened(reward)}: return a finite number{remedy}, or None if there is no score"
         )
     return replace(sample, reward=float(reward))
 
 
 def _is_finite(reward: Real) -> bool:
-    """Whether a float can hold it: whole numbers of Python have no limit."""
+    """True if the number fits into a float; Python's integers are unlimited."""
     try:
         return math.isfinite(reward)
     except OverflowError:
@@ -129,31 +127,30 @@ def _is_finite(reward: Real) -> bool:
 
 
 def _shortened(reward: object) -> str:
-    """How it is written; Python refuses that of whole numbers beyond 4,300 digits."""
+    """A short repr; Python refuses to write integers beyond 4,300 digits."""
     try:
         return textwrap.shorten(repr(reward), 200)
     except ValueError:
-        return "a number beyond all floats"
+        return "a number too large for a float"
 
 
 def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
-    """The end of a sentence about a function that raised, where it does not take a sample by itself, or takes it for
-    something else: a list of completions, a dictionary."""
+    """A hint for a function that raised because it does not take exactly one `Sample`; empty otherwise."""
     try:
         inspect.signature(reward_fn).bind(None)
         is_mistaken = isinstance(error, TypeError | AttributeError) and "'Sample'" in str(error)
     except TypeError:
         is_mistaken = True
-    except ValueError:  # nobody knows what it takes
+    except ValueError:  # its signature is unknown
         is_mistaken = False
-    said = ": a reward function takes one Sample, which has the completion in `response` and the row in `metadata`"
+    said = ": a reward function takes one Sample; the completion is in `response`, the row in `metadata`"
     return said if is_mistaken else ""
 
 
 async def grade_group(
     samples: Sequence[Sample], reward_fn: RewardFn, *, timeout_s: float | None = None
 ) -> list[Sample]:
-    """The samples with their rewards, graded at the same time; those of one trajectory share the grade of its last."""
+    """Grade samples concurrently; the samples of one trajectory share the grade of its last one."""
     trajectories = trajectory_places(samples)
     lasts = await gather(
         [partial(grade_sample, samples[places[-1]], reward_fn, timeout_s=timeout_s) for places in trajectories]
@@ -167,7 +164,7 @@ async def grade_group(
 
 
 class WeightedRewards:
-    """A reward function that adds others with their weights, and counts how often they failed.
+    """A reward function that sums others with weights and counts their failures.
 
     Args:
         terms: name, weight and reward function of each.
@@ -179,11 +176,11 @@ class WeightedRewards:
         self._num_scored = self._num_unscored = self._num_failed = 0
 
     async def __call__(self, sample: Sample, *, timeout_s: float | None = None) -> float | None:
-        """The sum of the terms; a term that fails fails the sum, and without one of them there is no sum."""
+        """The weighted sum. It fails if a term fails, and is None if a term is None."""
         return (await self.grade(sample, timeout_s=timeout_s))[0]
 
     async def grade(self, sample: Sample, *, timeout_s: float | None = None) -> tuple[float | None, dict[str, float]]:
-        """The sum, and each term without its weight; no terms if there is no sum."""
+        """The weighted sum, and each term without its weight; no terms if there is no sum."""
         calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
         try:
             graded = await gather(calls)
@@ -201,7 +198,7 @@ class WeightedRewards:
         return total, {name: reward for (name, _, _), reward in zip(self.terms, rewards, strict=True)}
 
     def take_metrics(self) -> dict[str, float]:
-        """The mean of each term over scored samples, and the share of all that failed, since the last call."""
+        """Means of the terms over scored samples, and the share of failed samples, since the last call."""
         num_asked = self._num_scored + self._num_unscored + self._num_failed
         if not num_asked:
             return {}
@@ -213,7 +210,7 @@ class WeightedRewards:
 
 
 def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
-    """What a reward function has counted since the last call, and the environments whose grades it takes."""
+    """Counts of a reward function since the last call, and of the environments that grade for it."""
     own, graders = dict[str, float](), [reward_fn]
     if isinstance(reward_fn, WeightedRewards):
         own, graders = reward_fn.take_metrics(), [term for _, _, term in reward_fn.terms]
@@ -223,7 +220,7 @@ def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
 
 
 def _last_number(text: str) -> Decimal | None:
-    """Exactly: a float has 16 digits, and products of two long numbers that differ behind those would be equal."""
+    """The last number as a Decimal: as floats, long numbers that differ after 16 digits would be equal."""
     found = NUMBER.findall(text)
     if not found:
         return None

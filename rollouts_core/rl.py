@@ -1,14 +1,11 @@
-"""Reinforcement learning: the loop, and how graded samples become its batches.
-
-Not here: sampling, also ahead of the trainer (rollout/manager.py), engines (engines/), the loss
-(algorithms/loss.py), the model (backends/pytorch.py).
+"""Reinforcement learning: the training loop and the checks of its rollouts.
 
     engines --completions--> rollout_manager --groups--> advantages -> micro-batches -> forward_backward -> optim_step
        ^                                                                                                      |
        +---------------------------- weights, by version, verified <------------------------------------------+
 
-With `rollout.max_staleness` 0 engines and trainer take turns, so every sample of a step comes from one version. Above 0
-the trainer computes in a thread of its own while the engines are asked for the next batches.
+With `rollout.max_staleness` 0, engines and trainer take turns, so every sample of a step comes from one version. Above
+0 the trainer runs in its own thread while the engines generate the next batches.
 """
 
 from __future__ import annotations
@@ -51,8 +48,9 @@ from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
+"""(step, batch): called with the rollouts of every step before training on them."""
 OnCredit = Callable[[int, Credit, RolloutScores], None]
-"""(step, batch): called with the rollouts of every step before they are trained on."""
+"""(step, credit, scores): called with the advantages of every step's samples, and with what was scored before."""
 
 
 async def run_rl_training(
@@ -74,28 +72,30 @@ async def run_rl_training(
     is_end_asked: Callable[[], bool] = lambda: False,
     stop: TrainingStop | None = None,
 ) -> list[Metrics]:
-    """Train for `config.num_steps` steps; returns the metrics of each step that was run.
+    """Train for `config.num_steps` steps and return the metrics of each step that ran.
 
-    With a `checkpoint_dir`, training goes on from its newest intact checkpoint. The engines serve the trainer's
-    weights before the first sample is asked for, also after a restart. Where timing decides which groups a step
-    trains on, `events` gets the decision before the step, and a run that goes on takes the same ones again.
+    With a `checkpoint_dir`, training resumes from its newest intact checkpoint. Before the first sample is requested,
+    also after a restart, the engines load the trainer's weights. If timing decides which groups a step trains on, the
+    decision is written to `events` before the step, and a resumed run repeats it.
 
     Args:
-        rollout_manager: gives the batches: sampled for the prompts of `data_buffer`, or recorded, without prompts.
-        target: where weights are published for the engines, and under which names; None takes a folder in
-            `checkpoint_dir`, or one that is removed at the end, and names that no other training has.
-        on_credit: gets the advantages of each step's samples, and what was scored before the first update.
-        is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
-        inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
-        is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
-        stop: looked at after every step; asked, the step is saved and the training ends by StoppedError.
+        rollout_manager: source of the batches: sampled for the prompts of `data_buffer`, or recorded (no prompts).
+        target: directory and version names for published weights. None uses a folder in `checkpoint_dir`, or a
+            temporary folder, and unique names.
+        on_credit: gets the advantages of each step's samples, and the scores from before the first update.
+        is_colocated: the engines free their GPU memory while the trainer trains; weights are published every step.
+        inputs: digests of the training inputs by name; a checkpoint with other digests is refused.
+        is_end_asked: polled after every step; True saves a checkpoint and ends the training.
+        stop: polled after every step; once asked, the step is saved and StoppedError is raised.
 
     Raises:
-        CheckpointError: a checkpoint of other settings or inputs.
-        WeightSyncError: an engine that does not take the weights.
-        RewardError, DataError: a sample without a reward, unless the settings exclude such samples, or log-probs.
-        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
-        NoSignalError: too many steps in a row taught nothing; there is a checkpoint of the last one.
+        CheckpointError: the checkpoint has other settings or inputs.
+        WeightSyncError: an engine does not take the weights.
+        RewardError: a sample has no reward, and the settings do not exclude such samples.
+        DataError: a sample lacks the log-probs that the loss needs.
+        NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
+            were skipped.
+        NoSignalError: too many steps in a row had no learning signal; the last one is saved.
         StoppedError: `stop` was asked.
     """
     rollout = rollout_manager.config
@@ -118,16 +118,16 @@ async def run_rl_training(
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
         publish = partial(publish_version, trainer, inference_engines, own_target, rollout_manager)
-        async with handed_over():  # says before the first step where an engine cannot
+        async with handed_over():  # fails before the first step if an engine cannot free its memory
             state, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
         cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
         train = partial(train_on_rollouts, config=config, pad_id=pad_id, stop=checkpoints.stop)
         conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
-        rounded = own_target.rounding.take_metrics()  # of the saved step: the next one may publish nothing
+        rounded = own_target.rounding.take_metrics()  # belongs to the saved step: the next may publish nothing
         await checkpoints.begin()
-        if pending := state.get("pending"):  # a stop could not wait for the publication
+        if pending := state.get("pending"):  # the stop saved this step before its weights were published
             await conclude(state["step"], {**pending, "publish_s": perf_counter() - began, **rounded})
         for step in range(state["step"] + 1, config.num_steps + 1):
             began = perf_counter()
@@ -140,7 +140,7 @@ async def run_rl_training(
             skips.after_step(step, metrics)
             trained = perf_counter()
             metrics |= describe_rollouts(batch) | {"generate_s": generated - began, "train_s": trained - generated}
-            # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
+            # Published at every checkpoint, because a run that resumes there publishes these weights first.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
             if is_colocated or (is_publish_due and backend.weight_version != published):
                 checkpoints.note_trained(step, metrics, cursors)
@@ -160,10 +160,10 @@ async def conclude_step(
     step: int,
     metrics: Metrics,
 ) -> bool:
-    """Log and save what was trained and published; True when the training ends here, before its last step.
+    """Log and save a step after its publication; True if the training ends here, before its last step.
 
     Raises:
-        NoSignalError: too many steps in a row taught nothing; there is a checkpoint of the last one.
+        NoSignalError: too many steps in a row had no learning signal; the last one is saved.
         StoppedError: the training was asked to stop; the step is saved.
     """
     config = checkpoints.config
@@ -182,16 +182,18 @@ async def resume(
     data_buffer: DataBuffer | None,
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
 ) -> tuple[TrainingState, SkipCounter, SignalWatch]:
-    """Go on from the newest checkpoint, if there is one; returns its state, of step 0 without one, and what it counted.
+    """Load the newest checkpoint, if there is one; return its state and counters. Without one the state is step 0.
 
-    With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
-    a place in the former data and groups of them that were under way mean nothing here. With other settings the groups
-    that were ready are graded again: what grades them may be among those, unless all are `FREE_INPUTS`. Rewards of
-    another task do not compare with those to come: the steps without signal are counted from 0. Nor is followed what an
-    earlier attempt logged of the steps to come.
+    Three rules for changed settings that `allow_changed` permits:
+
+    - Other data: the weights are kept and the data start at their beginning. The old cursor and unfinished groups
+      have no meaning in the new data.
+    - Other settings outside `FREE_INPUTS`: finished groups are graded again, because the settings may include rewards.
+    - Another task: the count of steps without signal restarts, because the rewards are not comparable. The logged
+      schedules of the earlier attempt are ignored.
 
     Raises:
-        NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
+        NoSignalError: the training had ended for lack of signal, and the limit is unchanged.
     """
     config = checkpoints.config
     assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"
@@ -220,25 +222,25 @@ async def publish_version(
     *,
     earlier: EarlierVersion | None = None,
 ) -> int:
-    """Bring the engines to the trainer's version, and tell the rollout manager; returns it.
+    """Publish the trainer's weights to the engines, tell the rollout manager, and return the version.
 
     Args:
-        events: gets a line that it was after this step, and once one if engines round much of an update away; not
-            where a run begins or goes on.
-        earlier: brings the engines to this version instead.
+        events: gets the event of the publication, and one warning if engines round much of an update away. None when
+            a run starts or resumes.
+        earlier: publish this version instead.
     """
     version = earlier.number if earlier else trainer.weight_version
     name = await publish_weights(trainer, inference_engines, target, earlier=earlier)
     rollout_manager.weights_published(version)
     if events:
         events.write("weights_published", step=step, version=name)
-        if warning := target.rounding.take_warning():  # it is in the log already
+        if warning := target.rounding.take_warning():  # the log has it already
             events.write("warning", message=warning)
     return version
 
 
 def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve, if the backend is ahead of them."""
+    """Write the weights that the engines serve to a file if the backend is ahead of them; None otherwise."""
     if target.newest.version == target.version_of(backend.weight_version):
         return None
     return write_newest_version(target)
@@ -247,7 +249,7 @@ def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None
 def find_earlier(
     checkpoints: RunCheckpoints, state: TrainingState, inference_engines: Sequence[InferenceEngine]
 ) -> EarlierVersion | None:
-    """The version that was served when the checkpoint was saved; None for that of the checkpoint itself."""
+    """The version that was served when the checkpoint was saved; None if it is the checkpoint's own version."""
     if checkpoints.resumed_from is None or "pending" in state:
         return None
     published, file = state["rollout"].get("published"), checkpoints.resumed_from / SERVED_WEIGHTS
@@ -257,7 +259,7 @@ def find_earlier(
 
 
 def note_batch(step: int, batch: RolloutBatch, events: EventLog | None, on_batch: OnBatch | None) -> None:
-    """Write down what a step trains on, before it does."""
+    """Record the rollouts of a step before training on them."""
     if events and "completed" in batch.metadata:
         events.write("rollouts_scheduled", step=step, **schedule_of(batch)._asdict())
     if on_batch:
@@ -270,7 +272,7 @@ def read_cursors(
     skips: SkipCounter,
     signal: SignalWatch,
 ) -> dict[str, Any]:  # Any: JSON
-    """What the loop needs to go on: the place in the prompts, the groups carried over, what was just counted."""
+    """State that a resumed loop needs: the data cursor, unfinished groups and counters."""
     return {
         "data_buffer": data_buffer.state_dict() if data_buffer else None,
         "rollout": rollout_manager.state_dict(),
@@ -280,12 +282,12 @@ def read_cursors(
 
 
 def schedule_of(batch: RolloutBatch) -> Schedule:
-    """What timing and outages decided about a batch."""
+    """The part of a batch that timing and outages decided."""
     return Schedule(batch.metadata["completed"], batch.metadata["unavailable"])
 
 
 def read_schedules(events: Path, *, after_step: int) -> list[Schedule]:
-    """The logged schedules of the steps after one, up to the last step that an earlier attempt came to."""
+    """The logged schedules after a step, up to the last step that any earlier attempt reached."""
     by_step = {
         line["step"]: Schedule(line["completed"], line.get("unavailable", ()))
         for line in read_json_lines(events)
@@ -304,15 +306,15 @@ async def train_on_rollouts(
     stop: TrainingStop | None = None,
     on_credit: Callable[[Credit, RolloutScores], None] | None = None,
 ) -> Metrics:
-    """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
+    """Make the optimizer updates of one batch of rollouts; none if the batch has no signal.
 
     Args:
-        stop: held before the weights change.
-        on_credit: gets the advantages, and what was scored before the first update.
+        stop: held while the weights change.
+        on_credit: gets the advantages, and the scores from before the first update.
 
     Raises:
-        RewardError: a sample without a reward, unless the settings exclude such samples.
-        DataError: a sample without the log-probs that the loss compares with.
+        RewardError: a sample has no reward, and the settings do not exclude such samples.
+        DataError: a sample lacks the log-probs that the loss needs.
     """
     check_scored(batch.samples, config)
     check_logprobs(batch.samples, config)
@@ -343,9 +345,9 @@ async def train_on_rollouts(
     if not done:
         return counts
     averaged = average_metrics(done)
-    if not scores.old_logprobs:  # later updates know the trainer only as the earlier ones left it
+    if not scores.old_logprobs:  # later updates know only the trainer that earlier updates already changed
         averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
-    if find_silent(batch.samples):  # they were compared with 0
+    if find_silent(batch.samples):  # their missing log-probs were taken as 0
         averaged = {name: value for name, value in averaged.items() if name not in ENGINE_METRICS}
     return {**averaged, **counts}
 
@@ -357,16 +359,16 @@ def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
     unscored = [sample for sample in samples if sample.reward is None and sample.status is not Status.INVALID]
     if unscored:
         raise RewardError(
-            f"{len(unscored)} of {len(samples)} completions have no reward, one of prompt "
-            f"{unscored[0].metadata.get('prompt_id', '?')!r} first: the reward function returned None. To train on the "
-            'others, set training.rl.advantage.unscored = "exclude"'
+            f"{len(unscored)} of {len(samples)} completions have no reward (first: prompt "
+            f"{unscored[0].metadata.get('prompt_id', '?')!r}): the reward function returned None. To train on the "
+            'other completions, set training.rl.advantage.unscored = "exclude"'
         )
 
 
 def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
-    """Raise DataError for the first trained sample without the log-probs that the loss compares with.
+    """Raise DataError if a trained sample lacks the log-probs that the loss needs.
 
-    They would be taken for 0, as if the sampled tokens had been certain.
+    Without this check they would count as 0, as if the sampled tokens had been certain.
     """
     silent = find_silent(samples)
     if not silent or not (reads_rollout_logprobs(config) if config.loss_fn else config.needs_rollout_logprobs):
@@ -375,23 +377,23 @@ def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
     if config.loss_fn:
         other_way = f"change {name_of_function(config.loss_fn)}, which reads batch.rollout_logprobs_BT"
     raise DataError(
-        f"{len(silent)} of {len(samples)} completions have no rollout_log_probs, one of prompt "
-        f"{silent[0].metadata.get('prompt_id', '?')!r} first: what generates them must say how likely each token "
-        f"was when it was sampled; or {other_way}"
+        f"{len(silent)} of {len(samples)} completions have no rollout_log_probs (first: prompt "
+        f"{silent[0].metadata.get('prompt_id', '?')!r}): the generate function must set the log-prob of each sampled "
+        f"token; or {other_way}"
     )
 
 
 def find_silent(samples: Sequence[Sample]) -> list[Sample]:
-    """The trained samples of which nobody said how likely their tokens were when they were sampled."""
+    """The trained samples without rollout log-probs."""
     return [sample for sample in samples if sample.rollout_log_probs is None and any(sample.loss_mask[1:])]
 
 
 async def score_rollouts(
     backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
 ) -> RolloutScores:
-    """What the settings ask of the weights before the first update, and of the reference; often nothing.
+    """Compute the trainer's log-probs before the first update and the reference's, as far as the settings need them.
 
-    With one update per step, the update's own forward pass tells what the weights said before it.
+    With one update per step the trainer's are not needed: the update's own forward pass computes them.
     """
     old: dict[int, Tensor] = {}
     ref: dict[int, Tensor] = {}
@@ -406,7 +408,7 @@ async def score_rollouts(
         policy = backend.score(micro_batch) if config.needs_old_scores else None
         reference = backend.score(micro_batch, reference=True) if config.with_reference else None
         asked.append((list(itertools.chain(*rows)), layouts, policy, reference))
-    for in_order, layouts, policy, reference in asked:  # a GPU goes on with the last ones while the first are read
+    for in_order, layouts, policy, reference in asked:  # a GPU computes the last ones while the first are read
         if policy is not None:
             scores = await policy.result()
             old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)
@@ -419,9 +421,9 @@ async def score_rollouts(
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
-    """What the policy did in a step, as numbers; those of rewards are missing where no sample has one.
+    """Metrics of a step's rollouts; without any reward the metrics of rewards are missing.
 
-    A trajectory counts once, however many samples it gave.
+    A trajectory counts once, regardless of its number of samples.
     """
     lasts = [batch.samples[places[-1]] for places in trajectory_places(batch.samples)]
     scored = [sample.reward for sample in lasts if sample.reward is not None]
@@ -445,7 +447,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
 
 
 def describe_conversations(samples: Sequence[Sample]) -> Metrics:
-    """How many turns the conversations had, and the shares of turns that went wrong; empty without conversations."""
+    """Mean turns per conversation and the shares of failed turns; empty without conversations."""
     outcomes = [sample.metadata["outcomes"] for sample in samples if "outcomes" in sample.metadata]
     if not outcomes:
         return {}

@@ -1,13 +1,10 @@
-"""From the graded samples of a step to the micro-batches of its updates.
-
-Not here: sampling and grading (rollout/manager.py), the loop (rl.py), advantages (algorithms/credit.py), tensors
-(batch.py).
+"""Turn the graded samples of a step into the micro-batches of its updates.
 
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
                                                                                       of their update
 
-An update is one optimizer step. Its divisors count all its samples, also those that no row holds because they give no
-gradient, so how it is cut into micro-batches changes nothing.
+An update is one optimizer step. Its divisors count all its samples, also samples without a gradient, which no row
+holds. The split into micro-batches therefore does not change the result.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from rollouts_core.model.attention_choice import MAX_SHARERS
 from rollouts_core.types import RolloutBatch, Sample
 
 Rows = list[list[int]]
-"""A micro-batch before it has tensors: per row, the places of its samples in the batch of rollouts."""
+"""A micro-batch before it has tensors: per row, the places of its samples in the rollout batch."""
 
 
 def prepare_grpo_batch(
@@ -49,10 +46,10 @@ def prepare_grpo_batch(
 ) -> list[TrainBatch]:
     """The micro-batches of one update on all samples, with their advantages.
 
-    Samples that give no gradient are left out, but their tokens count in the averages.
+    Samples without a gradient are left out, but their tokens count in the averages.
 
     Args:
-        scores: what the settings ask for beyond the rollouts; `rl.score_rollouts` gets it.
+        scores: log-probs and values that the settings need beyond the rollouts (`rl.score_rollouts`).
     """
     return prepare_updates(batch, rewards, config, num_updates=1, pad_id=pad_id, scores=scores)[0]
 
@@ -67,9 +64,9 @@ def prepare_updates(
     scores: RolloutScores | None = None,
     num_ranks: int = 1,
 ) -> list[list[TrainBatch]]:
-    """The micro-batches of each update; advantages are taken over the whole batch, totals over the update.
+    """The micro-batches of each update. Advantages use the whole batch, totals the update.
 
-    Groups stay together and in order; an update whose samples give no gradient has no micro-batch.
+    Groups stay whole and in order. An update without any gradient has no micro-batches.
 
     Args:
         num_ranks: devices that share the rows of each micro-batch.
@@ -92,14 +89,14 @@ def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
 
 
 def split_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
-    """The places of the samples of each part: whole groups in order, as many in each part as possible."""
+    """Split samples into parts of whole groups, in order, as equal as possible; returns places."""
     groups = list(group_places(samples).values())
     bounds = [len(groups) * part // num_parts for part in range(num_parts + 1)]
     return [[place for group in groups[start:end] for place in group] for start, end in itertools.pairwise(bounds)]
 
 
 def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingConfig) -> bool:
-    """Whether a sample changes the weights: something of it is trained, by its advantage or by another term."""
+    """True if training on the sample changes the weights, by its advantage or by another term of the loss."""
     loss = config.loss
     others = loss.kl_coef > 0 or loss.entropy_coef > 0 or loss.ratio_penalty > 0 or config.with_values
     others = others or not config.objective_spec.follows_advantage
@@ -107,14 +104,14 @@ def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingCo
 
 
 def is_advantage(advantage: Tensor | float) -> bool:
-    """Whether an advantage, or that of any token, is not 0."""
+    """True if the advantage, or any token's advantage, is not 0."""
     return bool(advantage.any()) if isinstance(advantage, Tensor) else advantage != 0.0
 
 
 def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> bool:
-    """Whether rewards have a share in what a step trains; else its updates, if any, are those of KL and the like.
+    """True if rewards contribute to the step's updates; otherwise only terms such as KL or entropy do.
 
-    A value head learns from equal rewards, too: with one they always have.
+    With a value head this is always true: it also learns from equal rewards.
     """
     if config.with_values:
         return True
@@ -128,9 +125,9 @@ def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: R
 
 
 def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:
-    """The places of the samples that must be scored before the first update: those that will have a gradient.
+    """Places of the samples to score before the first update: the samples that will have a gradient.
 
-    Where the scores decide the advantages, or nothing needs scores, this is every trained sample, or none.
+    If the scores decide the advantages, every trained sample is scored. If no setting needs scores, none is.
     """
     if not (config.needs_old_scores or config.with_reference):
         return []
@@ -146,8 +143,8 @@ def plan_rows(
 ) -> list[Rows]:
     """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or one row) per rank.
 
-    Rows of like length stand together, so that little is padded. Packed ones are at most as long as the longest unit, a
-    sample or the samples that share a prompt: longer ones would only add attention over what a mask hides.
+    Rows of similar length share a micro-batch, so there is little padding. A packed row is at most as long as the
+    longest unit (a sample, or samples that share a prompt): longer rows would only add attention over masked tokens.
     """
     if not places:
         return []
@@ -167,9 +164,9 @@ def plan_rows(
 
 
 def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[list[int]]:
-    """The places of each group in units of at most `MAX_SHARERS` samples that share their prompt, of like lengths.
+    """Split each group into units of at most `MAX_SHARERS` samples of similar length that share their prompt.
 
-    Samples that share nothing, and those of a unit of more than `max_tokens` tokens, are units by themselves.
+    A sample that shares nothing is its own unit. A unit above `max_tokens` is split into single samples.
     """
     units: list[list[int]] = []
     for _, members in itertools.groupby(places, key=lambda place: samples[place].group_index):
@@ -182,7 +179,7 @@ def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens
 
 
 def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-    """Members of a group in parts of at most `MAX_SHARERS`, so that no part gets all the long ones."""
+    """Split a group into parts of at most `MAX_SHARERS` members, and spread the long samples over the parts."""
     num_parts = math.ceil(len(members) / MAX_SHARERS)
     turns = itertools.cycle([*range(num_parts), *reversed(range(num_parts))])
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -192,7 +189,7 @@ def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[in
 
 
 def _row_length(row: Sequence[Sample], *, share_prompts: bool) -> int:
-    """Tokens of a row as it will be laid out."""
+    """Tokens of a row in its final layout."""
     return int(place_samples(row, share_prompts=share_prompts)[-1].own.stop) + len(row)
 
 
@@ -238,7 +235,7 @@ def _build_update(
 
 
 def _count_group_tokens(places: Sequence[int], samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """Per place, the sum of the loss masks of its group."""
+    """Per place, the sum of its group's loss masks."""
     totals: dict[int, float] = {}
     for place in places:
         group = samples[place].group_index

@@ -1,7 +1,4 @@
-"""The files of a run directory, by name. docs/run_directory.md describes their contents.
-
-Not here: writing them (metrics.py, system/gpu_use.py, checkpoint.py, sft_job.py, rl_job.py, eval_job.py).
-"""
+"""The paths of the files in a run directory. docs/run_directory.md describes their contents."""
 
 from __future__ import annotations
 
@@ -19,21 +16,21 @@ if TYPE_CHECKING:
     from rollouts_core.types import Sample
 
 FORMAT = 1
-"""Version of the directory's layout; a reader of another version must refuse it."""
+"""Version of the directory's layout; readers must refuse other versions."""
 
 
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
-"""Environment variable in which the supervisor says which attempt a process is."""
+"""Environment variable in which the supervisor passes the attempt's number."""
 
 
 def attempt_number() -> int:
-    """Which attempt at this job this process is."""
+    """The number of this attempt at the job, from 1."""
     return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where the files of one stage lie."""
+    """The paths of one stage's files."""
 
     root: Path
 
@@ -44,7 +41,7 @@ class RunDirectory:
 
     @property
     def log(self) -> Path:
-        """Out: what the process printed."""
+        """Out: stdout and stderr of the process."""
         return self.root / "log.txt"
 
     @property
@@ -59,12 +56,12 @@ class RunDirectory:
 
     @property
     def gpu_use(self) -> Path:
-        """Out: how busy and how full the GPUs were, one object per sample; absent without GPUs."""
+        """Out: GPU load and memory, one object per sample; absent without GPUs."""
         return self.root / "gpu_use.jsonl"
 
     @property
     def samples(self) -> Path:
-        """Out: what the policy said, one file per step or checkpoint."""
+        """Out: completions, one file per step or checkpoint."""
         return self.root / "samples"
 
     @property
@@ -84,27 +81,27 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """Out: versions published to engines."""
+        """Out: weight versions published to engines."""
         return self.root / "weights"
 
     @property
     def end_request(self) -> Path:
-        """In: the id of a run that asks this attempt at a training to end after the step under way."""
+        """In: the id of a run that asks this attempt to finish its training after the current step."""
         return self.root / f"finish-{attempt_number()}"
 
     @property
     def stop_request(self) -> Path:
-        """In: how many seconds this attempt has to save and end; there before it gets SIGTERM."""
+        """In: the seconds that this attempt has to save and end; written before SIGTERM."""
         return self.root / f"stop-{attempt_number()}"
 
     @property
     def stop_state(self) -> Path:
-        """Out: how long the training needs to save and end, which process is to be told, which step is saved."""
+        """Out: seconds that the training needs to save and end, process id to signal, and saved step."""
         return self.root / "stop.json"
 
     @property
     def lease_file(self) -> Path:
-        """In: its modification time says when somebody last wanted the job."""
+        """In: its modification time is the last lease renewal."""
         return self.root / ".job" / "lease"
 
     @property
@@ -113,7 +110,7 @@ class RunDirectory:
         return self.root / "result.json"
 
     def last_end(self) -> dict[str, Any] | None:  # Any: JSON
-        """How the last attempt ended, as its supervisor wrote; None while one is under way, and before the first."""
+        """The supervisor's record of the last attempt's end; None before the first end and while an attempt runs."""
         begun = [int(path.stem.removeprefix("meta-")) for path in (self.root / ".job").glob("meta-*.json")]
         record = self.root / f"exit-{max(begun, default=0)}.json"
         try:
@@ -123,21 +120,21 @@ class RunDirectory:
         return end
 
     def write_samples(self, name: str, samples: Sequence[Sample], *, temperature: float) -> None:
-        """Write samples/<name>.jsonl, each sample with the temperature that its log-probs are of.
+        """Write samples/<name>.jsonl; each line has the temperature of its log-probs.
 
         Raises:
-            RewardError: the user's code noted something in the metadata of a sample that is no JSON; names the prompt.
+            RewardError: the user's code stored something in a sample's metadata that is not JSON; names the prompt.
         """
         self.samples.mkdir(exist_ok=True)
         lines = "".join(_sample_line(sample, temperature) for sample in samples)
         write_atomically(self.samples / f"{name}.jsonl", lines)
 
     def write_result(self, result: dict[str, Any]) -> None:  # Any: JSON
-        """Finish the stage."""
+        """Write the stage's record, which marks the stage as finished."""
         write_json(self.result, {"format": FORMAT, **result})
 
     def read_result(self) -> dict[str, Any] | None:  # Any: JSON
-        """The stage's record, or None while it is not finished."""
+        """The stage's record; None if the stage is not finished."""
         if not self.result.is_file():
             return None
         result: dict[str, Any] = json.loads(self.result.read_text(encoding="utf-8"))  # Any: JSON
@@ -149,6 +146,6 @@ def _sample_line(sample: Sample, temperature: float) -> str:
         return json.dumps({**sample.to_json(), "temperature": temperature}) + "\n"
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"prompt {sample.metadata.get('prompt_id', '?')!r}: a reward, an environment or a generate_fn noted "
-            f"in the metadata of a sample what is no JSON ({error}): note numbers, texts, lists and dicts of Python"
+            f"prompt {sample.metadata.get('prompt_id', '?')!r}: a reward, environment or generate_fn stored a value "
+            f"in a sample's metadata that is not JSON ({error}): store numbers, strings, lists and dicts only"
         ) from error

@@ -1,6 +1,6 @@
-"""The checkpoints of one training run: going on from the newest, writing beside the training, keeping the right ones.
+"""The checkpoints of one training run: resume from the newest, save beside the training, delete old ones.
 
-Not here: the format of a checkpoint (checkpoint.py), what a backend puts into one (backends/pytorch.py).
+The format of a checkpoint: `checkpoint.py`. Its content: `backends/training_state.py`.
 
     resume  ->  same settings?  ->  load            step, step, step ...
                      \\-> refused, by name            after_step -> due? -> copy -> [thread: write, fsync, rename]
@@ -47,16 +47,16 @@ from rollouts_core.system.files import remove_partial_directories
 logger = logging.getLogger(__name__)
 
 ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
-"""Which metric the checkpoints of a run are compared by: the same for all of them."""
+"""Metric that ranks the checkpoints of a run; the same for all of them."""
 
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
-"""Inputs that decide what a score is of."""
+"""Inputs that decide what a score measures."""
 FREE_INPUTS = ("eval_samples", "policy.attention")
-"""Inputs that decide no weights, or change them by rounding alone: a training that goes on may have others."""
+"""Inputs that change weights at most by rounding: a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
-"""Names of inputs that do not say what they are of."""
+"""Explanations of inputs whose names are not clear by themselves."""
 LATER_INPUTS = ("data", "eval_samples")
-"""Inputs that checkpoints of RL, or of SFT, by earlier versions do not name: they pass for those of today."""
+"""Inputs that checkpoints of earlier versions do not record; they count as unchanged."""
 
 
 class _Save(NamedTuple):
@@ -70,20 +70,20 @@ class _Save(NamedTuple):
 
 
 class RunCheckpoints:
-    """The checkpoints of one run in one directory; used with `async with`, whose end waits for the last save.
+    """The checkpoints of one run in one directory. Use with `async with`, which waits for the last save at its end.
 
-    At most one save is in flight. Retention and the event `checkpoint` follow once it is whole on disk; an error of
-    it is raised at the next step, or at the end.
+    At most one save is in flight. Old checkpoints are deleted, and the event `checkpoint` written, once it is complete
+    on disk. An error while saving is raised at the next step or at the end.
 
     Args:
-        directory: where they lie; None neither writes nor goes on from any.
-        settings: what `describe_settings` gave: a checkpoint of others is refused.
-        scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
-        is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
-        before_save: called before a checkpoint is written, when its steps are done and logged.
-        write_served: called then in a thread; the file of the weights that engines serve if those are of an earlier
-            step.
-        stop: asked after every step, too; then the training is saved there, and ends by StoppedError.
+        directory: folder of the checkpoints; None disables saving and resuming.
+        settings: result of `describe_settings`; a checkpoint with other settings is refused.
+        scored_by: metric for `score_steps`; without it in the steps before a checkpoint, that checkpoint has no score.
+        is_end_asked: polled after every step; True saves a checkpoint and ends the training.
+        before_save: called before a checkpoint is written, after its steps were logged.
+        write_served: called in a thread before a save; returns the file of the weights that the engines serve if they
+            belong to an earlier step.
+        stop: polled after every step; once asked, the step is saved and StoppedError is raised.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class RunCheckpoints:
         self.write_served = write_served
         self.stop = stop or TrainingStop(can_abandon=False)
         self.changed: list[str] = []
-        """Settings and inputs that differ, as is allowed, from those of the checkpoint that `resume` went on from."""
+        """Permitted differences between the current settings and inputs and those of the resumed checkpoint."""
         self.resumed_from: Path | None = None
-        """The checkpoint that `resume` went on from."""
+        """The checkpoint that `resume` loaded."""
         self._saving: _Save | None = None
         self._window: list[Metrics] = []
         self._step_began = perf_counter()
@@ -128,25 +128,25 @@ class RunCheckpoints:
         with anyio.CancelScope(shield=True):
             try:
                 await self._settle(wait=True)
-            except asyncio.CancelledError:  # a signal arrived meanwhile, which no shield keeps off
+            except asyncio.CancelledError:  # a signal's cancellation passes the shield
                 await self._settle(wait=True)
                 raise
 
     async def resume(self) -> TrainingState | None:
-        """Go on from the newest intact checkpoint, or `config.resume_from`; None where there is neither.
+        """Load the newest intact checkpoint, or `config.resume_from`; None if there is neither.
 
         Raises:
-            CheckpointError: it is of other settings, of another model, or of a step beyond `config.num_steps`.
+            CheckpointError: it has other settings, another model, or a step beyond `config.num_steps`.
         """
         state = await self._load_newest()
         self.stop.note_saved(state["step"] if state else 0)
         return state
 
     async def begin(self) -> None:
-        """Begin with the steps: from here on a stop waits for the one under way.
+        """Start the steps: from now on a stop waits for the step under way.
 
         Raises:
-            StoppedError: the training is to stop already.
+            StoppedError: the training was already asked to stop.
         """
         await asyncio.sleep(0)
         self.stop.is_training = True
@@ -174,16 +174,15 @@ class RunCheckpoints:
         return state
 
     def is_due(self, step: int) -> bool:
-        """True when a checkpoint is written after this step."""
+        """True if a checkpoint is written after this step."""
         if self.directory is None:
             return False
         return step % self.config.checkpoint_every == 0 or step == self.config.num_steps
 
     def note_trained(self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
-        """Take note that the weights of a step are whole, and that what belongs to it besides may take long.
+        """Note that a step's weights are final, while publication or evaluation may still take long.
 
-        A stop that cannot wait for that saves the step with `metrics` as its `pending`: the run that goes on does the
-        rest of the step first.
+        A stop that cannot wait saves the step with `metrics` as its `pending`; the resumed run completes the step.
         """
         if not self.stop.is_watched or self.directory is None:
             return
@@ -198,16 +197,16 @@ class RunCheckpoints:
         *,
         is_over: bool = False,
     ) -> bool:
-        """Finish a save that is done; begin one when it is due. True when the training ends here, before its last step.
+        """Complete a finished save; start one if it is due. True if the training ends here, before its last step.
 
         Args:
-            cursors: what the loop needs to go on from here besides the step.
-            is_over: the loop has a reason of its own to end here.
+            cursors: returns the state that the loop needs to resume, besides the step.
+            is_over: the loop has its own reason to end here.
 
         Raises:
             StoppedError: the training was asked to stop; the step is saved.
         """
-        await asyncio.sleep(0)  # the only place where a loop that never waits can be cancelled
+        await asyncio.sleep(0)  # lets a loop that never waits be cancelled
         self.stop.hold()
         self.stop.note_step(perf_counter() - self._step_began)
         await self._settle(wait=False)
@@ -232,8 +231,8 @@ class RunCheckpoints:
         return ends_here
 
     async def _begin_save(self, step: int, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
-        """Begin to write the checkpoint of a step that is done; at most one is in flight."""
-        assert self.directory is not None, "nothing is written without a directory"
+        """Start to write the checkpoint of a finished step; at most one save is in flight."""
+        assert self.directory is not None, "saving needs a directory"
         await self._settle(wait=True)
         began_at = time()
         self.before_save()
@@ -247,8 +246,8 @@ class RunCheckpoints:
     def _save(
         self, backend: TrainingBackend, step: int, state: Mapping[str, Any], *, served: Path | None, began_at: float
     ) -> _Save:  # Any: JSON
-        """Have the backend begin to write a checkpoint."""
-        assert self.directory is not None, "nothing is written without a directory"
+        """Let the backend start to write a checkpoint."""
+        assert self.directory is not None, "saving needs a directory"
         path = step_directory(self.directory, step)
         whole_state = {**state, SERVED_FILE: str(served)} if served else state
         return _Save(path, step, backend.save_checkpoint(path, whole_state), began_at)
@@ -256,7 +255,7 @@ class RunCheckpoints:
     def _state_of(
         self, step: int, window: Sequence[Metrics], cursors: Mapping[str, Any]
     ) -> dict[str, Any]:  # Any: JSON
-        """What a checkpoint of a step says besides the weights."""
+        """State of a checkpoint besides the weights."""
         return {
             "step": step,
             "num_steps": self.config.num_steps,
@@ -280,7 +279,7 @@ class RunCheckpoints:
         raise StoppedError(step)
 
     def _let_go(self, step: int, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Have a stop save this step, as it is now, where it cannot wait for the next one."""
+        """Let a stop save this step in its current state if it cannot wait for the next one."""
         self.stop.let_go(partial(self._save_whole, step, state, get_random_state()))
 
     def _save_whole(
@@ -289,7 +288,7 @@ class RunCheckpoints:
         state: Mapping[str, Any],
         random: RandomState,
     ) -> None:
-        """Write the checkpoint of a step that is done, while the next one is under way: the process ends afterwards."""
+        """Write the checkpoint of a finished step while the next one runs; the process ends afterwards."""
         if self._saving is not None:
             asyncio.run(_result_of(self._saving.future))
             self._note_saved(self._saving)
@@ -298,7 +297,7 @@ class RunCheckpoints:
         began_at = time()
         self.before_save()
         served = None if "pending" in state else self.write_served()
-        with remembered(random):  # what the step under way has taken from it, it takes again
+        with remembered(random):  # the resumed run repeats the step under way with the same random numbers
             saving = self._save(without_thread(self.backend), step, state, served=served, began_at=began_at)
         asyncio.run(_result_of(saving.future))
         self._note_saved(saving)
@@ -308,7 +307,7 @@ class RunCheckpoints:
         self._write_event("checkpoint", step=saving.step)
 
     def _find_checkpoint(self, directory: Path) -> Path | None:
-        """The run's newest whole checkpoint, after giving it that of `config.resume_from` where it has none."""
+        """The run's newest intact checkpoint; without one, a copy of `config.resume_from`."""
         remove_partial_directories(directory)
         if damaged := set_damaged_aside(directory):
             self._write_event("damaged_checkpoints", set_aside=[path.name for path in damaged])
@@ -329,8 +328,8 @@ class RunCheckpoints:
         )
         if not is_exact:
             logger.warning(
-                "the %s schedule spanned %d steps until step %d and spans %d from there on: the result differs from "
-                'that of one run of %d steps (with schedule = "constant" it would not)',
+                "the %s schedule covered %d steps until step %d and now covers %d: the result differs from "
+                'one run of %d steps (schedule = "constant" avoids this)',
                 self.config.optim.schedule,
                 saved_num_steps,
                 step,
@@ -339,16 +338,16 @@ class RunCheckpoints:
             )
 
     async def _settle(self, *, wait: bool) -> None:
-        """Finish the save in flight if it is done, or after waiting for it."""
+        """Complete the save in flight if it is finished, or wait for it."""
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return
         try:
             await saving.future.result()
         except Exception:
-            self._saving = None  # its error is told once
+            self._saving = None  # its error is raised only once
             raise
-        self._saving = None  # not before: who is cancelled while it waits has it still to finish
+        self._saving = None  # only now: a caller cancelled during the wait must still complete the save
         prune_checkpoints(
             saving.path.parent,
             newest=saving.path,
@@ -359,7 +358,7 @@ class RunCheckpoints:
         self._note_saved(saving)
 
     def _is_comparable(self, settings: Mapping[str, Any]) -> bool:  # Any: JSON
-        """Whether the score of a checkpoint of these settings is of the same as those to come."""
+        """True if scores under these settings compare with scores of the current settings."""
         return is_same_task(changed_settings(self._with_later_inputs(settings), self.settings))
 
     def _with_later_inputs(self, settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -378,11 +377,11 @@ async def _result_of(future: TrainFuture[None]) -> None:
 def describe_settings(
     training: SFTTrainingConfig | RLTrainingConfig, inputs: Mapping[str, str], **sections: BaseModel
 ) -> dict[str, Any]:  # Any: JSON
-    """What makes a checkpoint one of this training, by name: settings that differ from their defaults, and inputs.
+    """The identity of a training, by name: settings that differ from their defaults, and inputs.
 
     Args:
-        inputs: digests of what the training reads, by name.
-        sections: further settings, whose names begin with the section's.
+        inputs: digests of the training inputs, by name.
+        sections: further settings; their names get the section as prefix.
     """
     named = {**training_settings(training), **inputs, "semantics": SEMANTICS_VERSION}
     for section, record in sections.items():
@@ -392,10 +391,11 @@ def describe_settings(
 
 
 def check_step(step: int, num_steps: int, *, checkpoint: Path) -> None:
-    """Raise CheckpointError for a checkpoint of a later step than training is to have."""
+    """Raise CheckpointError if the checkpoint's step is beyond the training's last step."""
     if step > num_steps:
         raise CheckpointError(
-            f"{checkpoint} is of step {step}, num_steps is {num_steps}: raise num_steps to train on, or start a new run"
+            f"{checkpoint} is at step {step}, num_steps is {num_steps}: raise num_steps to train further, or start a "
+            "new run"
         )
 
 
@@ -406,10 +406,10 @@ def check_same_settings(
     allowed: Sequence[str],
     checkpoint: Path,
 ) -> list[str]:
-    """The names of the settings that differ, all of them free or in `allowed` by themselves or by their section.
+    """The names of the settings that differ; each is free, or permitted by its name or section in `allowed`.
 
     Raises:
-        CheckpointError: others differ; it names them with both values, and what in `allowed` is the name of none.
+        CheckpointError: other settings differ. The message has both values, and the useless names in `allowed`.
     """
     changed = changed_settings(saved, current)
     refused = [
@@ -423,9 +423,9 @@ def check_same_settings(
         )
         unused = [name for name in allowed if not any(_names(name, setting) for setting in changed)]
         raise CheckpointError(
-            f"{checkpoint} was trained with other settings, so going on would train something that neither settings "
+            f"{checkpoint} was trained with other settings, so resuming would train something that neither settings "
             f"describe: {differences}. Restore them, start a new run, or name them in allow_changed"
-            + f": {', '.join(unused)} there names none of them"
+            + f" (there {', '.join(unused)} matches none of them)"
             * bool(unused)
         )
     return changed
@@ -437,20 +437,20 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 
 def is_same_task(changed: Sequence[str]) -> bool:
-    """True where none of the settings and inputs that changed is about what is asked, sampled and graded."""
+    """True if no changed setting or input affects prompts, sampling or grading."""
     return not any(name in TASK_INPUTS or name.startswith("rollout.") for name in changed)
 
 
 def _names(allowed: str, setting: str) -> bool:
-    """Whether a name of `allow_changed` means a setting: by itself, or as its section."""
+    """True if a name in `allow_changed` is the setting or its section."""
     return setting == allowed or setting.startswith(f"{allowed}.")
 
 
 def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
-    """How good the policy was over some steps, higher is better: what keep-best goes by.
+    """Quality of the policy over some steps, higher is better; `keep_best` ranks by it.
 
-    The mean reward, minus the mean training loss, or minus the evaluation loss after the last step. None if no step
-    has one, or if the last step was not evaluated: the loss of an earlier step is of other weights.
+    The mean reward, minus the mean training loss, or minus the evaluation loss after the last step. None if no step has
+    the metric, or if the last step was not evaluated: an earlier loss belongs to other weights.
     """
     values = [metrics[scored_by] for metrics in window if scored_by in metrics]
     if not values:

@@ -1,10 +1,7 @@
-"""Supervised fine-tuning: the loop, and how demonstrations become its batches.
+"""Supervised fine-tuning: the training loop and its micro-batches.
 
-Not here: reading rows (data/dataset.py), their order (data/steps.py), tensors (batch.py), the model
-(backends/pytorch.py).
-
-    samples -> seeded order per epoch -> rows of max_length -> batch_size rows -> micro-batches
-            -> forward_backward ... optim_step -> metrics, checkpoint
+samples -> seeded order per epoch -> rows of max_length -> batch_size rows -> micro-batches
+        -> forward_backward ... optim_step -> metrics, checkpoint
 """
 
 from __future__ import annotations
@@ -45,22 +42,23 @@ async def run_sft_training(
     is_end_asked: Callable[[], bool] = lambda: False,
     stop: TrainingStop | None = None,
 ) -> list[Metrics]:
-    """Train for `config.num_steps` steps; returns the metrics of each step that was run.
+    """Train for `config.num_steps` steps and return the metrics of each step that ran.
 
-    With a `checkpoint_dir`, training goes on from its newest intact checkpoint and leaves one every
-    `checkpoint_every` steps and at the end. On the CPU the result is the same, bit for bit, as without the stop.
+    With a `checkpoint_dir`, training resumes from its newest intact checkpoint and writes one every
+    `checkpoint_every` steps and at the end. On the CPU a resumed run equals an unstopped run bit for bit.
 
     Args:
-        samples: demonstrations; a sequence is shuffled anew each epoch, a stream is taken as it comes.
-        inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
-        eval_samples: demonstrations whose loss is taken every `config.eval_every` steps and at the end.
-        is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
-        stop: looked at after every step; asked, the step is saved and the training ends by StoppedError.
+        samples: demonstrations. A sequence is shuffled each epoch; a stream is read in its order.
+        inputs: digests of the training inputs by name; a checkpoint with other digests is refused.
+        eval_samples: demonstrations whose loss is computed every `config.eval_every` steps and at the end.
+        is_end_asked: polled after every step; True saves a checkpoint and ends the training.
+        stop: polled after every step; once asked, the step is saved and StoppedError is raised.
 
     Raises:
-        CheckpointError: a checkpoint of other settings, samples or inputs.
-        DataError: a stream that ends early.
-        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
+        CheckpointError: the checkpoint has other settings, samples or inputs.
+        DataError: a stream ended early.
+        NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
+            were skipped.
         StoppedError: `stop` was asked.
     """
     known_inputs = dict(inputs or {})
@@ -89,7 +87,7 @@ async def run_sft_training(
             return {"cursor": steps.cursor, "num_skipped": skips.num_in_a_row}
 
         async def conclude(step: int, metrics: Metrics) -> bool:
-            """Evaluate, log and save what was trained; True when the training ends here."""
+            """Evaluate, log and save a trained step; True if the training ends here."""
             if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
                 checkpoints.note_trained(step, metrics, read_cursors)
                 metrics["eval_loss"] = await evaluate()
@@ -146,7 +144,7 @@ async def compute_eval_loss(
 def prepare_sft_batch(
     rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int, num_ranks: int = 1
 ) -> list[TrainBatch]:
-    """The micro-batches of one step, which know the step's totals.
+    """The micro-batches of one step; each carries the step's totals.
 
     Args:
         num_ranks: devices that share the rows of each micro-batch.

@@ -1,12 +1,10 @@
-"""Count the steps of RL in a row that taught nothing; tell of them while they go on, and say when there are too many.
+"""Count consecutive RL steps without learning signal, warn about them, and end the training at a limit.
 
-Not here: the loop (rl.py), updates that are skipped for numbers that are not finite (update.py).
+    the step had an update by rewards                           the counter is reset
+    no update; every reward equals the best so far (solved)     the counter is reset
+    no update otherwise                                         +1:  10, 20, 40, ... -> event few_updates;  limit -> end
 
-    rewards made an update                                     the count begins anew
-    none, all rewards as high as they ever were, after some    the count begins anew: what is solved teaches nothing
-    none otherwise                                             +1:  10, 20, 40, ... -> event few_updates,  limit -> over
-
-An update by the other terms of the loss alone (KL to the start model, entropy) is none by rewards.
+An update by other terms of the loss (KL to the start model, entropy) is not an update by rewards.
 """
 
 from __future__ import annotations
@@ -22,39 +20,40 @@ from rollouts_core.metrics import EventLog
 logger = logging.getLogger(__name__)
 
 FIRST_TOLD = 10
-"""After so many steps in a row it is told, and after twice as many again."""
+"""Length of a series of such steps at the first warning; the next warning comes at twice the length."""
 BY_REWARDS = " by rewards, only by the other terms of the loss"
 NO_SIGNAL = "completions of each prompt had equal rewards"
 NOT_TRAINED = "no completion with an advantage is trained on"
-NONFINITE = "loss or gradient was no finite number"
+NONFINITE = "loss or gradient was not finite"
 REMEDIES = {
-    NO_SIGNAL: "look at what was said in samples/, and give prompts that the model solves now and then, more "
-    "completions of each, or a reward that tells them apart",
-    NOT_TRAINED: "look at reward_shaping.mask_truncated and at the loss masks in samples/",
-    NONFINITE: "lower the learning rate, or look at the samples that the log names",
+    NO_SIGNAL: "check the completions in samples/; use prompts that the model solves sometimes, more completions per "
+    "prompt, or a reward that separates good from bad completions",
+    NOT_TRAINED: "check reward_shaping.mask_truncated and the loss masks in samples/",
+    NONFINITE: "lower the learning rate, or check the samples named in the log",
 }
 
 
 def is_untaught(metrics: Mapping[str, float]) -> bool:
-    """Whether rewards made no update in a step; lines of earlier versions say only whether anything did."""
+    """True if rewards made no update in a step. Lines of earlier versions record only whether any update was made."""
     return bool(metrics["skipped"] or metrics.get("without_signal", 0.0))
 
 
 def why_skipped(metrics: Mapping[str, float]) -> str:
-    """Why rewards made no update in a step, a key of `REMEDIES`."""
+    """The reason why rewards made no update in a step; a key of `REMEDIES`."""
     if metrics["num_nonfinite"]:
         return NONFINITE
     return NO_SIGNAL if not metrics["signal_share"] else NOT_TRAINED
 
 
 class SignalWatch:
-    """Counts the steps one after the other in which rewards made no update.
+    """Counts consecutive steps in which rewards made no update.
 
-    A policy that has learned to get the highest reward everywhere makes none either, and nothing is wrong.
+    A solved task is not missing signal: a step in which every completion gets the best reward so far resets the
+    counter, if the policy has learned from rewards before.
 
     Args:
-        limit: how many may follow each other before the training is over; 0 sets no limit.
-        state: what `state_dict` gave, where a run goes on: it counts on.
+        limit: number of such steps in a row that ends the training; 0 sets no limit.
+        state: result of `state_dict`, to resume counting.
     """
 
     def __init__(self, limit: int, state: Mapping[str, Any] | None = None) -> None:  # Any: JSON
@@ -64,16 +63,16 @@ class SignalWatch:
         self._reason: str = saved.get("reason", NO_SIGNAL)
         self._step: int = saved.get("step", 0)
         self._seen: list[float] = list(saved.get("seen", ()))
-        """Least and greatest mean reward of the steps in a row; empty where none had a reward."""
+        """Lowest and highest mean reward of the counted steps; empty if no step had a reward."""
         self._is_uniform: bool = saved.get("is_uniform", True)
-        """Whether all completions of each of these steps had the same reward, whatever the prompt."""
+        """True if all completions in each counted step had the same reward, also across prompts."""
         self._is_updated: bool = saved.get("is_updated", False)
-        """Whether one of these steps made an update all the same, by the other terms of the loss."""
+        """True if other terms of the loss made an update in one of these steps."""
         self._has_learned: bool = saved.get("has_learned", False)
         self._best: float | None = saved.get("best")
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """What a run that goes on needs to count on, as JSON values."""
+        """The counters as JSON values, for a checkpoint."""
         return {
             "num_in_a_row": self.num_in_a_row,
             "reason": self._reason,
@@ -87,11 +86,11 @@ class SignalWatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether in as many steps in a row as the limit allows rewards made no update."""
+        """True if the limit is reached."""
         return 0 < self.limit <= self.num_in_a_row
 
     def after_step(self, step: int, metrics: Metrics, events: EventLog | None = None) -> None:
-        """Count a step by its metrics; where many in a row taught nothing, the log and the events are told."""
+        """Count a step by its metrics; long series are logged and written to the events."""
         if self._teaches_nothing(metrics):
             self._count(step, metrics)
         else:
@@ -105,23 +104,23 @@ class SignalWatch:
                 events.write("few_updates", step=step, message=self.sentence)
 
     def check(self) -> None:
-        """Raise NoSignalError where the training is over."""
+        """Raise NoSignalError if the limit is reached."""
         if self.is_over:
             raise NoSignalError(
-                f"{self.sentence}. The training has ended there, and what it has is kept: to go on from there, raise "
+                f"{self.sentence}. The training ended at this step, and its checkpoint is kept. To resume, raise "
                 f"training.rl.max_steps_without_signal ({self.limit}; 0 sets no limit)"
             )
 
     @property
     def sentence(self) -> str:
-        """What was seen, and what to do."""
+        """The observation and its remedy."""
         return (
             f"step {self._step}: {self.num_in_a_row} steps in a row made no update{BY_REWARDS * self._is_updated}, "
             f"{self._describe_rewards()} ({self._reason}): {REMEDIES[self._reason]}"
         )
 
     def _teaches_nothing(self, metrics: Metrics) -> bool:
-        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # these have a limit of their own
+        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # skipped updates have their own limit
             return False
         is_solved = (
             self._has_learned

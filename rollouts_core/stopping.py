@@ -1,15 +1,15 @@
-"""Stop a training when its process is asked to, without losing a step that was done.
+"""Stop a training on request without losing a finished step.
 
-Not here: what a checkpoint holds and when one is due (saving.py), who asks (jobs/training_job.py).
+The request comes from `jobs/training_job.py`; the checkpoint is written by `saving.py`.
 
     asked ──┬── the step under way ends in time ──> the loop saves it, and ends
             └── it would outlast the grace period ──> `Watch`, a thread, saves the last whole step and ends the process
 
-A step is whole until it changes the weights for the first time, and again when all that it changes is changed. In
-between `TrainingStop` is held by the loop, and the watch waits. So a checkpoint never has half of an update.
+A step counts as whole before its first change of the weights and after its last change. In between the loop holds
+`TrainingStop`, and the watch waits. A checkpoint therefore never contains half of an update.
 
-A GPU is given the change of the weights together with the work before it, so the loop would hold the stop for the whole
-step. Before the change of a long step it therefore waits until that work is done.
+A GPU queues the change of the weights together with the work before it, so the loop would hold the stop during the
+whole step. Before the change of a long step the loop therefore waits for that work.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rollouts_core.errors import RolloutsError
 
 MIN_GRACE_S = 30.0
 GRACE_FACTOR = 1.5
-"""How much longer than any before a step and a save may take."""
+"""Safety factor over the longest recent step and save."""
 LONG_STEP_S = 10.0
-"""A step that takes less ends within any grace period, together with its save."""
+"""Shorter steps end within any grace period, including their save."""
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
-"""Size of the file in which a job says how long it needs. It is written again in place, also on a full disk."""
+"""Size of the file with the job's needed time. It is overwritten in place, which also works on a full disk."""
 MIN_SAVE_S = 2.0
 
 
 class StoppedError(RolloutsError):
-    """The training was asked to stop, and has. `step` is the last one that is saved; 0 before the first.
+    """The training has stopped on request. `step` is the last saved step; 0 if no step is saved.
 
     Args:
-        problem: why nothing newer could be saved; empty where there was nothing newer.
+        problem: why a newer step could not be saved; empty if there is no newer step.
     """
 
     def __init__(self, step: int, problem: str = "") -> None:
@@ -53,21 +53,21 @@ class StoppedError(RolloutsError):
 
 
 def describe_stop(step: int, problem: str = "") -> str:
-    """Which step a stopped training has saved, in one sentence."""
+    """A sentence with the saved step of a stopped training."""
     saved = f"step {step} is saved" if step else "there is no step to save"
     if not problem:
         return f"stopped: {saved}"
-    return f"stopped: {problem}; " + (f"step {step} was saved before, and is whole" if step else "no step is saved")
+    return f"stopped: {problem}; " + (f"step {step} was saved earlier and is intact" if step else "no step is saved")
 
 
 class TrainingStop:
-    """Whether a training is to stop, how long it may take to do so, and which step it has saved.
+    """State of a stop request: whether it was made, how long stopping may take, and the last saved step.
 
     Args:
-        told: where the process says how long it needs, for whatever ends it; None says nothing.
-        granted: what ends the process says there how many seconds it has; None, or no such file, grants what was told.
-        attempt: which attempt at the job this is.
-        can_abandon: whether a step may be given up amid its work. Not where several processes share it.
+        told: file in which this process states how many seconds it needs; None writes nothing.
+        granted: file in which the supervisor states how many seconds are granted; without it, the stated need counts.
+        attempt: number of the job's attempt.
+        can_abandon: whether a step may be given up midway. False if several processes share the step.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class TrainingStop:
         self.saved_step = 0
         self.problem = ""
         self.is_training = False
-        """Whether steps are being done: before, there is nothing to finish."""
+        """True once steps run; before, there is nothing to finish."""
         self.is_watched = False
-        """Whether a step that outlasts the grace period is given up, so that each whole step has to be kept in mind."""
+        """True if a step that outlasts the grace period is given up, so each whole step must stay available to save."""
         self._told, self._granted, self._attempt = told, granted, attempt
         self._asked = threading.Event()
         self._asked_at = math.inf
@@ -92,23 +92,23 @@ class TrainingStop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the training is to stop."""
+        """True once a stop was requested."""
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Have the training stop; may be called by a signal's handler."""
+        """Request a stop; safe in a signal handler."""
         if not self.is_asked:
             self._asked_at = time.monotonic()
             self._asked.set()
 
     @property
     def wanted_s(self) -> float:
-        """How long the training needs to stop, seconds."""
+        """Seconds that the training needs to stop."""
         return max(MIN_GRACE_S, GRACE_FACTOR * (max(self._step_times, default=0.0) + self._save_s))
 
     @property
     def grace_s(self) -> float:
-        """How long it has."""
+        """Seconds that the training gets to stop."""
         with suppress(OSError, ValueError):
             if self._granted is not None:
                 return float(self._granted.read_text(encoding="utf-8"))
@@ -116,39 +116,39 @@ class TrainingStop:
 
     @property
     def may_give_up_step(self) -> bool:
-        """Whether the step under way could be given up here, and may be long enough for that.
+        """True if the step under way may be given up here and may be long enough for that.
 
-        The first step may be, too: nothing is known of its length.
+        Also true for the first step, whose length is unknown.
         """
         return self.is_watched and not self._is_held and max(self._step_times, default=math.inf) > LONG_STEP_S
 
     def note_step(self, seconds: float) -> None:
-        """Take note of how long a step took."""
+        """Record the duration of a step, seconds."""
         self._step_times.append(seconds)
         self._tell()
 
     def note_saved(self, step: int, seconds: float = 0.0) -> None:
-        """Take note of a whole checkpoint, and how long it took to write."""
+        """Record a complete checkpoint and the time to write it, seconds."""
         self.saved_step = step
         self._save_s = seconds or self._save_s
         self._tell()
 
     def note_problem(self, problem: str) -> None:
-        """Take note of why the last step could not be saved."""
+        """Record why the last step could not be saved."""
         self.problem = problem
         self._tell()
 
     def hold(self) -> None:
-        """Keep the watch from saving; called before anything changes. Never returns when it saves already."""
+        """Prevent the watch from saving while the weights change. Never returns if the watch is already saving."""
         if not self._is_held:
             self._held.acquire()
             self._is_held = True
 
     def let_go(self, save: Callable[[], None] | None) -> None:
-        """Let the watch save a whole step, from now until the next `hold`.
+        """Let the watch save a whole step until the next `hold`.
 
         Args:
-            save: writes a checkpoint of it, in the thread that calls it; None where there is one.
+            save: writes the checkpoint in the calling thread; None if the step is already saved.
         """
         self._save_last_whole = save
         if self._is_held:
@@ -160,7 +160,7 @@ class TrainingStop:
         return Watch(self, on_end)
 
     def wait_until_overdue(self, is_over: threading.Event) -> bool:
-        """Wait until the step under way leaves no time to save; False where all is over before."""
+        """Wait until the step under way leaves no time to save; False if the training ends first."""
         while not self._asked.wait(0.5):
             if is_over.is_set():
                 return False
@@ -170,7 +170,7 @@ class TrainingStop:
         return not is_over.wait(max(0.0, until - time.monotonic()))
 
     def save_last_whole(self) -> None:
-        """Save the last whole step, when nothing is amid a change; for the watch, which ends the process then."""
+        """Save the last whole step once no change is under way. Called by the watch, which then ends the process."""
         self._held.acquire()
         if self._save_last_whole is not None:
             self._save_last_whole()
@@ -185,7 +185,7 @@ class TrainingStop:
             "saved_step": self.saved_step,
             "problem": self.problem[: TOLD_BYTES // 8],
         }
-        with suppress(OSError):  # what is not told is granted as to any program
+        with suppress(OSError):  # without this file the supervisor grants its default
             descriptor = os.open(self._told, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.pwrite(descriptor, json.dumps(said).encode().ljust(TOLD_BYTES), 0)
@@ -194,10 +194,10 @@ class TrainingStop:
 
 
 class Watch:
-    """The thread that saves the last whole step where the loop does not come to it, and ends the process.
+    """The thread that saves the last whole step if the loop is too slow, and ends the process.
 
     Args:
-        on_end: called with the step that is saved, and why a newer one is not, before the process ends.
+        on_end: called before the process ends with the saved step and the reason why no newer one is saved.
     """
 
     def __init__(self, stop: TrainingStop, on_end: Callable[[int, str], None]) -> None:
@@ -218,7 +218,7 @@ class Watch:
             return
         try:
             self._stop.save_last_whole()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the process ends, and has to say so
+        except Exception as error:  # noqa: BLE001 - the process ends in any case and reports the reason
             self._stop.note_problem(describe_problem(error))
         try:
             self._on_end(self._stop.saved_step, self._stop.problem)
@@ -227,5 +227,5 @@ class Watch:
 
 
 def describe_problem(error: Exception) -> str:
-    """Why a checkpoint could not be written, as a part of a sentence."""
+    """A phrase about why a checkpoint could not be written."""
     return f"the last step could not be saved ({str(error) or type(error).__name__})"

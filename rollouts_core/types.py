@@ -1,6 +1,6 @@
 """The records that training data is made of: a prompt, a sample, a batch of samples.
 
-Not here: reading them from files (data/dataset.py), a batch from samples (rollout_batch.py), tensors (batch.py).
+Readers of files: `data/dataset.py`. Tensors: `batch.py`.
 
 Index t of every per-token array of a `Sample` speaks about token t given the tokens before it:
 
@@ -27,31 +27,31 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[dict[str, Any]]]  # Any: JSON arguments
-    """Functions that an assistant calls, as {"function": {"name": ..., "arguments": {...}}}."""
+    """Function calls of an assistant: {"function": {"name": ..., "arguments": {...}}}."""
     tool_call_id: NotRequired[str]
-    """Which call a message of the role `tool` answers."""
+    """Id of the call that a message with role `tool` answers."""
     name: NotRequired[str]
-    """The tool that answers, or a speaker among several."""
+    """Name of the answering tool, or of one speaker among several."""
     reasoning_content: NotRequired[str]
-    """What an assistant thought before its answer, for templates that write it apart."""
+    """Reasoning of an assistant before its answer, for templates that render it separately."""
 
 
 class Status(StrEnum):
     """How the generation of a sample ended."""
 
     PENDING = "pending"
-    """Not generated yet, or only partly."""
+    """Not generated yet, or only partly generated."""
     COMPLETED = "completed"
     """The policy ended its turn by itself."""
     TRUNCATED = "truncated"
-    """The token limit ended it."""
+    """The token limit was reached."""
     ABORTED = "aborted"
-    """It was stopped from outside and keeps what it has."""
+    """Generation was cancelled; the partial completion is kept."""
     FAILED = "failed"
-    """No usable completion exists, by no doing of the policy; `metadata["error"]` says why. It is never graded."""
+    """Generation failed for a reason outside the policy (`metadata["error"]`). The sample is never graded."""
     INVALID = "invalid"
-    """It is neither graded nor trained on: the policy did not see what it was answered, or sampled ids that its
-    tokenizer does not have; `metadata["invalid"]` says which."""
+    """Neither graded nor trained on: the policy did not see the answer it got, or it sampled ids that its tokenizer
+    lacks. `metadata["invalid"]` has the reason."""
 
 
 class VersionSpan(NamedTuple):
@@ -67,17 +67,17 @@ class Prompt:
     """One dataset item before sampling."""
 
     id: str
-    """Unique within its file; decides nothing, names it in messages and reports."""
+    """Unique within its file. Used in messages and reports only."""
     messages: tuple[Message, ...]
-    """The conversation that the policy continues."""
+    """Conversation that the policy continues."""
     answer: str = ""
-    """The reference that a reward compares with."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the row had
+    """Reference answer for rewards."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: fields of a user's row
     """Every other field of the row."""
     has_json_answer: bool = field(default=False, compare=False)
-    """Whether the row had a JSON list or object as its answer, of which `answer` is the text."""
+    """True if the row's answer was a JSON list or object; `answer` is its JSON text."""
     row: int = field(default=0, compare=False)
-    """Its number in the file that it was read from, from 1; for messages."""
+    """Row number in the source file, from 1; for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +89,33 @@ class Sample:
     """
 
     prompt: str | tuple[Message, ...] = ""
-    """What the policy was asked, for people and rewards; training reads `tokens`."""
+    """The prompt as text or messages, for readers and rewards; training reads `tokens`."""
     response: str = ""
-    """The completion as text, for people and rewards; of several turns, the policy's last one. The whole conversation
-    is in `metadata["conversation"]` then."""
+    """The completion as text, for readers and rewards. In a conversation this is the policy's last turn;
+    `metadata["conversation"]` has all turns."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and completion, exactly as the policy saw and sampled them."""
     loss_mask: list[float] = field(default_factory=list)
-    """Per token: 0 for prompt and observations, 1 (or a weight) where the token is trained on."""
+    """Per token: 0 for the prompt and observations, 1 (or another weight) for trained tokens."""
     rollout_log_probs: list[float] | None = None
-    """Per token, nats, of the distribution that was sampled from; 0 where nothing was sampled."""
+    """Per token, nats, under the distribution that was sampled from; 0 for tokens that were not sampled."""
     reward: float | None = None
-    """The grade of the whole sample; None until it was graded, and where it could not be scored."""
+    """Grade of the whole sample. None before grading, and if no score could be computed."""
     group_index: int = 0
-    """The draw of the prompt: samples with the same number share their baseline."""
+    """Number of the prompt's draw: samples with the same number share a baseline."""
     index: int = 0
-    """The place within the group."""
+    """Place within the group."""
     turn: int | None = None
-    """Which turn of its trajectory this is, where every turn is a sample of its own: those of one trajectory have the
-    same `group_index` and `index`, share its reward, and count once in the group's baseline."""
+    """Turn number if every turn of a trajectory is its own sample. All turns of a trajectory have the same
+    `group_index` and `index`, share a reward, and count once in the group's baseline."""
     status: Status = Status.PENDING
     """How generation ended."""
     finish_reason: str = ""
-    """The engine's own word for it."""
+    """The engine's name for the reason."""
     policy_versions: tuple[VersionSpan, ...] = ()
-    """Which weights sampled which tokens, in order."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the row's other fields, rewards' notes
-    """Whatever the dataset row and the reward want to keep; `answer` and `prompt_id` lie here."""
+    """Which policy version sampled which tokens, in order."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: fields of a user's row
+    """Other fields of the dataset row and notes of rewards, including `answer` and `prompt_id`."""
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.tokens):
@@ -131,14 +131,14 @@ class Sample:
         return (Message(role="user", content=self.prompt),) if isinstance(self.prompt, str) else self.prompt
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """The sample as JSON values, with the sample's own lists of tokens; `sample_from_json` is the inverse."""
+        """JSON values of the sample, sharing its token lists; `sample_from_json` is the inverse."""
         lists = {"tokens": self.tokens, "loss_mask": self.loss_mask, "rollout_log_probs": self.rollout_log_probs}
-        # asdict takes a microsecond per token.
+        # asdict copies token by token, a microsecond each.
         return asdict(replace(self, tokens=[], loss_mask=[], rollout_log_probs=None)) | lists
 
 
 def sample_from_json(record: Mapping[str, Any]) -> Sample:  # Any: JSON
-    """The sample that `Sample.to_json` wrote."""
+    """Rebuild a sample from the output of `Sample.to_json`."""
     known = {f.name for f in fields(Sample)}
     values = {key: value for key, value in record.items() if key in known}
     if not isinstance(values["prompt"], str):
@@ -160,8 +160,8 @@ class RolloutBatch:
     """N grades; NaN for a sample without a reward."""
     response_lengths: list[int]
     """N counts of the tokens that the policy sampled."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # counters of mixed types
-    """Counters of how the batch came about: epoch, step, drops by reason."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: counters of several types
+    """Counters of the batch's generation: epoch, step, drops by reason."""
     samples: tuple[Sample, ...] = ()
     """The samples that the columns were taken from."""
 
@@ -171,11 +171,11 @@ class RolloutBatch:
         return group_samples(self.samples)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """The batch as JSON values; `from_json` is the inverse.
+        """JSON values of the batch; `from_json` is the inverse.
 
-        Samples and counters, and only those columns that are not what the samples say.
+        Columns that equal the samples' own values are left out.
         """
-        said = _columns_of(self.samples)
+        derived = _columns_of(self.samples)
         columns = {
             "tokens": self.tokens,
             "loss_masks": self.loss_masks,
@@ -185,12 +185,12 @@ class RolloutBatch:
         return {
             "samples": [sample.to_json() for sample in self.samples],
             "metadata": dict(self.metadata),
-            **{name: column for name, column in columns.items() if column != said[name]},
+            **{name: column for name, column in columns.items() if column != derived[name]},
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:  # Any: JSON
-        """The batch that `to_json` wrote: the same tokens, masks, rewards, groups and metadata, floats bit for bit."""
+        """Rebuild a batch from the output of `to_json`; floats are equal bit for bit."""
         samples = tuple(sample_from_json(sample) for sample in record["samples"])
         columns = {name: record.get(name, column) for name, column in _columns_of(samples).items()}
         rewards = [math.nan if reward is None else reward for reward in columns["rewards"]]
@@ -204,12 +204,12 @@ def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  #
 
 
 def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Per sample the number of tokens that the policy sampled."""
+    """Number of sampled tokens per sample."""
     return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
 
 
 def _columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
-    """What a batch of the samples has as columns, with None for a reward that is missing."""
+    """Columns of a batch of these samples; a missing reward is None."""
     fields_of = extract_sample_fields(samples)
     return {
         "tokens": fields_of["tokens"],
@@ -220,7 +220,7 @@ def _columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one 
 
 
 def trajectory_places(samples: Sequence[Sample]) -> list[list[int]]:
-    """The places of the samples of each trajectory, in order: one, unless each of its turns is a sample of its own."""
+    """Places of the samples of each trajectory, in order. Usually one; several if each turn is its own sample."""
     places: dict[tuple[int, ...], list[int]] = {}
     for place, sample in enumerate(samples):
         key = (place,) if sample.turn is None else (sample.group_index, sample.index)

@@ -1,7 +1,4 @@
-"""One optimizer update from its micro-batches: what a step of SFT and of RL have in common.
-
-Not here: which samples an update takes (sft.py, rl_batch.py), gradients (backends/pytorch.py).
-"""
+"""One optimizer update from its micro-batches, shared by SFT and RL."""
 
 from __future__ import annotations
 
@@ -30,24 +27,24 @@ async def update_policy(
     on_nonfinite: Literal["stop", "skip"] = "stop",
     stop: TrainingStop | None = None,
 ) -> Metrics:
-    """Add up the gradients of the micro-batches, then step.
+    """Add the gradients of the micro-batches, then take an optimizer step.
 
     Args:
-        stop: held before the weights change, so that it gives the step up before that or not at all.
+        stop: held before the weights change, so that a step is given up before the change or not at all.
 
     Returns:
-        The update's metrics, with `num_nonfinite` = 0; or that as 1 and nothing else where the update was skipped.
+        The update's metrics with `num_nonfinite` = 0, or only `num_nonfinite` = 1 if the update was skipped.
 
     Raises:
-        NonFiniteError: the loss or gradient is no finite number and `on_nonfinite` says stop. It names the samples
-            that the loss was taken over; the weights are as before.
+        NonFiniteError: the loss or gradient is not finite and `on_nonfinite` is "stop". The message names the
+            samples of the loss; the weights are unchanged.
     """
     results: list[Metrics] = []
     late: list[tuple[TrainBatch, TrainFuture[Metrics]]] = []
     try:
         for micro_batch in micro_batches:
             added = backend.forward_backward(micro_batch)
-            if isinstance(added, LateTrainFuture):  # a device works on it: the rest of the step can be asked for
+            if isinstance(added, LateTrainFuture):  # the device still computes: submit the rest of the step
                 late.append((micro_batch, added))
             else:
                 _collect(results, await _metrics_of(added, micro_batch))
@@ -56,7 +53,7 @@ async def update_policy(
         if stop:
             stop.hold()
         stepped = backend.optim_step()
-        if isinstance(stepped, FailedTrainFuture):  # there may be no numbers of such a step, nor ranks that give them
+        if isinstance(stepped, FailedTrainFuture):  # a failed step may have no metrics, or no ranks to send them
             await stepped.result()
         await _collect_late(results, late)
         return {"num_nonfinite": 0.0, **sum_metrics(results), **await stepped.result()}
@@ -68,11 +65,11 @@ async def update_policy(
 
 
 class SkipCounter:
-    """Counts the updates that were skipped one after the other, and ends a run that only skips.
+    """Counts consecutive skipped updates and ends a run that only skips.
 
     Args:
-        limit: how many may be skipped in a row; 0 sets no limit.
-        num_in_a_row: those before the first step, where a run goes on.
+        limit: highest number of skipped updates in a row; 0 sets no limit.
+        num_in_a_row: count at the start, from the checkpoint of a resumed run.
     """
 
     def __init__(self, limit: int, num_in_a_row: int = 0) -> None:
@@ -80,38 +77,38 @@ class SkipCounter:
         self.num_in_a_row = num_in_a_row
 
     def after_step(self, step: int, metrics: Metrics) -> None:
-        """Count what a step skipped, by its metrics; a step that made an update begins the count anew.
+        """Count the skipped updates of a step; a successful update resets the count.
 
         Raises:
-            NonFiniteError: as many in a row as the limit allows were skipped, and then another one.
+            NonFiniteError: more updates in a row were skipped than `limit`.
         """
         was_updated = "grad_norm" in metrics
         self.num_in_a_row = 0 if was_updated else self.num_in_a_row + int(metrics["num_nonfinite"])
         if 0 < self.limit < self.num_in_a_row:
             raise NonFiniteError(
-                f"step {step}: {self.num_in_a_row} updates in a row were skipped because their loss or gradient was no "
-                f"finite number, max_skipped_updates is {self.limit}: lower the learning rate, or look at the samples "
-                "that the log names"
+                f"step {step}: {self.num_in_a_row} updates in a row were skipped because their loss or gradient was "
+                f"not finite; max_skipped_updates is {self.limit}. Lower the learning rate, or check the samples "
+                "named in the log"
             )
 
 
 def _collect(results: list[Metrics], metrics: Metrics) -> None:
-    """Add a micro-batch's metrics to those of the others.
+    """Add a micro-batch's metrics to the list.
 
     Raises:
-        ConfigError: they have other names.
+        ConfigError: its metrics have other names than the first one's.
     """
     results.append(metrics)
     if metrics.keys() != results[0].keys():
         differing = ", ".join(sorted(metrics.keys() ^ results[0].keys()))
         raise ConfigError(
-            f"the loss function returned the metrics {differing} for some micro-batches of a step and not for "
-            "others: return the same names each time, so that they can be added"
+            f"the loss function returned the metrics {differing} for only some micro-batches of a step: return the "
+            "same names each time, so that they can be added"
         )
 
 
 async def _collect_late(results: list[Metrics], late: list[tuple[TrainBatch, TrainFuture[Metrics]]]) -> None:
-    """Wait for the device, and take the metrics of its micro-batches out of `late`."""
+    """Wait for the device and collect the metrics of the micro-batches in `late`."""
     while late:
         micro_batch, added = late.pop(0)
         _collect(results, await _metrics_of(added, micro_batch))
@@ -122,4 +119,4 @@ async def _metrics_of(added: TrainFuture[Metrics], micro_batch: TrainBatch) -> M
         return await added.result()
     except NonFiniteError as error:
         named = ", ".join(micro_batch.sample_ids[:MAX_NAMED_SAMPLES])
-        raise NonFiniteError(f"{error}; these were {named}") from error
+        raise NonFiniteError(f"{error}; samples: {named}") from error

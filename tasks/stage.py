@@ -48,7 +48,7 @@ from rollouts.tasks.tracking import tracked
 from rollouts.tasks.trainer_nodes import start_in_turn, trainers_beside
 from rollouts.tasks.unit_keys import own_keys
 from rollouts.tasks.upload_inputs import place_stage
-from rollouts_core.backends.unit import MACHINE_LOST_CODE
+from rollouts_core.backends.multi_node import MACHINE_LOST_CODE
 from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.errors import InputError
 from rollouts_core.model.remote_code import check_code_of_start

@@ -1,7 +1,7 @@
 """Let further machines train with the leading one: their jobs start before the leader's, and end after it.
 
-Not here: how the jobs meet, and learn that one is gone (rollouts_core/backends/unit.py), engines on further machines
-(engine.py).
+Not here: how the jobs meet, and learn that one is gone (rollouts_core/backends/multi_node.py), engines on further
+machines (engine.py).
 
     further machine   job with a lease, waits at its address     <── connects ──   job of the stage, on the leader's
                       kept alive by this run until they have met, and by the leader's job from then on

@@ -173,7 +173,7 @@ def test_a_broken_package_and_a_taken_name_are_left_out_and_listed(site: Path, t
         ("rollouts.trackers", "text"): example,
         ("rollouts.rewards", "broken"): ("broken_rewards", "1.0", "SystemExit(3)"),
         ("rollouts.objectives", "ppo"): ("second_ppo", "1.0", "the built-in objective has this name"),
-        ("rollouts.objectives", "none"): ("no_objective", "1.0", "it is 1, and no Objective"),
+        ("rollouts.objectives", "none"): ("no_objective", "1.0", "expected an Objective, found 1"),
     }
     assert "the reward broken of the package broken_rewards is left out (SystemExit(3))" in listed.stderr
     table = call(site, "plugins").stdout.splitlines()

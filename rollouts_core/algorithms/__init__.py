@@ -1,1 +1,1 @@
-"""What is optimized: advantages, losses, corrections for mismatch, and the algorithms of other systems by name."""
+"""The mathematics of training: advantages, losses, corrections for mismatch, presets of other systems' algorithms."""

@@ -1,10 +1,9 @@
-"""From rewards to the advantages that multiply a completion's log-ratios.
+"""Turn rewards into advantages, which multiply a completion's log-ratios.
 
-Not here: rewards (rewards.py), the loss (loss.py), which tokens an advantage belongs to (credit.py). No tensors:
-groups are small, and the tokens of a completion are visited one after the other.
+Plain numbers instead of tensors: groups are small, and GAE visits the tokens of a completion one after the other.
 
     rewards by group             -> batch_advantages -> one number per completion \\
-                                                                                   -> whiten, where asked for
+                                                                                   -> whiten, if configured
     rewards and values per token -> gae_advantages   -> one number per token      /
 """
 
@@ -29,10 +28,10 @@ def group_advantages(rewards: Sequence[float], config: AdvantageConfig | str = "
     """The advantages of one group's rewards.
 
     Args:
-        config: settings, or only the name of an estimator. One that looks at the batch takes the group for it.
+        config: settings, or only an estimator's name. An estimator over the batch uses the group as the batch.
 
     Raises:
-        ValueError: a reward that is not a finite number, or NaN where the settings do not exclude it.
+        ValueError: a reward is infinite, or NaN while the settings do not exclude unscored samples.
     """
     [advantages] = batch_advantages([rewards], config)
     return advantages
@@ -43,20 +42,20 @@ def batch_advantages(
 ) -> list[list[float]]:
     """The advantages of all groups of a batch, in the shape of `groups`.
 
-    Equal rewards carry no signal: theirs are exactly 0, except for the estimator `constant`.
+    Equal rewards carry no signal and give exactly 0, except with the estimator `constant`.
 
     Args:
-        config: settings, or only the name of an estimator.
+        config: settings, or only an estimator's name.
 
     Raises:
-        ValueError: a reward that is not a finite number, or NaN where the settings do not exclude it.
+        ValueError: a reward is infinite, or NaN while the settings do not exclude unscored samples.
     """
     settings = AdvantageConfig.model_validate({"estimator": config}) if isinstance(config, str) else config
     assert settings.estimator != "gae", "the estimator gae needs values: call gae_advantages"
     scored = [_scored(rewards, settings) for rewards in groups]
     in_batch = [reward for rewards in scored for reward in rewards]
     batch_mean = statistics.fmean(in_batch) if in_batch else 0.0
-    batch_scale = _deviation(in_batch, settings.std) + settings.eps or 1.0  # equal rewards, and no eps
+    batch_scale = _deviation(in_batch, settings.std) + settings.eps or 1.0  # 1 if rewards are equal and eps is 0
     estimates: list[list[float]]
     if settings.estimator == "constant":
         estimates = [compute_advantages(rewards, settings.baseline) for rewards in scored]
@@ -89,7 +88,7 @@ def leave_one_out(rewards: Sequence[float], config: AdvantageConfig) -> list[flo
 
 
 def leave_one_out_std(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """r minus the mean of the others, divided by the others' std + eps; not divided where that std is 0."""
+    """r minus the mean of the others, divided by (the others' std + eps) unless that std is 0."""
     advantages = []
     for i, advantage in enumerate(leave_one_out(rewards, config)):
         others = [*rewards[:i], *rewards[i + 1 :]]
@@ -99,7 +98,7 @@ def leave_one_out_std(rewards: Sequence[float], config: AdvantageConfig) -> list
 
 
 def max_rl(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """(r - mean) / (mean + eps) for rewards of 0 or more; a mean that is not positive gives no signal.
+    """(r - mean) / (mean + eps) for rewards >= 0; no signal if the mean is not positive.
 
     Source: arXiv:2602.02710.
     """
@@ -112,13 +111,13 @@ def max_rl(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
 def gae_advantages(
     rewards: Sequence[float], values: Sequence[float], *, gamma: float = 1.0, gae_lambda: float = 1.0
 ) -> tuple[list[float], list[float]]:
-    """Advantages and returns of the tokens that the policy sampled, one after the other.
+    """Advantages and returns of the sampled tokens of one completion, in order.
 
     delta_t = r_t + gamma * v_{t+1} - v_t;  A_t = delta_t + gamma * lambda * A_{t+1};  return_t = A_t + v_t
 
     Args:
-        rewards: per sampled token; what the environment wrote between them is left out of both lists, so that the
-            token before an observation looks at the value after it.
+        rewards: per sampled token. Tokens of the environment are left out of both lists, so the token before an
+            observation uses the value after it.
         values: the value head's prediction before each token.
 
     Source: arXiv:1506.02438 eq. 16; observations as in verl's multi-turn estimator.
@@ -135,11 +134,11 @@ def gae_advantages(
 
 
 def whiten(values: Sequence[float], weights: Sequence[float], std: str = "sample") -> list[float]:
-    """`values` shifted and scaled to mean 0 and deviation 1 under `weights`; those of weight 0 move with the rest.
+    """Shift and scale `values` to mean 0 and deviation 1 under `weights`; values of weight 0 are moved along.
 
     Args:
-        weights: how many tokens have this value.
-        std: "sample" divides the squares by the weights' sum less one, "population" by their sum.
+        weights: number of tokens with this value.
+        std: "sample" divides the sum of squares by (sum of weights - 1), "population" by the sum of weights.
     """
     total = math.fsum(weights)
     degrees = total - 1 if std == "sample" else total
@@ -159,20 +158,20 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "leave_one_out_std": leave_one_out_std,
     "max_rl": max_rl,
 }
-"""The estimators that look at one group; each is called with two rewards or more that are not all equal."""
+"""Estimators over one group. They are called with at least two rewards that are not all equal."""
 
 
 def _group_estimate(rewards: Sequence[float], estimate: GroupEstimator, config: AdvantageConfig) -> list[float]:
     if len(rewards) == 1 and config.singleton == "reward":
-        # Where a system keeps the reward of a group of one, it takes its mean for 0 and its deviation for 1.
+        # Systems that keep the reward of a group of one use mean 0 and deviation 1 for it.
         return _divided(rewards, 1 + config.eps if estimate is group_mean_std else 1.0)
     if not rewards or max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # exactly: rounding must not make a signal
+        return [0.0] * len(rewards)  # exactly 0: rounding must not create a signal
     return estimate(rewards, config)
 
 
 def _scored(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """The rewards without those that are NaN."""
+    """The rewards without NaN."""
     for reward in rewards:
         if math.isinf(reward) or (math.isnan(reward) and config.unscored == "error"):
             raise ValueError(f"a group has the reward {reward}: rewards must be finite numbers")
@@ -180,7 +179,7 @@ def _scored(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
 
 
 def _fill_unscored(rewards: Sequence[float], advantages: Sequence[float]) -> list[float]:
-    """`advantages`, which are those of the scored rewards, with 0 where a reward is NaN."""
+    """The advantages of the scored rewards, with 0 inserted for NaN."""
     remaining = iter(advantages)
     return [0.0 if math.isnan(reward) else next(remaining) for reward in rewards]
 

@@ -1,12 +1,9 @@
-"""From the graded samples of a step to how strongly each is reinforced: shaped rewards, KL penalties, advantages.
-
-Not here: the estimators, which know no tensors (advantages.py), the KL of two log-probs (loss.py), the rows and updates
-of a step (../rl_batch.py).
+"""Compute from graded samples how strongly each token is reinforced: shaped rewards, KL penalties, advantages.
 
     rewards - overlong penalty -+- KL penalty -> one reward per trajectory -> advantages among its group -+-> whitened
                                 +- values and KL penalties, token by token -> GAE: advantages, returns ----+
 
-Axes: T the positions of one sample, each of which predicts the token behind it.
+The estimators are in `advantages.py`. T: positions of one sample; each predicts the next token.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from rollouts_core.types import Sample, Status, trajectory_places
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutScores:
-    """What was scored before the first update: per place of a sample, one number for each of its positions."""
+    """Scores from before the first update: per place of a sample, one number for each of its positions."""
 
     old_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
     """log p(target) by the trainer, nats."""
@@ -41,13 +38,13 @@ class Credit:
     """How strongly each sample of a batch is reinforced."""
 
     advantages: list[Tensor | float]
-    """Per sample: a tensor with a number for each of its positions, or one number for all of them."""
+    """Per sample: a tensor with one number per position, or one number for all positions."""
     returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """What the value head should predict; empty without one."""
+    """Targets of the value head; empty without one."""
 
 
 def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
-    """The samples as they enter the loss: nothing is trained in invalid ones, and in those that the settings mask."""
+    """The samples as they enter the loss: with an empty loss mask if invalid, or truncated and masked by settings."""
     untrained = (Status.INVALID, Status.TRUNCATED) if shaping.mask_truncated else (Status.INVALID,)
     return [
         replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status in untrained else sample
@@ -56,7 +53,7 @@ def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> 
 
 
 def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShapingConfig) -> float:
-    """The reward with the penalty for a response that comes near the length limit.
+    """Subtract the penalty for a response close to the length limit.
 
     Source: soft overlong punishment, arXiv:2503.14476 eq. 13; without the cap as in verl.
     """
@@ -70,10 +67,10 @@ def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShap
 def assign_credit(
     samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig, scores: RolloutScores
 ) -> Credit:
-    """Advantages of every sample, and returns where there are values.
+    """The advantages of every sample, and the returns with a value head.
 
     Args:
-        samples: as they were sampled: how long a response is does not depend on what is trained of it.
+        samples: as they were sampled. The length of a response does not depend on the loss mask.
     """
     shaping = config.reward_shaping
     trajectories = trajectory_places(samples)
@@ -85,7 +82,7 @@ def assign_credit(
     if shaping.kl_credit == "completion":
         shaped = _penalize_completions(shaped, penalties, trajectories, masks)
     estimation = config.advantage
-    if any(sample.status is Status.INVALID for sample in samples):  # which have no reward
+    if any(sample.status is Status.INVALID for sample in samples):  # they have no reward
         estimation = estimation.model_copy(update={"unscored": "exclude"})
     advantages: list[Tensor | float] = [*_estimate_advantages(samples, shaped, trajectories, estimation)]
     if shaping.kl_credit == "token":
@@ -98,7 +95,7 @@ def assign_credit(
 def _shape_rewards(
     samples: Sequence[Sample], rewards: Sequence[float], trajectories: Sequence[list[int]], shaping: RewardShapingConfig
 ) -> list[float]:
-    """Per sample its reward, shaped by how much was sampled in all samples of its trajectory."""
+    """Shape each sample's reward by the number of sampled tokens in its whole trajectory."""
     shaped = [0.0] * len(samples)
     for trajectory in trajectories:
         num_tokens = sum(sum(map(bool, samples[place].loss_mask)) for place in trajectory)
@@ -108,7 +105,7 @@ def _shape_rewards(
 
 
 def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[int, Tensor]:
-    """Per place, what each token's distance from the reference model costs; empty where it costs nothing."""
+    """Per place, each token's penalty for its distance from the reference model; empty if `kl_coef` is 0."""
     if not shaping.kl_coef:
         return {}
     return {
@@ -118,9 +115,9 @@ def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[i
 
 
 def _trained_tokens(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[Tensor]:
-    """Per sample the weight of each of its positions in the loss; empty where no step of the way to credit asks."""
+    """Per sample, the loss weight of each position; empty if no later step needs the weights."""
     if not (config.with_values or config.reward_shaping.kl_coef or config.advantage.whiten):
-        return []  # they would take most of the time here
+        return []  # building the masks would dominate the run time here
     leaves_out = config.advantage.unscored == "exclude"
     return [
         torch.tensor(sample.loss_mask[1:]) * (not (leaves_out and math.isnan(reward)))
@@ -134,7 +131,7 @@ def _penalize_completions(
     trajectories: Sequence[list[int]],
     masks: Sequence[Tensor],
 ) -> list[float]:
-    """Rewards less what all trained tokens of their trajectory are penalized for."""
+    """Subtract from each reward the penalties of all trained tokens of its trajectory."""
     penalized = list(shaped)
     for trajectory in trajectories:
         of_samples = (penalties[place] * (masks[place] != 0) for place in trajectory if place in penalties)
@@ -147,7 +144,7 @@ def _penalize_completions(
 def _estimate_advantages(
     samples: Sequence[Sample], shaped: Sequence[float], trajectories: Sequence[list[int]], config: AdvantageConfig
 ) -> list[float]:
-    """Per sample the advantage of its trajectory among those of its group, by the estimator."""
+    """Per sample, the advantage of its trajectory within its group."""
     groups: dict[int, list[list[int]]] = {}
     for trajectory in trajectories:
         groups.setdefault(samples[trajectory[0]].group_index, []).append(trajectory)
@@ -163,7 +160,7 @@ def _estimate_advantages(
 def whiten_tokens(
     advantages: Sequence[Tensor | float], masks: Sequence[Tensor], config: AdvantageConfig
 ) -> list[Tensor | float]:
-    """The advantages, shifted and scaled over all trained tokens where the settings ask for it; 0 where none is."""
+    """Whiten the advantages over all trained tokens if configured; samples without trained tokens get 0."""
     if not config.whiten:
         return list(advantages)
     numbers = [advantage for advantage in advantages if not isinstance(advantage, Tensor)]
@@ -184,7 +181,7 @@ def _credit_tokens(
     values: Mapping[int, Tensor],
     config: AdvantageConfig,
 ) -> Credit:
-    """Credit token by token: the reward comes at a sample's last trained token; observations are stepped over."""
+    """Credit token by token with GAE: a sample's last trained token gets the reward; observations are skipped."""
     advantages, returns = [torch.zeros(len(mask_T)) for mask_T in masks], {}
     for place, values_T in values.items():
         is_trained_T = masks[place] != 0

@@ -1,8 +1,6 @@
-"""The losses: functions of the log-probs of the targets and of the batch, normalised by the step's totals.
+"""The losses: functions of the targets' log-probs and the batch, normalised by the step's totals.
 
-Not here: how log-probs come from a model (model/policy.py), how advantages come from rewards (advantages.py).
-
-Each loss of a micro-batch is a summand: the losses of all micro-batches of a step add up to the step's mean, because
+The loss of a micro-batch is a summand: over all micro-batches of a step the losses add up to the step's mean, because
 the divisor counts the whole step. Metrics are summands too.
 
 B rows of a micro-batch, T token positions, V vocabulary.
@@ -30,22 +28,21 @@ from rollouts_core.user_code.functions import resolve_function
 
 Metrics = dict[str, float]
 LossMetrics = Mapping[str, float | Tensor]
-"""Metrics as a loss function gives them. A tensor of one element may still be under way on a GPU."""
+"""Metrics of a loss function. A tensor of one element may still be computed by a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What a policy says about the targets of a batch; 0 where the loss mask is 0."""
+    """The policy's scores of a batch's targets; 0 at positions outside the loss mask."""
 
     logprobs_BT: Tensor
     """log p(target), nats."""
     entropies_BT: Tensor | None = None
-    """Entropy of the distribution that the target was drawn from, nats; only from policies asked for it."""
+    """Entropy of the distribution that the target was drawn from, nats; None unless the policy computes it."""
     values_BT: Tensor | None = None
-    """The return that the value head expects before the target is drawn; only from policies that have one."""
+    """The value head's expected return before the target is drawn; None without a value head."""
 
     def to(self, device: torch.device) -> TokenScores:
-        """The scores on `device`."""
         return TokenScores(
             logprobs_BT=self.logprobs_BT.to(device),
             entropies_BT=None if self.entropies_BT is None else self.entropies_BT.to(device),
@@ -54,26 +51,26 @@ class TokenScores:
 
 
 ObjectiveFn = Callable[[Tensor, Tensor, TrainBatch, LossConfig], tuple[Tensor, Tensor]]
-"""(logprobs_BT, log_ratio_BT, batch, config) -> each token's loss, and where its gradient was limited."""
+"""(logprobs_BT, log_ratio_BT, batch, config) -> each token's loss, and whether its gradient was limited."""
 LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
 
-The share is a tensor with one element that has a gradient. The metrics are numbers by name, or tensors of one element:
-to make a number of a tensor, the caller would wait for the GPU. They have `"loss"`, the share, and the same names for
-every micro-batch. Their sums over a step's micro-batches are the metrics of the step, but for names that end in `_max`.
-`call_loss` checks this."""
+The share is a tensor of one element with a gradient. The metrics are numbers or tensors of one element by name; with a
+tensor the caller need not wait for the GPU. They include `"loss"`, the share, and have the same names for every
+micro-batch. Over a step's micro-batches metrics are summed; names ending in `_max` take the maximum. `call_loss` checks
+this contract."""
 
 MAX_LOG_RATIO = 20.0
-"""|log ratio| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
+"""|log ratio| is clamped to this before exp, so that an outlier gives a large number instead of infinity."""
 
 
 def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
-    """What a loss function returns. Its tensors are not read, but for their shape.
+    """Call a loss function and check the form of its result without reading tensor values.
 
     Raises:
-        ConfigError: it returned something else than `LossFn` says; the sentence has what it returned.
+        ConfigError: the result does not match `LossFn`; the message describes the result.
     """
-    returned: object = loss_fn(scores, batch)  # a user's function may return anything
+    returned: object = loss_fn(scores, batch)  # object: a user's function may return anything
     name = name_of_function(loss_fn.func if isinstance(loss_fn, partial) else loss_fn)
     expected = 'expected a tensor of one element and a dict of numbers with "loss", the tensor as a number'
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
@@ -95,7 +92,7 @@ def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[
     return loss.reshape(()), numbers
 
 
-def _as_metric(value: Any) -> float | Tensor:  # Any: of a user's function
+def _as_metric(value: Any) -> float | Tensor:  # Any: from a user's function
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1 or value.is_complex():
@@ -104,7 +101,7 @@ def _as_metric(value: Any) -> float | Tensor:  # Any: of a user's function
 
 
 def read_metrics(metrics: Sequence[LossMetrics]) -> list[Metrics]:
-    """The metrics as numbers. The tensors of a device come in one transfer, which waits for the device."""
+    """The metrics as numbers. All tensors of a device are read in one transfer, which waits for the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in (value for each in metrics for value in each.values() if isinstance(value, Tensor)):
         by_device.setdefault(value.device, []).append(value)
@@ -116,7 +113,7 @@ def read_metrics(metrics: Sequence[LossMetrics]) -> list[Metrics]:
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
-    """Tensors without dimensions as one, in a number format that holds all of them."""
+    """Stack scalars into one tensor, in a dtype that holds all of them."""
     is_plain = all(scalar.dtype == torch.float32 for scalar in scalars)
     return torch.stack([scalar if is_plain else scalar.double() for scalar in scalars])
 
@@ -146,10 +143,10 @@ def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn
     """The RL loss with these settings.
 
     Args:
-        loss_fn: a user's function in place of `policy_loss`. It gets the settings if it has a parameter `config`.
+        loss_fn: a user's function to use instead of `policy_loss`. A parameter `config` receives the settings.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: the function does not exist.
     """
     if loss_fn == "":
         return partial(policy_loss, config=config)
@@ -158,7 +155,7 @@ def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn
 
 
 def takes_config(loss_fn: Callable[..., Any]) -> bool:  # Any: a user's function
-    """Whether a user's loss has a keyword `config` for the settings of `training.rl.loss`."""
+    """True if a user's loss has a keyword `config` for the settings of `training.rl.loss`."""
     try:
         parameter = inspect.signature(loss_fn).parameters.get("config")
     except (TypeError, ValueError):  # a compiled function without a signature
@@ -169,25 +166,24 @@ def takes_config(loss_fn: Callable[..., Any]) -> bool:  # Any: a user's function
 def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """Mean negative log-likelihood of the trained targets, weighted by the loss mask."""
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
-    # Masked positions may hold anything: 0 * -inf would be NaN.
+    # Masked positions may hold -inf, and 0 * -inf would be NaN.
     scored_BT = torch.where(batch.loss_mask_BT > 0, scores.logprobs_BT, 0.0)
     loss = -(scored_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
     return loss, {"loss": loss.detach()}
 
 
 def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, LossMetrics]:
-    """The policy-gradient loss with everything that the settings add to it.
+    """The policy-gradient loss with all configured terms.
 
-    A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy; the tokens are
-    averaged as `config.aggregation` says. A value head's loss comes on top where the batch has returns.
+    A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy. The tokens are
+    averaged by `config.aggregation`. The value head's loss is added if the batch has returns.
 
     Args:
-        scores: under the current weights, at the rollout's temperature; with entropies and values where the settings
-            and the batch ask for them.
+        scores: under the current weights at the rollout's temperature, with entropies and values if needed.
 
     Returns:
-        The micro-batch's share of the loss, and metrics that `sum_metrics` combines: shares and means over the tokens
-        that are scored, as tensors of one element.
+        The micro-batch's share of the loss, and metrics for `sum_metrics`: means over the scored tokens, as tensors of
+        one element.
     """
     assert scores.logprobs_BT.shape == batch.loss_mask_BT.shape, (
         f"{scores.logprobs_BT.shape} != {batch.loss_mask_BT.shape}"
@@ -216,7 +212,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         shares["kl_reference"] = kl_BT
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
-        if config.entropy_coef:  # times 0, it would still cost a backward pass through every entropy
+        if config.entropy_coef:  # a product with 0 would still cost a backward pass through every entropy
             per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
     counts_BT = token_weights(batch, config)
     loss = (per_token_BT * counts_BT).sum()
@@ -230,7 +226,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
 def policy_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) what each token contributes to the loss by `config.objective`, and where its gradient was limited."""
+    """(B, T) each token's contribution to the loss by `config.objective`, and whether its gradient was limited."""
     objective: ObjectiveFn = resolve_function(
         ALL_OBJECTIVES[config.objective].loss, {}, setting="training.rl.loss.objective"
     )
@@ -273,8 +269,8 @@ def cispo_objective(
 def dppo_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """-ratio x A, and 0 if the probability rose by more than clip_high although A > 0, or fell by more than clip_low
-    although A <= 0.
+    """-ratio x A; 0 if the probability rose by more than clip_high while A > 0, or fell by more than clip_low while
+    A <= 0.
 
     Source: arXiv:2602.04879, as in prime-rl.
     """
@@ -291,7 +287,7 @@ def reinforce_objective(
 
 
 def ratio_of(log_ratio_BT: Tensor) -> Tensor:
-    """(B, T) exp of a log-ratio, within the limits of MAX_LOG_RATIO."""
+    """(B, T) exp of a log-ratio, clamped by MAX_LOG_RATIO."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -301,7 +297,7 @@ def _clipped(ratio_BT: Tensor, config: LossConfig) -> Tensor:
 
 @torch.no_grad()
 def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
-    """(B, T) 0 where a token is to be made less likely and its completion became so by more than `limit`, else 1.
+    """(B, T) 0 for tokens of negative advantage whose completion became less likely by more than `limit`, else 1.
 
     Source: off-policy sequence masking, arXiv:2512.02556 sec. 3.1.
     """
@@ -327,7 +323,7 @@ def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, c
 
 
 def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
-    """KL(p || q) from tokens that p sampled: `difference` is log p - log q of each. Source: reference_kl."""
+    """KL(p || q) from tokens sampled by p; `difference` is log p - log q of each token. Source: see reference_kl."""
     if estimator == "k1":
         return difference
     if estimator == "abs":
@@ -341,9 +337,9 @@ def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
 def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float) -> Tensor:
     """(B, T) half the squared error of the value head.
 
-    The larger error counts of the prediction and of the prediction held within `value_clip` of the old one.
+    The larger of two errors counts: with the prediction, and with it clipped to `value_clip` around the old one.
 
-    Source: arXiv:1811.02553 sec. 3; there and in verl, OpenRLHF and SkyRL.
+    Source: arXiv:1811.02553 sec. 3; verl, OpenRLHF and SkyRL do the same.
     """
     assert batch.returns_BT is not None and batch.old_values_BT is not None, "a value loss needs returns and old values"
     assert scores.values_BT is not None, "the estimator gae needs a policy with a value head: with_values=True"
@@ -354,9 +350,9 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
 
 
 def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:
-    """(B, T) what each token counts in the loss; over all micro-batches and ranks of a step the weights add up to 1.
+    """(B, T) the weight of each token in the loss; over all micro-batches and ranks of a step the weights sum to 1.
 
-    With the aggregation `constant_length` they add up to the mean length as a share of the constant.
+    Exception: with `constant_length` they sum to the mean length divided by the constant.
 
     Source: token_mean arXiv:2503.14476; sequence_mean arXiv:2402.03300; constant_length arXiv:2503.20783.
     """
@@ -383,11 +379,11 @@ def grpo_loss(
     """The policy loss over full logits: scalar mean over all tokens of the mask.
 
     Args:
-        logits: (B, T, V); index t scores `labels[:, t]`, which was shifted once, where the batch was made.
+        logits: (B, T, V); index t scores `labels[:, t]`: the batch must already be shifted.
         labels: (B, T) token ids.
         loss_mask: (B, T), 1 where a token is trained on.
         advantages: (B,) one per row, or (B, T) one per token.
-        old_log_probs: (B, T) log-probs when sampled; None takes the current ones, so that the ratio is 1.
+        old_log_probs: (B, T) log-probs when sampled; None uses the current ones, so that the ratio is 1.
 
     Source: arXiv:2402.03300 sec. 4.1, without its KL term.
     """
@@ -429,7 +425,7 @@ def ppo_loss(
 
 
 def _trained(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """`values_BT` at trained targets, else 0: what lies elsewhere may be infinite, and 0 x inf would be NaN."""
+    """`values_BT` at trained targets, else 0: other positions may be infinite, and 0 x inf would be NaN."""
     return torch.where(batch.loss_mask_BT != 0, values_BT, 0.0)
 
 
@@ -438,7 +434,7 @@ def _limited(values: Tensor, limit: float) -> Tensor:
 
 
 def _to_scalars(shares: Mapping[str, Tensor], batch: TrainBatch, **totals: Tensor) -> LossMetrics:
-    """Scalars as they are, (B, T) metrics as means over the scored tokens; on the device."""
+    """Metrics as scalars on the device; (B, T) metrics become means over the scored tokens."""
     share_BT = batch.loss_mask_BT / batch.num_scored_tokens
     metrics = {name: value.detach().float() for name, value in {**totals, **shares}.items()}
     return {name: value if value.ndim == 0 else (value * share_BT).sum() for name, value in metrics.items()}

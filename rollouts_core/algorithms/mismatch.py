@@ -1,9 +1,7 @@
 """Correct for, and measure, an engine whose log-probs differ from the trainer's for the same weights.
 
-Not here: the objective that the weights multiply (loss.py), publishing weights (engines/).
-
 The engine computes in another number format, with other kernels, and sometimes with older weights. w is the trainer's
-probability of a sampled token before the update, divided by the engine's when it sampled it.
+probability of a sampled token before the update, divided by the engine's probability when sampling.
 
 B rows of a micro-batch, T token positions.
 """
@@ -22,22 +20,22 @@ if TYPE_CHECKING:
     from rollouts_core.config import MismatchConfig
 
 MAX_LOG_WEIGHT = 20.0
-"""|log w| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
+"""|log w| is clamped to this before exp, so that an outlier gives a large number instead of infinity."""
 
 
 MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max")
-"""What every update says about engine and trainer. Only where the trainer's log-probs from before the step's first
-update are known is it about these two in later updates, too."""
+"""Metrics of every update that compare engine and trainer. In a step's later updates they are valid only if the
+trainer's log-probs from before the first update are known."""
 ENGINE_METRICS = ("kl_rollout_policy", *MISMATCH_METRICS)
-"""What is said of nothing where completions do not say how likely their tokens were when they were sampled."""
+"""Metrics that need the engine's log-probs."""
 
 
 @torch.no_grad()
 def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchConfig) -> Tensor:
-    """(B, T) what the policy loss of each token is multiplied with; 1 without a correction, 0 where it is masked.
+    """(B, T) factors for the policy loss of each token: 1 without a correction, 0 if masked.
 
     Args:
-        log_weight_BT: log w, 0 where nothing is trained.
+        log_weight_BT: log w, 0 at untrained tokens.
 
     Source: truncated importance sampling fengyao.notion.site/off-policy-rl; IcePop arXiv:2510.18855; sequence masks
     yingru.notion.site (When Speed Kills Stability).
@@ -61,10 +59,10 @@ def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchC
 def describe_mismatch(
     log_weight_BT: Tensor, weights_BT: Tensor, batch: TrainBatch, config: MismatchConfig
 ) -> dict[str, Tensor]:
-    """How far trainer and engine are apart: (B, T) tensors to average over tokens, and scalars of name `.._max`.
+    """How far trainer and engine differ: (B, T) tensors to average over tokens, and scalars named `.._max`.
 
-    mismatch_kl: the k3 estimate of KL(engine || trainer). mismatch_ratio_max: the largest of w and 1/w.
-    mismatch_masked_share, mismatch_clamped_share: tokens whose weight is 0, or was moved to a limit.
+    mismatch_kl: the k3 estimate of KL(engine || trainer). mismatch_ratio_max: the maximum of w and 1/w over tokens.
+    mismatch_masked_share, mismatch_clamped_share: share of tokens whose weight is 0, or was moved to a limit.
     """
     limited_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     described = {
@@ -95,7 +93,7 @@ def mean_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def _weight_of(log_weight_BT: Tensor, batch: TrainBatch, level: str) -> Tensor:
-    """(B, T) w of each token, or of the sample that it belongs to: the product, or the geometric mean."""
+    """(B, T) w of each token, or of its sample: the product or the geometric mean."""
     if level == "geometric":
         log_weight_BT = mean_per_sample(log_weight_BT, batch)
     elif level in ("sequence", "product"):

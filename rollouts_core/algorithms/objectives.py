@@ -1,8 +1,7 @@
-"""The objectives of RL, a record for each: the function of a token's loss, and what the settings have to know of it.
+"""The objectives of RL: one record each, with the loss function and the facts that settings and checks need.
 
-A new objective is a function like those in `algorithms/loss.py` and a row here, or an `Objective` that an installed
-package adds (plugins.py). Checks and warnings ask the row, and no other file knows an objective by its name. torch is
-not imported.
+A new objective is a function like those in `algorithms/loss.py` and a row here, or an `Objective` of an installed
+package (`plugins.py`). No other file may test for an objective's name. torch is not imported.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from rollouts_core.plugins import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """How `training.rl.loss.objective` makes a loss of the advantage and the log-prob of a token."""
+    """Makes a loss from the advantage and the log-prob of a token, for `training.rl.loss.objective`."""
 
     loss: str
-    """`package.module:function` of (logprobs_BT, log_ratio_BT, batch, config). It returns (B, T) each token's loss, and
-    (B, T) whether the token's gradient was limited."""
+    """`package.module:function` of (logprobs_BT, log_ratio_BT, batch, config). The function returns two (B, T) tensors:
+    each token's loss, and whether the token's gradient was limited."""
     help: str
-    """Its part of the setting's help text."""
+    """The objective's part of the setting's help text."""
     has_ratio: bool
-    """It weighs a token by its probability now over that of `ratio_base`, so it corrects for older weights."""
+    """Weighs a token by its probability now over that of `ratio_base`, which corrects for older weights."""
     is_clipped: bool
-    """It reads `clip_low` and `clip_high`."""
+    """Reads `clip_low` and `clip_high`."""
     is_capped: bool = False
-    """It reads `dual_clip`."""
+    """Reads `dual_clip`."""
     needs_rollout_logprobs: bool = False
-    """It reads the engine's log-probs also without a ratio to them."""
+    """Reads the engine's log-probs even if `ratio_base` does not."""
     needs_reference: bool = False
-    """It reads the log-probs of the model that training starts from, also with `kl_coef` 0."""
+    """Reads the log-probs of the start model even if `kl_coef` is 0."""
     follows_advantage: bool = True
-    """Its gradient is 0 at the advantage 0. Completions with that advantage are then left out of the forward pass."""
+    """Has gradient 0 at advantage 0, so completions with that advantage can be left out of the forward pass."""
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -45,7 +44,7 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "gspo": Objective(
         loss="rollouts_core.algorithms.loss:gspo_objective",
-        help="the same with the completion's geometric mean ratio",
+        help="ppo with the completion's geometric mean ratio",
         has_ratio=True,
         is_clipped=True,
         is_capped=True,
@@ -58,7 +57,7 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "dppo": Objective(
         loss="rollouts_core.algorithms.loss:dppo_objective",
-        help="the free ratio, without tokens whose probability moved too far",
+        help="the unclipped ratio, without tokens whose probability moved too far",
         has_ratio=True,
         is_clipped=True,
     ),
@@ -73,12 +72,12 @@ OBJECTIVES: dict[str, Objective] = {
 
 def _find_fault(name: str, value: object) -> str:
     if not isinstance(value, Objective):
-        return f"it is {value!r:.80}, and no Objective"
+        return f"expected an Objective, found {value!r:.80}"
     return "" if ":" in value.loss else f"its loss is {value.loss!r}: give package.module:function"
 
 
 ALL_OBJECTIVES = Registry[Objective]("rollouts.objectives", OBJECTIVES, _find_fault)
-"""Also those of installed packages."""
+"""The built-in objectives and those of installed packages."""
 
 OWN_LOSS = Objective(
     loss="",
@@ -88,8 +87,8 @@ OWN_LOSS = Objective(
     is_capped=True,
     follows_advantage=False,
 )
-"""Stands for `training.rl.loss_fn`, which may read every setting. This record does not say whether the function reads
-the engine's log-probs: `reads_rollout_logprobs` of `checks/loss_checks.py` calls it to find out."""
+"""Stands for `training.rl.loss_fn`, which may read every setting. Whether the function reads the engine's log-probs is
+not recorded: `reads_rollout_logprobs` of `checks/loss_checks.py` calls it to find out."""
 
 
 def describe_objectives() -> str:

@@ -1,13 +1,10 @@
-"""The algorithms of well-known systems by name, as settings of `training.rl`.
+"""The algorithms of well-known systems, as settings of `training.rl`.
 
-Not here: what a setting means and how a named algorithm is filled in (config/rl.py), the formulas (advantages.py,
-loss.py, mismatch.py, credit.py). docs/algorithms.md has them side by side.
+A setting that equals its default is written out if the system sets it, so that a later change of the default does not
+change the preset. `tests/rollouts_core/algorithms/test_presets.py` compares every preset with numbers from the system's
+own functions. docs/algorithms.md explains the settings.
 
-Settings that equal their default are written out where the system's value is meant, so that a default of ours may
-change without changing theirs. tests/rollouts_core/algorithms/test_presets.py compares every one with numbers that the
-system's own functions returned.
-
-The optimizer, batch sizes and sampling are no part of an algorithm here; `rollout` says what it expects of sampling.
+Optimizer, batch sizes and sampling are not part of a preset; `rollout` lists the sampling that the system expects.
 """
 
 from __future__ import annotations
@@ -47,18 +44,18 @@ Settings = Mapping[str, Any]  # Any: settings of every type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmPreset:
-    """What a system does by default, or what its documented recipe of that name sets."""
+    """A system's default, or its documented recipe of that name."""
 
     source: str
-    """Repository, commit, and the places that the settings were read from."""
+    """Repository, commit, and the files with the settings."""
     settings: Settings
-    """Settings of `training.rl` that make it."""
+    """Settings of `training.rl` for this algorithm."""
     rollout: Settings = field(default_factory=dict)
-    """Settings of `rollout` that belong to it, where there are any; they are not filled in."""
+    """Settings of `rollout` that belong to the recipe; they are not applied automatically."""
 
 
 def _ppo(**others: Any) -> dict[str, Any]:  # Any: settings of every type
-    """The loss that all of them begin with: clipped at 0.2 on both sides, against the trainer's own old log-probs."""
+    """The common loss: clipped at 0.2 on both sides, against the trainer's own old log-probs."""
     usual = {
         "objective": "ppo",
         "ratio_base": "old",

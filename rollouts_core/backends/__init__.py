@@ -1,1 +1,1 @@
-"""Models in training: the Protocol of the loops, and its implementations for PyTorch, several GPUs and JAX."""
+"""Models in training: the `TrainingBackend` Protocol, and backends for PyTorch, several GPUs (FSDP2) and JAX."""

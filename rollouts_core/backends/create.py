@@ -1,7 +1,4 @@
-"""Create the training backend that the settings name.
-
-Not here: the backends (pytorch.py, fsdp.py, jax.py).
-"""
+"""Create the training backend that the settings choose."""
 
 from __future__ import annotations
 
@@ -32,32 +29,32 @@ def create_backend(
     seed: int = 0,
     ranks: Ranks | None = None,
 ) -> TrainingBackend:
-    """Model, optimizer, schedule and loss as the backend that `policy.backend` names.
+    """Create model, optimizer, schedule and loss as the backend `policy.backend`.
 
     Args:
-        num_steps: optimizer steps that the schedule spans.
-        temperature: of the rollouts in RL, 1 in SFT.
-        with_entropies: score entropies too.
+        num_steps: optimizer steps of the whole schedule.
+        temperature: the rollouts' temperature in RL, 1 in SFT.
+        with_entropies: also compute entropies.
         with_values: train a value head.
-        with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        within_tokenizer: leave token ids that the tokenizer does not have out of the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the weights that training starts from. RL needs it, SFT does not.
-        seed: of every library's random numbers.
-        ranks: the processes that train together; None trains in this one alone.
+        with_reference: keep the start weights, for `score(reference=True)`.
+        within_tokenizer: exclude token ids without a token from the softmax, as engines do in RL.
+        with_start_sample: keep a sample of the start weights. Needed in RL only.
+        seed: seed of every library's random numbers.
+        ranks: the processes that train together; None uses only this process.
 
     Raises:
-        ConfigError: a setting that the backend cannot do, or a backend that is not installed.
-        CheckpointError: no model that can be loaded.
+        ConfigError: the backend does not support a setting, or is not installed.
+        CheckpointError: the model cannot be loaded.
     """
     create: Callable[..., TrainingBackend]
     if ranks is None:
         create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
     elif policy.backend == "pytorch":
-        from rollouts_core.backends.fsdp import create_fsdp_backend  # half a second that one process can spare
+        from rollouts_core.backends.fsdp import create_fsdp_backend  # takes half a second; one process does not need it
 
         create = partial(create_fsdp_backend, ranks=ranks)
     else:
-        raise ConfigError(f'backend "{policy.backend}" trains in one process: give one GPU, or set backend = "pytorch"')
+        raise ConfigError(f'backend "{policy.backend}" trains in one process: use one GPU, or set backend = "pytorch"')
     return create(
         model,
         optim,

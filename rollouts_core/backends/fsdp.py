@@ -1,14 +1,12 @@
-"""Train a Hugging Face model with several processes, each holding a part of every weight: FSDP2.
-
-Not here: the processes (ranks.py, launch.py), which rows a process gets (shares.py), one process (pytorch.py).
+"""Train a Hugging Face model in several processes, each with a part of every weight: FSDP2.
 
     leader: a method of TrainingBackend -> scatter the task, with each rank's share of it -> every rank: the same task
                                                                                                |
             layer by layer: gather its weights, compute, drop them; sum and scatter its gradients
 
-Weights, gradients and AdamW's moments are cut along their first dimension, one piece per rank. The losses of the shares
-add up to the step's, so gradients are summed, not averaged. Results equal those of one process up to the order of
-floating-point sums.
+Weights, gradients and AdamW's moments are split along their first dimension, one piece per rank. The losses of all
+shares sum to the step's loss, so gradients are summed, not averaged. Results equal those of one process up to the order
+of floating-point sums. Processes: `launch.py`, `ranks.py`. Shares of a batch: `split_batch.py`.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ from rollouts_core.backends.protocol import (
 from rollouts_core.backends.random_state import get_random_tensors, get_random_values, seed_everything, set_random_state
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.backends.sharding import create_sharded_policy
-from rollouts_core.backends.shares import Share, join_scores, split_batch
 from rollouts_core.backends.snapshot import HostSnapshot
+from rollouts_core.backends.split_batch import Share, join_scores, split_batch
 from rollouts_core.backends.steps import OptimizerSteps
 from rollouts_core.backends.training_state import (
     WEIGHT_KEY,
@@ -74,36 +72,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What the leader asks of a rank."""
+    """A request of the leader to a rank."""
 
     name: str
     """A key of `FSDPTrainingBackend._tasks`."""
     payload: Any = None
-    """The rank's share of it, of the type that the task takes."""
+    """The rank's share of the input, of the type that the task expects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Restored:
-    """What a checkpoint says that every rank must know; at the leader with the tensors themselves."""
+    """State of a checkpoint for every rank; only the leader also has the tensors."""
 
     moments: dict[str, tuple[torch.Size, torch.dtype]]
     """The optimizer's tensors, in order."""
     scheduler: dict[str, Any]  # Any: JSON
     """State of the schedule."""
     num_optim_steps: int
-    """Optimizer steps behind the weights."""
+    """Optimizer steps before this checkpoint."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Weights, adapters and value head by their names in the checkpoint, and the optimizer's tensors."""
 
 
 class FSDPTrainingBackend:
-    """A policy that is spread over ranks, with its optimizer and schedule; implements `TrainingBackend` at the leader.
+    """A policy spread over ranks, with optimizer and schedule; the leader's object implements `TrainingBackend`.
 
     Args:
-        policy: what `create_sharded_policy` gave, on every rank.
-        ranks: this process among the others. The leader calls the methods; the others call `follow`.
-        reference: the frozen policy that `score(reference=True)` asks, spread in the same way.
-        seed: of the random numbers that ranks other than the leader take for dropout.
+        policy: result of `create_sharded_policy`, on every rank.
+        ranks: connections of this process. The leader calls the methods; the other ranks call `follow`.
+        reference: frozen policy for `score(reference=True)`, spread in the same way.
+        seed: seed of dropout on ranks other than the leader.
     """
 
     def __init__(
@@ -141,7 +139,7 @@ class FSDPTrainingBackend:
         )
         self._snapshot = HostSnapshot()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
-        self._tasks: dict[str, Callable[[Any], Any]] = {  # Any: as each task has it
+        self._tasks: dict[str, Callable[[Any], Any]] = {  # Any: depends on the task
             "forward_backward": self._forward_backward,
             "score": self._score,
             "score_reference": self._score_reference,
@@ -158,23 +156,23 @@ class FSDPTrainingBackend:
         ranks.followers_wait = True
 
     def follow(self) -> None:
-        """Do what the leader asks of this rank until it says stop.
+        """Run the leader's tasks on this rank until the leader stops it.
 
         Raises:
-            LeaderGoneError: it ended without a word; `join_ranks` takes that for an end.
+            LeaderGoneError: the leader ended without stopping this rank; `join_ranks` handles it.
         """
         while (task := self.ranks.scatter()) is not None:
-            with suppress(NonFiniteError), self.ranks.working():  # the leader raises the same one
+            with suppress(NonFiniteError), self.ranks.working():  # the leader raises the same error
                 self._tasks[task.name](task.payload)
 
     def _together(
         self, name: str, payloads: Sequence[object] | None = None, *, at_leader: object = None
-    ) -> Any:  # Any: as the task has it
-        """Let every rank do a task; returns what it gave at the leader.
+    ) -> Any:  # Any: depends on the task
+        """Run a task on every rank; returns the leader's result.
 
         Args:
-            payloads: one for each rank.
-            at_leader: the leader's payload instead of one of those: it is not copied.
+            payloads: one per rank.
+            at_leader: replaces the leader's payload, to avoid a copy.
         """
         with self.ranks.working():
             tasks = [_Task(name=name, payload=payload) for payload in payloads or [None] * self.num_ranks]
@@ -183,34 +181,34 @@ class FSDPTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax is over the token ids below it; None if over all that the model has."""
+        """The softmax covers token ids below this; None covers all ids of the model."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`sample_weights` of the weights that training started from, at the leader; else empty."""
+        """`sample_weights` of the start weights at the leader; empty on other ranks."""
         return self.policy.start_sample
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share the rows of each batch."""
+        """Number of processes that share the rows of each batch."""
         return self.ranks.size
 
     @property
     def weight_version(self) -> int:
-        """The number of optimizer steps that the weights have taken."""
+        """Number of optimizer steps taken."""
         self._steps.settle()
         return self._steps.num_done
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to that of its step; each rank computes its rows.
+        """Add the batch's gradient to the step; each rank computes its rows.
 
         Raises:
-            NonFiniteError: the loss is not a finite number on some rank; the gradient of the step is dropped on all.
+            NonFiniteError: the loss is not finite on some rank; all ranks drop the step's gradient.
         """
         return future_from(lambda: self._share_out("forward_backward", batch))
 
-    def _share_out(self, name: str, batch: TrainBatch) -> Any:  # Any: as the task has it
+    def _share_out(self, name: str, batch: TrainBatch) -> Any:  # Any: depends on the task
         self._steps.settle()
         return self._together(name, split_batch(batch, self.num_ranks))
 
@@ -222,16 +220,16 @@ class FSDPTrainingBackend:
         own_metrics: LossMetrics = {}
         try:
             loss, own_metrics = call_loss(self.loss_fn, scores, batch)
-        except Exception as raised:  # noqa: BLE001 - a user's function: the others learn of it, then it is raised
+        except Exception as raised:  # noqa: BLE001 - a user's function; raised below, after telling the other ranks
             error = raised
-        # Before the backward pass: a rank that left it out would let the others wait for its gradients.
+        # Before the backward pass, in which other ranks would wait for a failed rank's gradients.
         self.ranks.gather_unless_failed(None, error)
         future = self._steps.add(None if share.is_idle else own_metrics)
         torch.autograd.backward(loss * self.num_ranks)  # FSDP averages over the ranks
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        """Scores of the batch by the policy or the reference, without gradient or dropout, on the CPU."""
         name = "score_reference" if reference else "score"
         return future_of(lambda: join_scores(self._together(name, split_batch(batch, self.num_ranks)), batch))
 
@@ -248,16 +246,16 @@ class FSDPTrainingBackend:
         """The scores of every rank."""
         asked.eval()
         scores: TokenScores = asked(share.batch.to(self.ranks.device)).to(torch.device("cpu"))
-        # The root keeps its gathered weights for a backward pass; without one they would be there, and old, next time.
+        # The root keeps gathered weights for a backward pass. Without one, the next pass would use them outdated.
         _reshard(asked)
         self.policy.train()
         return self.ranks.gather(scores)
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient by its norm over all ranks, step, and move the learning rate on.
+        """Clip the gradient by its norm over all ranks, step, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
+            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
         """
         return future_from(self._ask_for_step)
 
@@ -271,11 +269,11 @@ class FSDPTrainingBackend:
         _reshard(self.policy)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The whole weights by their Hugging Face names, tied ones once, adapters merged in, in host memory."""
+        """The whole weights by Hugging Face name, tied ones once, adapters merged in, in host memory."""
         return future_of(lambda: self._together("gather_weights"))
 
     def release_cache(self) -> TrainFuture[None]:
-        """Give memory of every rank's GPU back that holds nothing."""
+        """Free unused cached memory of every rank's GPU."""
         return future_of(lambda: self._together("release_cache"))
 
     def _gather_weights(self, _: None) -> dict[str, Tensor]:
@@ -283,14 +281,14 @@ class FSDPTrainingBackend:
         return {name: tensor.to("cpu") for name, tensor in whole if self.ranks.is_leader}
 
     def _gather(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor in whole, one after another, on every rank: there is room for one of them everywhere."""
+        """Whole tensors on every rank, one after another, so that only one needs room at a time."""
         return ((name, _whole(tensor)) for name, tensor in tensors)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights by whole ones; the optimizer keeps its state, and adapters start again from 0.
+        """Replace the weights; the optimizer keeps its state, and adapters are reset.
 
         Raises:
-            CheckpointError: a name or shape that is not the model's; the weights are as before.
+            CheckpointError: names or shapes differ from the model's; the weights are unchanged.
         """
         return future_of(lambda: self._spread_weights(weights))
 
@@ -307,12 +305,11 @@ class FSDPTrainingBackend:
         write_model_config(path, self.model)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
-        """Write a directory that engines load as it is and that any number of processes resumes from.
+        """Write a checkpoint that engines can load and that any number of processes can resume.
 
-        The call gathers everything in the leader's host memory, as much as weights and optimizer take; a thread
-        writes it.
+        The call gathers weights and optimizer state in the leader's host memory; a thread writes them.
         """
-        assert self._saving.done(), "one save at a time: wait for the last one's result"
+        assert self._saving.done(), "only one save at a time: wait for the result of the last one"
         self._steps.settle()
         trainer = {
             "scheduler": self.scheduler.state_dict(),
@@ -342,20 +339,18 @@ class FSDPTrainingBackend:
         return copied | get_random_tensors(own_gpu_only=True)
 
     def _start_random_stream(self) -> None:
-        """Give a follower random numbers of its own, the same ones after a save as after resuming from it.
+        """Give a follower its own random numbers, equal after a save and after resuming from it.
 
-        The leader's random state is in the checkpoint.
+        The leader's random state is part of the checkpoint.
         """
         if not self.ranks.is_leader:
             torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._steps.num_done))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Go on from a checkpoint, whatever the number of processes that wrote it; returns the loop's state.
-
-        Only the leader reads it.
+        """Load a checkpoint, written by any number of processes; returns the loop's state. Only the leader reads it.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or has no trainer state.
+            CheckpointError: it is damaged, of another model, or without trainer state.
         """
         return future_of(lambda: self._spread_checkpoint(path))
 
@@ -364,7 +359,7 @@ class FSDPTrainingBackend:
         self._steps.settle()
         check_named_tensors(own_weights(self.policy), saved.own_weights)
         weights: dict[str, Tensor] = {}
-        if not self.has_adapters:  # with them the frozen weights are those that training started from
+        if not self.has_adapters:  # with adapters, the frozen weights are the start weights
             weights = read_hf_weights(path, self.model)
             check_named_tensors(base_weights(self.model), weights)
         restored = _Restored(
@@ -405,14 +400,14 @@ class FSDPTrainingBackend:
             self.optimizer.state[parameter][quantity] = moment
 
     def _fill_all(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Give every rank its pieces of the leader's values; those of the other ranks are empty."""
+        """Distribute the leader's values; `values` is empty on other ranks."""
         for name, target in targets.items():
             _fill(target, values.get(name))
 
 
 @torch.no_grad()
 def _fill(target: Tensor, value: Tensor | None) -> None:
-    """Give every rank its piece of the leader's value."""
+    """Distribute the leader's value to all ranks."""
     own = torch.empty(target.shape) if value is None else value
     whole = own.to(target.device, target.dtype)
     if isinstance(target, DTensor):
@@ -423,12 +418,12 @@ def _fill(target: Tensor, value: Tensor | None) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor, gathered from all ranks where it is spread over them."""
+    """The tensor, gathered from all ranks if it is spread."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _reshard(policy: Policy) -> None:
-    """Drop the gathered weights that the root keeps between its forward and its backward pass."""
+    """Drop the gathered weights that the root keeps between forward and backward pass."""
     assert isinstance(policy, FSDPModule), "create_sharded_policy makes one"
     policy.reshard()
 
@@ -449,12 +444,12 @@ def create_fsdp_backend(
     with_start_sample: bool = True,
     seed: int = 0,
 ) -> FSDPTrainingBackend:
-    """Model, AdamW, schedule and loss as a backend that is spread over ranks: `create_pytorch_backend` for several.
+    """Create model, AdamW, schedule and loss as a backend over ranks: `create_pytorch_backend` for several processes.
 
-    Every rank calls it. Then the leader runs a loop, and the others call `follow`.
+    Every rank calls this. Then the leader runs a loop, and the other ranks call `follow`.
 
     Args:
-        ranks: this process among the others.
+        ranks: connections of this process.
 
     The other arguments are those of `create_pytorch_backend`. Only the leader reads the model's weights.
     """

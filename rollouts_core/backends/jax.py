@@ -1,9 +1,7 @@
-"""Train a Llama or Qwen model with JAX: a `TrainingBackend` with the losses and checkpoints of the PyTorch one.
-
-Not here: the model (jax_model.py), the losses (algorithms/loss.py), the order of steps (sft.py, rl.py).
+"""Train a Llama or Qwen model with JAX: a `TrainingBackend` with the losses and checkpoints of the PyTorch backend.
 
 The losses are PyTorch functions of a few numbers per token. JAX computes these numbers, PyTorch the loss and its
-gradient with respect to them, and JAX pulls that gradient back to the weights:
+gradient with respect to them, and JAX propagates the gradient to the weights:
 
     weights --JAX--> TokenScores --PyTorch--> loss
     gradient <--JAX-- gradient of the scores <--'
@@ -75,21 +73,21 @@ if TYPE_CHECKING:
 
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's two moving averages by PyTorch's names."""
+"""PyTorch's names of AdamW's two moving averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Stands for a transformers model where a checkpoint is written."""
+    """Takes a transformers model's place when a checkpoint is written."""
 
     model_dir: Path
-    """Where the model's configuration lies."""
+    """Folder with the model's configuration."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> None:
         """Write float32 weights and the configuration."""
         save_file(state_dict, save_directory / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # what older versions of transformers call it
+        config.pop("torch_dtype", None)  # its name in older versions of transformers
         (save_directory / "config.json").write_text(
             json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8"
         )
@@ -98,14 +96,14 @@ class ModelFiles:
 
 
 class JAXTrainingBackend:
-    """A model with its optimizer and schedule on JAX's default device; implements `TrainingBackend`.
+    """A model with optimizer and schedule on JAX's default device; implements `TrainingBackend`.
 
     Args:
-        weights: by Hugging Face names, tied ones once, and a value head where one is trained.
-        model_dir: where the weights are from; its configuration goes into checkpoints.
-        num_steps: optimizer steps that the schedule spans.
+        weights: by Hugging Face name, tied ones once, with the value head if one is trained.
+        model_dir: folder of the weights; its configuration goes into checkpoints.
+        num_steps: optimizer steps of the whole schedule.
         with_reference: keep the weights for `score(reference=True)`.
-        with_start_sample: keep a sample of them, too.
+        with_start_sample: keep a sample of the weights.
     """
 
     def __init__(
@@ -128,35 +126,35 @@ class JAXTrainingBackend:
         self.optim = optim
         self.num_steps = num_steps
         self.start_sample = sample_weights(_without_value_head(weights)) if with_start_sample else {}
-        """`sample_weights` of the weights that training started from; empty without `with_start_sample`."""
+        """`sample_weights` of the start weights; empty without `with_start_sample`."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None
         self._num_optim_steps = 0
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
-        # A copy of its own: the optimizer takes over the memory of the weights that it steps from.
+        # A separate copy, because the optimizer reuses the memory of the weights.
         self._reference = to_params(_without_value_head(weights)) if with_reference else None
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax is over the token ids below it; None if over all that the model has."""
+        """The softmax covers token ids below this; None covers all ids of the model."""
         return self.settings.num_tokens
 
     @property
     def num_ranks(self) -> int:
-        """One: a process of its own, on one device."""
+        """Always 1: one process on one device."""
         return 1
 
     @property
     def weight_version(self) -> int:
-        """The number of optimizer steps that the weights have taken."""
+        """Number of optimizer steps taken."""
         return self._num_optim_steps
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to that of its step.
+        """Add the batch's gradient to the step.
 
         Raises:
-            NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
+            NonFiniteError: the loss is not finite; the step's gradient is dropped.
         """
         return future_of(lambda: self._forward_backward(batch))
 
@@ -175,7 +173,7 @@ class JAXTrainingBackend:
         return metrics
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient, on the CPU."""
+        """Scores of the batch by the policy or the reference, without gradient, on the CPU."""
         return future_of(lambda: self._score(batch, reference=reference))
 
     def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
@@ -185,10 +183,10 @@ class JAXTrainingBackend:
         return _token_scores([None if s is None else _cut_to(batch, s) for s in scores])
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, step, and move the learning rate on.
+        """Clip the gradient, step, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
+            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
         """
         return future_of(self._optim_step)
 
@@ -214,18 +212,18 @@ class JAXTrainingBackend:
         return {"grad_norm": norm, "lr": lr}
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """A copy of the weights by their Hugging Face names, tied ones once."""
+        """A copy of the weights by Hugging Face name, tied ones once."""
         return ImmediateTrainFuture(_without_value_head(to_weights(self._params)))
 
     def release_cache(self) -> ImmediateTrainFuture[None]:
-        """Nothing: JAX keeps what it has taken (XLA_PYTHON_CLIENT_PREALLOCATE and its kin set how much that is)."""
+        """Do nothing: JAX keeps its memory (XLA_PYTHON_CLIENT_PREALLOCATE and related variables set how much)."""
         return ImmediateTrainFuture(None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights; the optimizer keeps its state.
 
         Raises:
-            CheckpointError: a name or shape that is not the model's; the weights are as before.
+            CheckpointError: names or shapes differ from the model's; the weights are unchanged.
         """
         return future_of(lambda: self._load_weights(weights))
 
@@ -239,11 +237,11 @@ class JAXTrainingBackend:
         shutil.copyfile(self.model_dir / "config.json", path)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
-        """Write a directory in the layout of the PyTorch backend, which engines load and either backend resumes from.
+        """Write a checkpoint in the PyTorch backend's layout, which engines can load and either backend can resume.
 
-        The call copies everything to host memory, as much as weights and optimizer take; a thread writes the copy.
+        The call copies weights and optimizer state to host memory; a thread writes the copy.
         """
-        assert self._saving.done(), "one save at a time: wait for the last one's result"
+        assert self._saving.done(), "only one save at a time: wait for the result of the last one"
         trainer = {
             "scheduler": {"last_epoch": self._num_optim_steps, "_step_count": self._num_optim_steps + 1},
             "num_optim_steps": self._num_optim_steps,
@@ -263,15 +261,15 @@ class JAXTrainingBackend:
         return saving
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Go on from a checkpoint of this backend, or of the PyTorch backend without adapters.
+        """Load a checkpoint of this backend, or of the PyTorch backend without adapters.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or has no trainer state.
+            CheckpointError: it is damaged, of another model, or without trainer state.
         """
         return future_of(lambda: self._load_checkpoint(path))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state under the names that the PyTorch backend saves it; nothing before the first step."""
+        """AdamW's state under the PyTorch backend's names; empty before the first step."""
         if self._num_optim_steps == 0:
             return {}
         named: dict[str, Tensor] = {}
@@ -294,7 +292,7 @@ class JAXTrainingBackend:
         return state
 
     def _moments_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Params]:
-        """The moving averages in a checkpoint; 0 for weights that had no gradient yet, of which PyTorch saves none."""
+        """The moving averages of a checkpoint; 0 for weights without a gradient so far, which PyTorch does not save."""
         return {
             quantity: to_params(
                 {
@@ -321,11 +319,11 @@ def create_jax_backend(
     with_start_sample: bool = True,
     seed: int = 0,
 ) -> JAXTrainingBackend:
-    """Model, AdamW, schedule and loss as a backend, in one call; the arguments of `create_backend`.
+    """Create model, AdamW, schedule and loss as a backend; the arguments are those of `create_backend`.
 
     Raises:
-        ConfigError: the model is no folder, or has dropout, which this backend does not do.
-        CheckpointError: nothing loadable lies there, or a model of another family.
+        ConfigError: the model is not in a folder, or has dropout, which this backend does not support.
+        CheckpointError: the folder has no loadable model, or a model of another family.
     """
     seed_everything(seed)
     model_dir = Path(model.path)
@@ -362,12 +360,12 @@ def read_weights(model_dir: Path, settings: ModelSettings) -> dict[str, Tensor]:
     """The weights in a folder, tied ones once.
 
     Raises:
-        CheckpointError: a tensor that is missing, unexpected, of another shape or not finite.
+        CheckpointError: a tensor is missing, unexpected, not finite or of another shape.
     """
     tensors = read_tensors(model_dir)
     tied = tensors.pop(HEAD, None) if settings.architecture.ties_embeddings else None
     if tied is not None and not torch.equal(tied, tensors.get(EMBEDDING, torch.empty(0))):
-        raise CheckpointError(f"{model_dir}: {HEAD} differs from {EMBEDDING}, its config.json ties them")
+        raise CheckpointError(f"{model_dir}: {HEAD} differs from {EMBEDDING}, but its config.json ties them")
     check_tensors(tensors, tensor_shapes(settings.architecture), source=str(model_dir))
     return tensors
 
@@ -388,10 +386,10 @@ def adamw_step(
     step_size: float,
     root_correction: float,
 ) -> tuple[Params, dict[str, Params]]:
-    """The weights and moving averages after one step; the arithmetic of `torch.optim.AdamW`.
+    """Weights and moving averages after one step, with the arithmetic of `torch.optim.AdamW`.
 
     Args:
-        scale: what clipping multiplies the gradient by.
+        scale: factor of the gradient, from clipping.
         step_size: lr / (1 - beta1 ** step).
         root_correction: sqrt(1 - beta2 ** step).
 
@@ -413,7 +411,7 @@ def adamw_step(
 def _score_and_pull_back(
     params: Params, batch: PaddedBatch, settings: ModelSettings
 ) -> tuple[Scores, Callable[[Scores], tuple[Params]]]:
-    """The scores, and what takes the gradient of a loss with respect to them to that with respect to the weights."""
+    """The scores, and a function from the loss's gradient for scores to its gradient for weights."""
     scores, pull_back = jax.vjp(lambda p: score_batch(p, batch, settings), params)
     return scores, pull_back
 
@@ -432,7 +430,7 @@ _step = jax.jit(adamw_step, static_argnames="optim", donate_argnames=("params", 
 
 
 def _is_matrix(name: str, value: jax.Array) -> bool:
-    """Whether weight decay acts on a weight; those of the layers have one dimension more."""
+    """True if weight decay acts on a weight; stacked layers have one more dimension."""
     return bool(value.ndim - name.startswith(ALL_LAYERS) > 1)
 
 
@@ -445,7 +443,7 @@ def _without_value_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _policy_name(name: str) -> str:
-    """The PyTorch policy's name of a parameter."""
+    """A parameter's name in the PyTorch policy."""
     return name if name in VALUE_HEAD else POLICY_PREFIX + name
 
 
@@ -456,7 +454,7 @@ def _cut_to(batch: TrainBatch, scores_BT: jax.Array) -> Tensor:
 
 
 def _padded_gradient(leaf: Tensor, scores_BT: jax.Array) -> jax.Array:
-    """The gradient of the loss with respect to padded scores; 0 where the loss does not depend on them."""
+    """The loss's gradient for padded scores; 0 if the loss does not depend on them."""
     padded_BT = np.zeros(scores_BT.shape, dtype=np.float32)
     if leaf.grad is not None:
         padded_BT[: leaf.shape[0], : leaf.shape[1]] = leaf.grad.numpy()

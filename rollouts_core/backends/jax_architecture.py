@@ -1,7 +1,4 @@
-"""Whether JAX can train a model, by the settings in its folder; without loading jax.
-
-Not here: the model itself (jax_model.py), its training (jax.py).
-"""
+"""Check whether JAX can train a model, by the settings in its folder, without importing jax."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ from rollouts_core.errors import ConfigError
 
 
 def load_jax_architecture(model: ModelConfig) -> Architecture:
-    """The architecture of a model that JAX is to train.
+    """The architecture of a model for JAX.
 
     Raises:
-        CheckpointError: no readable config.json, or a model of another family.
-        ConfigError: a model of a hub, or one with dropout, which JAX does not do.
+        CheckpointError: config.json is unreadable, or the model is of another family.
+        ConfigError: the model is on the hub, or has dropout, which the JAX backend does not support.
     """
     folder = Path(model.path)
     if not folder.is_dir():
-        raise ConfigError(f'backend "jax" reads models from folders, {model.path} is none: download the model first')
+        raise ConfigError(f'backend "jax" reads models from folders, not {model.path}: download the model first')
     remedy = 'set policy.backend = "pytorch" for this model'
     architecture = load_architecture(folder, runner='backend "jax"', remedy=remedy)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,11 +1,9 @@
-"""The decoders of the Llama and Qwen families as JAX functions of their weights, and what they say about a batch.
-
-Not here: reading files, gradients' use and the optimizer (jax.py), batches (batch.py).
+"""Decoders of the Llama and Qwen families as JAX functions of their weights, and scores of a batch.
 
     batch -> embedding -> scan over the layers -> hidden states -> scored ones first -> head, a piece at a time
 
-The weights of all layers lie stacked under one name, `model.layers.*.mlp.up_proj.weight`, and a scan runs over them,
-so the time to compile does not grow with the depth. Outside they have their Hugging Face names.
+The weights of all layers are stacked under one name, `model.layers.*.mlp.up_proj.weight`, for a scan over layers, so
+the compile time does not grow with depth. Outside of this file weights have their Hugging Face names.
 
 B rows, T token positions, N = B x T positions, L layers, H hidden size, Q query heads, K key heads, D width of a head,
 V vocabulary.
@@ -28,7 +26,7 @@ from rollouts_core.embedded.architecture import Architecture
 from rollouts_core.model import logprobs
 
 Params = dict[str, jax.Array]
-"""Weights by name, those of the layers stacked."""
+"""Weights by name, with stacked layers."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
@@ -36,31 +34,31 @@ ALL_LAYERS = LAYERS + "*."
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
 
 SMALLEST_LENGTH = 16
-"""Shorter rows are padded to this."""
+"""Shorter rows are padded to this length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """What is compiled into the functions."""
+    """Static settings of the compiled functions."""
 
     architecture: Architecture
     """The shape of the model."""
     compute_dtype: str = "float32"
     """Number format of the matrix products; norms, softmax and the residual stream are float32."""
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     with_entropies: bool = False
-    """Whether entropies are computed too."""
+    """Whether to also compute entropies."""
     recompute_layers: bool = False
     """Keep only the layers' inputs for the backward pass."""
     num_tokens: int | None = None
-    """The softmax is over the token ids below it; None takes all that the model has."""
+    """The softmax covers token ids below this; None covers all ids of the model."""
     untrained_input_id: int | None = None
-    """The token whose embedding gets no gradient as an input: the padding token of config.json, as in transformers."""
+    """Token whose input embedding gets no gradient: the padding token of config.json, as in transformers."""
 
 
 class PaddedBatch(NamedTuple):
-    """The part of a `TrainBatch` that the model reads, padded to a size that few others differ from."""
+    """The inputs of the model from a `TrainBatch`, padded to one of few sizes."""
 
     inputs_BT: jax.Array
     position_ids_BT: jax.Array
@@ -68,9 +66,9 @@ class PaddedBatch(NamedTuple):
     prompt_ids_BT: jax.Array
     targets_BT: jax.Array
     order_N: jax.Array
-    """Every position of the flat batch, those in the loss mask first."""
+    """All positions of the flat batch, positions in the loss mask first."""
     num_scored: jax.Array
-    """How many of them are in the loss mask."""
+    """Number of positions in the loss mask."""
 
 
 class Scores(NamedTuple):
@@ -82,7 +80,7 @@ class Scores(NamedTuple):
 
 
 def pad_batch(batch: TrainBatch) -> PaddedBatch:
-    """The batch with rows and positions added until both numbers are those of `bucket_size`."""
+    """Pad rows and positions to sizes of `bucket_size`."""
     num_rows, length = batch.inputs_BT.shape
     shape = (bucket_size(num_rows), bucket_size(max(length, SMALLEST_LENGTH)))
 
@@ -105,13 +103,13 @@ def pad_batch(batch: TrainBatch) -> PaddedBatch:
 
 
 def bucket_size(count: int) -> int:
-    """The next number of at most three binary digits and zeros: 1 to 8, 10, 12, 14, 16, 20, ...; up to 25% more."""
+    """The next number with at most three significant bits: 1 to 8, 10, 12, 14, 16, 20, ...; up to 25 % more."""
     step = 1 << max(0, count.bit_length() - 3)
     return -(-count // step) * step
 
 
 def score_batch(params: Params, batch: PaddedBatch, settings: ModelSettings) -> Scores:
-    """What the model says about the targets in the loss mask; 0 at other positions, as in `policy.score_targets`."""
+    """Scores of the targets in the loss mask; 0 at other positions, as in `policy.score_targets`."""
     with jax.default_matmul_precision("highest" if settings.compute_dtype == "float32" else "default"):
         hidden_BTH = compute_hidden_states(params, batch, settings)
         ordered_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[batch.order_N]
@@ -133,11 +131,11 @@ def score_batch(params: Params, batch: PaddedBatch, settings: ModelSettings) -> 
 
 
 def compute_hidden_states(params: Params, batch: PaddedBatch, settings: ModelSettings) -> jax.Array:
-    """(B, T, H) float32 after the last norm, each sample seeing only itself and its prompt."""
+    """(B, T, H) float32 after the last norm; each sample sees only itself and its prompt."""
     a = settings.architecture
     keys_B1T = batch.segment_ids_BT[:, None, :]
     is_read_BTT = (batch.segment_ids_BT[:, :, None] == keys_B1T) | (batch.prompt_ids_BT[:, :, None] == keys_B1T)
-    mask_B1TT = jnp.tril(is_read_BTT)[:, None]  # padding reads padding, so that no query is left with nothing
+    mask_B1TT = jnp.tril(is_read_BTT)[:, None]  # padding reads padding, so that every query reads something
     rotation = _rotation(batch.position_ids_BT, a)
 
     def block(hidden_BTH: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -158,9 +156,9 @@ def compute_hidden_states(params: Params, batch: PaddedBatch, settings: ModelSet
 def score_in_pieces(
     params: Params, hidden_NH: jax.Array, targets_N: jax.Array, num_scored: jax.Array, settings: ModelSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """(N,) log-probs and (N,) entropies of the first `num_scored` positions, without ever holding all logits.
+    """(N,) log-probs and (N,) entropies of the first `num_scored` positions, without storing all logits.
 
-    Pieces without a scored position are passed over; the backward pass computes the logits of the others again.
+    Pieces without a scored position are skipped; the backward pass computes the logits of the others again.
     """
     head_VH = params.get(HEAD, params[EMBEDDING])[: settings.num_tokens]
     num_positions = len(targets_N)
@@ -191,7 +189,7 @@ def score_in_pieces(
 
 
 def to_params(weights: Mapping[str, Tensor]) -> Params:
-    """A float32 copy on the device of weights by their Hugging Face names, those of the layers stacked."""
+    """A float32 copy of weights on the device, with stacked layers."""
     params = {name: _to_array(value) for name, value in weights.items() if not name.startswith(LAYERS)}
     of_layers = [name.removeprefix(LAYERS).partition(".") for name in weights if name.startswith(LAYERS)]
     num_layers = 1 + max((int(layer) for layer, _, _ in of_layers), default=-1)
@@ -202,7 +200,7 @@ def to_params(weights: Mapping[str, Tensor]) -> Params:
 
 
 def to_weights(params: Params) -> dict[str, Tensor]:
-    """A copy in host memory of the weights by their Hugging Face names: the inverse of `to_params`."""
+    """A copy of the weights in host memory by Hugging Face name: the inverse of `to_params`."""
     weights: dict[str, Tensor] = {}
     for name, value in params.items():
         copied = torch.from_numpy(np.array(value))
@@ -215,7 +213,7 @@ def to_weights(params: Params) -> dict[str, Tensor]:
 
 
 def _to_array(value: Tensor) -> jax.Array:
-    return jnp.array(value.detach().float().numpy(), copy=True)  # memory of its own, which the optimizer may reuse
+    return jnp.array(value.detach().float().numpy(), copy=True)  # own memory, which the optimizer may reuse
 
 
 def _attend(
@@ -269,7 +267,7 @@ def _linear(
 
 
 def _rms_norm(inputs: jax.Array, weight: jax.Array, architecture: Architecture) -> jax.Array:
-    """Float32, whatever the inputs."""
+    """Computed in float32 for inputs of any dtype."""
     values = inputs.astype(jnp.float32)
     mean_square = jnp.square(values).mean(-1, keepdims=True)
     return values * jax.lax.rsqrt(mean_square + architecture.norm_eps) * weight
@@ -277,7 +275,7 @@ def _rms_norm(inputs: jax.Array, weight: jax.Array, architecture: Architecture) 
 
 def _rotation(position_ids_BT: jax.Array, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary embedding, (B, T, 1, D / 2) each."""
-    # Frequencies by torch, as the models were trained with: a rounding of them grows with the position.
+    # Frequencies from torch, as in the models' training: a rounding difference grows with the position.
     exponents = torch.arange(0, architecture.head_dim, 2).float() / architecture.head_dim
     frequencies = jnp.asarray((1.0 / architecture.rope_theta**exponents).numpy())
     angles = (position_ids_BT[:, :, None].astype(jnp.float32) * frequencies)[:, :, None]
@@ -285,7 +283,7 @@ def _rotation(position_ids_BT: jax.Array, architecture: Architecture) -> tuple[j
 
 
 def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn the pairs (i, i + D / 2) of every head."""
+    """Rotate the pairs (i, i + D / 2) of every head."""
     cos, sin = rotation
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,14 +1,11 @@
-"""Start a job as several processes with torchrun, and end as they ended.
-
-Not here: what the processes do (sft_job.py, rl_job.py), how they talk (ranks.py). Nothing here imports torch before it
-is needed.
+"""Start a job as several processes with torchrun, and return their exit code. torch is imported only when needed.
 
     python -m rollouts_core sft job.json                      the launcher, with torchrun's agent in it
         +-- RANK=0 python -m rollouts_core sft job.json       the leader
         +-- RANK=1 python -m rollouts_core sft job.json       a follower, which dies with the launcher
 
-A process that fails ends the others. A signal to the launcher reaches all. Of several machines each has a launcher
-(unit.py).
+A failing process ends the others. A signal to the launcher reaches all. With several machines, each has a launcher
+(`multi_node.py`).
 """
 
 from __future__ import annotations
@@ -25,33 +22,33 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
+from rollouts_core.backends.multi_node import Meeting, Unit, network_variables
 from rollouts_core.backends.store_tunnel import LOOPBACK
-from rollouts_core.backends.unit import Meeting, Unit, network_variables
 from rollouts_core.job import Job, TrainingJob
 
 SHUTDOWN_S = 8
-"""With several machines: between SIGTERM and SIGKILL, since a process may wait for one that is gone."""
+"""With several machines: seconds between SIGTERM and SIGKILL, since a process may wait for a lost machine."""
 LAUNCHER = -1
-"""Stands for the launcher itself among ranks."""
+"""Rank number for the launcher itself."""
 
 
 def num_processes(job: Job) -> int:
-    """How many processes of this machine do a job: several where it trains and its deployment says so."""
+    """Number of this machine's processes for a job: several only for training with such a deployment."""
     return job.deployment.num_trainer_processes if isinstance(job, TrainingJob) else 1
 
 
 def needs_launcher(job: Job) -> bool:
-    """Whether several processes do a job, of this machine or of several."""
+    """True if several processes run the job, on one machine or several."""
     return num_processes(job) > 1 or (isinstance(job, TrainingJob) and bool(job.further_trainers))
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process, alone or as one of several."""
+    """True if torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_follower() -> bool:
-    """Whether this process writes no files, because another one leads."""
+    """True if another process leads; then this one writes no files."""
     return is_launched() and os.environ["RANK"] != "0"
 
 
@@ -64,22 +61,22 @@ def launch(
 ) -> int:
     """Run `python -m rollouts_core arguments` as several processes of this machine; returns the exit code.
 
-    Args:
-        log_dir: folder of torchrun's own files while they run; what a launcher left there that was killed is removed.
-        join: how this machine joins others whose processes belong to these.
+    If a signal killed a process, this process dies of the same signal, so that the caller learns the cause, for
+    example a lack of memory. Otherwise the exit code is that of a failed process.
 
-    The exit code is that of a process that failed. Where a signal killed one, this process dies of the same signal, so
-    that who started it learns of it, for instance that memory ran out.
+    Args:
+        log_dir: folder of torchrun's own files. It is removed at the end, and at the start if a killed run left it.
+        join: connects this machine to the other machines of the training.
 
     Raises:
-        MachineLostError: another machine did not come, or is gone.
+        MachineLostError: another machine did not arrive, or is gone.
     """
-    import torch.distributed.run  # noqa: F401 - it takes seconds, in which others would wait for this machine
+    import torch.distributed.run  # noqa: F401 - takes seconds, so imported before other machines wait for this one
 
     with _removed_before_and_after(log_dir), join() as unit, _meeting_of(unit) as meeting:
         where = agent_arguments(meeting)
         shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
-        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # what is set stays
+        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # set variables win
         program = ["--no-python", sys.executable, "-P", "-u", "-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
@@ -90,7 +87,7 @@ def launch(
 
 @contextmanager
 def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
-    """Where this machine's agent meets those of the others, or its own ranks if it trains alone."""
+    """The meeting point of this machine's agent with those of other machines, or with its own ranks."""
     if unit is not None:
         yield unit.meeting
         return
@@ -98,14 +95,14 @@ def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
 
     store, port = open_store(LOOPBACK, multi_tenant=True)
     yield Meeting(num_nodes=1, node_rank=0, store_port=port, own_address=LOOPBACK)
-    del store  # until here: it ends with its last reference
+    del store  # kept until here: it closes with its last reference
 
 
 def agent_arguments(meeting: Meeting) -> list[str]:
-    """The arguments that tell torchrun where its agents and ranks meet.
+    """torchrun's arguments for the meeting point of its agents and ranks.
 
-    The leader's agent finds the store that this process has opened at the port. torchrun's own store would listen on
-    all interfaces, and with `--standalone` the agent would unpickle whatever is written there.
+    The leader's agent uses the store that this process opened at the port. torchrun's own store would listen on all
+    interfaces, and with `--standalone` the agent would unpickle anything written to it.
     """
     size = ["--nnodes", str(meeting.num_nodes), "--node-rank", str(meeting.node_rank)]
     place = ["--master-addr", LOOPBACK, "--master-port", str(meeting.store_port)]
@@ -113,12 +110,12 @@ def agent_arguments(meeting: Meeting) -> list[str]:
 
 
 def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
-    """Run torchrun to its end; returns the exit codes of processes that failed, by rank."""
+    """Run torchrun to its end; returns the exit codes of failed processes by rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would talk after the job's last line
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would log after the job's last line
     try:
         run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -138,13 +135,13 @@ def _removed_before_and_after(folder: Path) -> Iterator[None]:
 
 
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
-    """The exit code that says most about why a job ended, negative for a signal.
+    """The exit code that best explains the end of a job; negative for a signal.
 
-    One that tells the user to change something comes first, then a signal: the others often fail because of it. SIGTERM
-    is what torchrun ends the others with, as early as they had nothing left to do with it.
+    Code 2 (the user must change something) comes first, then a signal, which often makes other processes fail. SIGTERM
+    counts least: torchrun sends it to the remaining processes.
 
     Args:
-        exit_codes: those of the processes that failed, by rank.
+        exit_codes: exit codes of failed processes by rank.
     """
     codes = list(exit_codes.values())
     own = [code for code in codes if code not in (-signal.SIGTERM, 128 + signal.SIGTERM)] or codes
@@ -164,20 +161,20 @@ def _end_like(code: int, exit_codes: Mapping[int, int]) -> int:
 
 
 def run_worker(program: Callable[[], int]) -> NoReturn:
-    """Run a worker's program and end the process with its exit code, without the interpreter's shutdown.
+    """Run a worker's program and exit with its code, skipping the interpreter's shutdown.
 
-    That shutdown aborts now and then because of threads of torch's connections: torch 2.13 with gloo did so in one of
-    eight jobs that had done all their work.
+    The shutdown sometimes aborts in threads of torch's connections: with torch 2.13 and gloo after one in eight
+    finished jobs.
     """
     code = 1
     try:
         code = program()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not print is lost
+    except BaseException:  # noqa: BLE001 - the last frame of the process: an unprinted error would be lost
         traceback.print_exc()
-    # This much of the shutdown is wanted: the threads of a pool that nobody closed end only when they are told here.
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter calls it
+    # This part of the shutdown is needed: threads of unclosed pools end only when it notifies them.
+    threading._shutdown()  # type: ignore[attr-defined]  # the interpreter calls it too
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,4 @@
-"""AdamW, its learning-rate schedule, and the names under which its state is saved.
-
-Not here: when to step (pytorch.py).
-"""
+"""AdamW, its learning-rate schedule, and the names of its saved state."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ def create_adamw_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim
 def create_warmup_cosine_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, *, num_steps: int
 ) -> LambdaLR:
-    """Linear warmup, then the shape that `config.schedule` names, down to `min_lr_ratio` at the last step."""
+    """Linear warmup, then the shape `config.schedule` down to `min_lr_ratio` at the last step."""
     return LambdaLR(optimizer, partial(lr_ratio, config=config, num_steps=num_steps))
 
 
 def lr_ratio(step: int, *, config: OptimConfig, num_steps: int) -> float:
-    """The learning rate of step 0, 1, ... as a share of its peak.
+    """The learning rate of step 0, 1, ... divided by its peak.
 
-    The peak is at the last warmup step, or at the first step without warmup; the minimum at the last step.
+    The peak is at the last warmup step, or at the first step without warmup; the minimum is at the last step.
     """
     if step < config.num_warmup_steps:
         return (step + 1) / config.num_warmup_steps
@@ -55,7 +52,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # Any: JSON
-    """Put a schedule to the step of a saved one. Its peak and its length are those it was created with."""
+    """Move a schedule to a saved step. Peak and length are those of its creation."""
     scheduler.last_epoch = state["last_epoch"]
     scheduler._step_count = state["_step_count"]
     ratios = [ratio_of(scheduler.last_epoch) for ratio_of in scheduler.lr_lambdas]
@@ -74,10 +71,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave."""
+    """Restore the tensors of `optimizer_tensors`."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():
         name, quantity = key.rsplit("/", 1)
         parameter = parameters[name]
-        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW wants all there
+        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW needs one device

@@ -1,10 +1,7 @@
-"""One end of a process group that stands beside all others of its process: what trainer and servers have in common.
+"""Process groups outside of torch.distributed's default group, for weights from trainer to engines.
 
-Not here: what is sent, and to whom (engines/group.py), what becomes of it (embedded/receiving.py,
-engines/in_vllm/rollouts_receiver.py).
-
-Made of torch's backends alone, in the form in which torch.distributed, and so SGLang, makes its own: both ends find
-each other whichever of them is ours. Nothing but torch is imported, because vLLM's workers load this file by its path.
+Built from torch's backends in the form that torch.distributed, and therefore SGLang, uses: either end may be ours.
+Only torch is imported, because vLLM's workers load this file by its path.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
 TIMEOUT_S = 120.0
-"""For the others to join, and for one bucket to be sent or to come."""
+"""Time limit for all members to join, and for one bucket to arrive, seconds."""
 POLL_S = 0.001
 
 
 def find_address_towards(host: str, port: int) -> str:
-    """The address of this machine on the way to another; OSError where no way leads there."""
+    """This machine's address on the route to another host; OSError without a route."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # nothing is sent
@@ -36,16 +33,16 @@ def find_address_towards(host: str, port: int) -> str:
 
 
 def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, int]:
-    """A store, and the port at which it listens.
+    """Open a store; returns it with its port.
 
-    It listens at this address alone, since everybody that reaches a store can take part. A TCPStore that opens its
-    port itself listens on all interfaces.
+    It listens only at this address, because every client of a store can take part. A TCPStore that opens its own port
+    listens on all interfaces.
 
     Args:
-        multi_tenant: let this process open further stores at the port, which are this one.
+        multi_tenant: further stores that this process opens at the port are the same store.
 
     Raises:
-        OSError, RuntimeError: nothing can listen at the address.
+        OSError, RuntimeError: the address cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
@@ -63,47 +60,47 @@ def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, i
 
 
 def join_store(address: str, port: int, *, size: int) -> TCPStore:
-    """The store that the trainer opened, over which the members find each other; RuntimeError if it is not there.
+    """Connect to the trainer's store, through which the members find each other; RuntimeError if it is unreachable.
 
-    This member is counted in, as `torch.distributed.rendezvous` does: a trainer that opened the store so waits until
-    `size` members were counted. Only the one that opened it waits.
+    This counts as one member, as in `torch.distributed.rendezvous`: a trainer that opened the store in that way waits
+    until `size` members were counted. Members do not wait.
     """
     return TCPStore(address, port, world_size=size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
 def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:
-    """The place in a store where torch.distributed would look for the group."""
+    """The prefix in a store under which torch.distributed would look for the group."""
     return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
 def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> Any:
-    """One end of a group; returns when all others are there, RuntimeError where they do not come.
+    """Join a group; returns when all members are connected, RuntimeError if some do not come.
 
-    The type, ProcessGroupGloo, is one that only some builds of torch have.
+    Returns ProcessGroupGloo, a type that only some builds of torch have.
 
     Args:
-        address: of this machine, where the others reach it.
+        address: this machine's address as seen by the others.
     """
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as torch's own tests do
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's own tests use it
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=TIMEOUT_S)
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
-    """One end of a group of GPUs, ProcessGroupNCCL, which only builds for CUDA have."""
+    """Join a group of GPUs; returns ProcessGroupNCCL, which only CUDA builds have."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    # Groups that are made from now on raise where a rank is gone; others end the process, with its work. It stays set:
-    # engines are joined by several threads.
+    # Makes new groups raise if a rank is gone, instead of ending the process. The variable stays set, because several
+    # threads connect to engines.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def begin_broadcast(group: Any, flat: Tensor) -> Any:
-    """Begin to send these bytes as rank 0, or to have rank 0's written into them as another one.
+    """Start to send these bytes as rank 0, or to receive rank 0's bytes into them.
 
-    Returns the work, for `wait_for`: whoever waits must hold no reference to the group, see `let_go`.
+    Returns the work, for `wait_for`. While waiting, the caller must hold no reference to the group; see `let_go`.
     """
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
@@ -111,10 +108,10 @@ def begin_broadcast(group: Any, flat: Tensor) -> Any:
 
 
 def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's Work
-    """Return when the work of a group is done.
+    """Wait until a group's work is done.
 
     Raises:
-        RuntimeError: what it ended with, or that it was given up, or took too long.
+        RuntimeError: the work failed, was given up, or took too long.
     """
     deadline = time.monotonic() + TIMEOUT_S
     while not work.is_completed():
@@ -123,17 +120,17 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
         if time.monotonic() > deadline:
             raise RuntimeError(f"not within {TIMEOUT_S:g} s")
         time.sleep(POLL_S)
-    work.wait()  # raises what it ended with
+    work.wait()  # raises the error of failed work
 
 
 def let_go(held: list[Any]) -> None:  # Any: see connect_gloo
-    """End the only reference to a group, in a thread.
+    """Drop the only reference to a group, in a thread.
 
-    Not here, nor by who waits: gloo sends on until its timeout, and the end of the group waits for that.
+    A thread, because gloo keeps sending until its timeout, and the group's destructor waits for that.
     """
 
     def end() -> None:
-        with suppress(RuntimeError, AttributeError):  # it failed already, or never began
+        with suppress(RuntimeError, AttributeError):  # it has failed, or never started
             held[0].abort()
         held.clear()
 

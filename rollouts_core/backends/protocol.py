@@ -1,7 +1,4 @@
-"""What the training loops need of a model in training: a Protocol with futures.
-
-Not here: PyTorch (pytorch.py), the loops (sft.py, rl.py).
-"""
+"""`TrainingBackend`: the interface between the training loops and a model in training, with futures."""
 
 from __future__ import annotations
 
@@ -22,38 +19,38 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 TrainingState = Mapping[str, Any]  # Any: JSON
-"""What a loop keeps beside the model: cursors and counters, as JSON values."""
+"""A loop's state besides the model: cursors and counters, as JSON values."""
 
 
 class TrainFuture(Protocol[T_co]):
-    """Work that was asked of a backend. Errors of the work arrive at `result`."""
+    """Work requested from a backend. `result` raises the work's errors."""
 
     async def result(self) -> T_co:
-        """Wait until the work is done and return what it gave, or raise what it raised."""
+        """Wait for the work and return its result, or raise its error."""
         ...
 
     def done(self) -> bool:
-        """True when `result` would not wait."""
+        """True if `result` would not wait."""
         ...
 
 
 class ImmediateTrainFuture(Generic[T]):
-    """A future of work that is already done."""
+    """A future of finished work."""
 
     def __init__(self, value: T) -> None:
         self._value = value
 
     async def result(self) -> T:
-        """The value, at once."""
+        """The value, without waiting."""
         return self._value
 
     def done(self) -> bool:
-        """True."""
+        """Always true."""
         return True
 
 
 class ThreadTrainFuture(Generic[T]):
-    """A future of work that a thread of its own does from now on; the interpreter does not end before it is done."""
+    """A future of work in its own thread, started now. The interpreter does not exit before it is done."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train future")
@@ -61,20 +58,20 @@ class ThreadTrainFuture(Generic[T]):
         executor.shutdown(wait=False)
 
     async def result(self) -> T:
-        """Wait for the thread; who stops waiting does not stop the work."""
+        """Wait for the thread; cancelling the wait does not stop the work."""
         return await asyncio.shield(asyncio.wrap_future(self._future))
 
     def done(self) -> bool:
-        """True when the thread has ended."""
+        """True if the thread has ended."""
         return self._future.done()
 
 
 class LateTrainFuture(Generic[T]):
-    """A future of work that a device was given: only `result` waits for the device, once.
+    """A future of work queued on a device; only `result` waits for the device, once.
 
     Args:
-        read: returns the value, or raises the error.
-        is_read: whether `read` would not wait.
+        read: returns the value or raises the error.
+        is_read: True if `read` would not wait.
     """
 
     def __init__(self, read: Callable[[], T], is_read: Callable[[], bool]) -> None:
@@ -83,18 +80,18 @@ class LateTrainFuture(Generic[T]):
         """None before the first `result`."""
 
     async def result(self) -> T:
-        """Wait for the device, and for what else it was given before this call."""
+        """Wait for the device, including earlier work in its queue."""
         if self._outcome is None:
             self._outcome = future_of(self._read)
         return await self._outcome.result()
 
     def done(self) -> bool:
-        """True when `result` would not wait."""
+        """True if `result` would not wait."""
         return self._outcome is not None or self._is_read()
 
 
 class FailedTrainFuture:
-    """A future of work that has failed already: any type of result, since there is none."""
+    """A future of work that already failed; fits any result type."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -104,67 +101,66 @@ class FailedTrainFuture:
         raise self._error
 
     def done(self) -> bool:
-        """True."""
+        """Always true."""
         return True
 
 
 def future_of(work: Callable[[], T]) -> TrainFuture[T]:
-    """Do the work now; its value or its error arrives at `result`."""
+    """Do the work now; `result` returns its value or raises its error."""
     return future_from(lambda: ImmediateTrainFuture(work()))
 
 
 def future_from(begin: Callable[[], TrainFuture[T]]) -> TrainFuture[T]:
-    """The future that `begin` returns, or one of the error that it raises."""
+    """The future from `begin`, or a failed one if `begin` raises."""
     try:
         return begin()
-    except Exception as error:  # noqa: BLE001 - a future carries whatever its work raised
+    except Exception as error:  # noqa: BLE001 - a future carries any exception of its work
         return FailedTrainFuture(error)
 
 
 class TrainingBackend(Protocol):
     """A model, its optimizer and its schedule.
 
-    `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of micro-batches of one
-    step add up.
+    `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of a step's micro-batches
+    are summed.
 
-    It may have `save_model_config(path)`, which writes its model's config.json: then RL needs no `PublishTarget`. It
-    may have `start_sample`, the `sample_weights` of what training started from: then RL says how much of an update
-    arrives in engines that round weights.
+    Two optional members: with `save_model_config(path)`, which writes the model's config.json, RL needs no
+    `PublishTarget`. With `start_sample`, the `sample_weights` of the start weights, RL reports how much of an update
+    survives rounding in engines.
     """
 
     @property
     def num_ranks(self) -> int:
-        """Devices that share the rows of each batch: a micro-batch may be that many times as large as one holds."""
+        """Number of devices that share the rows of each batch; a micro-batch may be that many times larger."""
         ...
 
     @property
     def weight_version(self) -> int:
-        """The number of optimizer steps that the weights have taken."""
+        """Number of optimizer steps taken."""
         ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient; returns metrics that add up over the step's micro-batches.
+        """Add the batch's gradient; returns metrics to sum over the step's micro-batches.
 
-        A `LateTrainFuture` promises that the rest of the step may be asked for before its result: with a loss or
-        gradient that is not finite the step changes no weights, and the results of that `forward_backward` and of
-        `optim_step` are a NonFiniteError.
+        With a `LateTrainFuture`, the rest of the step may be requested before its result. If a loss or gradient is not
+        finite, the step then changes no weights, and the results of this call and of `optim_step` raise NonFiniteError.
         """
         ...
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """What the policy says about the batch, without a gradient, on the CPU.
+        """Scores of the batch without a gradient, on the CPU.
 
         Args:
-            reference: ask the weights that training started from instead of the current ones.
+            reference: use the start weights instead of the current ones.
         """
         ...
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip, step, move the schedule on; returns the gradient's norm and the learning rate."""
+        """Clip, step, and advance the schedule; returns the gradient's norm and the learning rate."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The weights by their Hugging Face names."""
+        """The weights by Hugging Face name."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
@@ -172,21 +168,21 @@ class TrainingBackend(Protocol):
         ...
 
     def release_cache(self) -> TrainFuture[None]:
-        """Give memory of the device back that holds nothing, for other processes to use."""
+        """Free unused cached memory of the device for other processes."""
         ...
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
         """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory.
 
-        What is written is as it was at the call; training may go on meanwhile. The future is waited for before the
-        next save.
+        The content is that at the time of the call; training may continue meanwhile. The caller waits for the future
+        before the next save.
 
         Args:
-            state: `step`, and where known `score` and `settings`, go into the manifest too. The file that
-                `served_file` names, if any, becomes `trainer/served.safetensors`.
+            state: `step`, `score` and `settings` also go into the manifest. The file at `served_file`, if any, becomes
+                `trainer/served.safetensors`.
         """
         ...
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Go on from a checkpoint; returns the `state` that was saved with it."""
+        """Load a checkpoint; returns the `state` that was saved with it."""
         ...

@@ -1,7 +1,4 @@
-"""Train a Hugging Face model in one process: the `TrainingBackend` of a laptop or of one GPU.
-
-Not here: the losses (algorithms/loss.py), batches (batch.py), the order of steps (sft.py, rl.py).
-"""
+"""Train a Hugging Face model in one process, on a CPU or one GPU: `PyTorchTrainingBackend`."""
 
 from __future__ import annotations
 
@@ -70,10 +67,10 @@ if TYPE_CHECKING:
 
 
 class PyTorchTrainingBackend:
-    """A policy with its optimizer and schedule on one device; implements `TrainingBackend`.
+    """A policy with optimizer and schedule on one device; implements `TrainingBackend`.
 
     Args:
-        reference: the frozen policy that `score(reference=True)` asks.
+        reference: frozen policy for `score(reference=True)`.
     """
 
     def __init__(
@@ -104,41 +101,41 @@ class PyTorchTrainingBackend:
         )
         self._snapshot = HostSnapshot()
         self._copied = threading.Event()
-        """Set when no save is reading weights and optimizer any more."""
+        """Set while no save reads weights and optimizer state."""
         self._copied.set()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
     def num_ranks(self) -> int:
-        """1: every row of a batch is computed here."""
+        """Always 1: one process computes all rows."""
         return 1
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax is over the token ids below it; None if over all that the model has."""
+        """The softmax covers token ids below this; None covers all ids of the model."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`sample_weights` of the weights that training started from; empty without `with_start_sample`."""
+        """`sample_weights` of the start weights; empty without `with_start_sample`."""
         return self.policy.start_sample
 
     @property
     def has_adapters(self) -> bool:
-        """Whether only adapters are trained."""
+        """True if only adapters are trained."""
         return any(is_adapter_weight(name) for name, _ in self.model.named_parameters())
 
     @property
     def weight_version(self) -> int:
-        """The number of optimizer steps that the weights have taken."""
+        """Number of optimizer steps taken."""
         self._steps.settle()
         return self._steps.num_done
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to that of its step.
+        """Add the batch's gradient to the step.
 
         Raises:
-            NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
+            NonFiniteError: the loss is not finite; the step's gradient is dropped.
         """
         return future_from(lambda: self._forward_backward(batch))
 
@@ -151,7 +148,7 @@ class PyTorchTrainingBackend:
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        """Scores of the batch by the policy or the reference, without gradient or dropout, on the CPU."""
         return future_from(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
@@ -165,10 +162,10 @@ class PyTorchTrainingBackend:
         return LateTrainFuture(lambda: scores.to(torch.device("cpu")), lambda: self.device.type == "cpu")
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, step, and move the learning rate on.
+        """Clip the gradient, step, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
+            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
         """
         return future_from(self._optim_step)
 
@@ -177,15 +174,15 @@ class PyTorchTrainingBackend:
         return self._steps.take(before_change=self._copied.wait)
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, adapters merged in, in host memory; the others are
-        views."""
+        """The weights by Hugging Face name, tied ones once. With adapters these are merged into copies in host memory;
+        other weights are views."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state, and adapters start again from 0.
+        """Replace the weights; the optimizer keeps its state, and adapters are reset.
 
         Raises:
-            CheckpointError: a name or shape that is not the model's; the weights are as before.
+            CheckpointError: names or shapes differ from the model's; the weights are unchanged.
         """
         return future_of(lambda: self._load_weights(weights))
 
@@ -195,20 +192,20 @@ class PyTorchTrainingBackend:
         replace_weights(self.model, weights)
 
     def release_cache(self) -> TrainFuture[None]:
-        """Give memory of the GPU back that holds nothing."""
-        return future_of(torch.cuda.empty_cache)  # does nothing where there is none
+        """Free unused cached memory of the GPU."""
+        return future_of(torch.cuda.empty_cache)  # does nothing without a GPU
 
     def save_model_config(self, path: Path) -> None:
         """Write the model's config.json to `path`."""
         write_model_config(path, self.model)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
-        """Write a directory that engines load as it is and that training resumes from exactly.
+        """Write a checkpoint that engines can load and that training can resume exactly.
 
-        A thread copies everything to host memory, as much as weights and optimizer take, and writes the copy. Forward
-        and backward passes go on meanwhile; what changes weights waits until they are copied.
+        A thread copies weights and optimizer state to host memory and writes the copy. Forward and backward passes
+        continue meanwhile; changes of weights wait for the copy.
         """
-        assert self._saving.done(), "one save at a time: wait for the last one's result"
+        assert self._saving.done(), "only one save at a time: wait for the result of the last one"
         self._steps.settle()
         trainer = {
             "scheduler": deepcopy(self.scheduler.state_dict()),
@@ -218,22 +215,22 @@ class PyTorchTrainingBackend:
         }
         tensors = self._trainer_tensors()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the last step's kernels may still be changing them
+            torch.cuda.synchronize(self.device)  # kernels of the last step may still change the tensors
         self._copied.clear()
         saving = ThreadTrainFuture(lambda: self._copy_and_write(path, trainer, tensors, state))
         self._saving = saving
         return saving
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Go on from a checkpoint of this backend; returns the loop's state.
+        """Load a checkpoint of this backend; returns the loop's state.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or has no trainer state.
+            CheckpointError: it is damaged, of another model, or without trainer state.
         """
         return future_of(lambda: self._load_checkpoint(path))
 
     def _trainer_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds beside the Hugging Face files."""
+        """Content of a checkpoint besides the Hugging Face files."""
         return {
             **{WEIGHT_KEY + name: value.detach() for name, value in own_weights(self.policy).items()},
             **optimizer_tensors(self.policy, self.optimizer),
@@ -245,7 +242,7 @@ class PyTorchTrainingBackend:
     ) -> None:
         try:
             copied: dict[str, Tensor] = {}
-            for name, tensor in checkpoint_weights(self.model):  # a GPU may have no room for all that are merged
+            for name, tensor in checkpoint_weights(self.model):  # one by one: a GPU may lack room for all merged ones
                 copied |= self._snapshot.take({name: tensor})
             copied |= self._snapshot.take(tensors)
         finally:
@@ -261,7 +258,7 @@ class PyTorchTrainingBackend:
         self._copied.wait()
         own = own_weights(self.policy)
         check_named_tensors(own, saved.own_weights)
-        if not self.has_adapters:  # with them the frozen weights are those that training started from
+        if not self.has_adapters:  # with adapters, the frozen weights are the start weights
             weights = read_hf_weights(path, self.model)
             check_named_tensors(base_weights(self.model), weights)
             replace_weights(self.model, weights)
@@ -292,19 +289,19 @@ def create_pytorch_backend(
     seed: int = 0,
     device: str = "",
 ) -> PyTorchTrainingBackend:
-    """Model, AdamW, schedule and loss as a backend, in one call.
+    """Create model, AdamW, schedule and loss as a backend.
 
     Args:
-        num_steps: optimizer steps that the schedule spans.
+        num_steps: optimizer steps of the whole schedule.
         policy: precision, adapters and memory savings.
-        temperature: of the rollouts in RL, 1 in SFT.
-        with_entropies: score entropies too.
+        temperature: the rollouts' temperature in RL, 1 in SFT.
+        with_entropies: also compute entropies.
         with_values: train a value head.
-        with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        within_tokenizer: leave token ids that the tokenizer does not have out of the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the weights that training starts from. RL needs it, SFT does not.
-        seed: of the random numbers that new adapters and dropout take.
-        device: "" takes the first GPU where there is one, else the CPU.
+        with_reference: keep the start weights, for `score(reference=True)`.
+        within_tokenizer: exclude token ids without a token from the softmax, as engines do in RL.
+        with_start_sample: keep a sample of the start weights. Needed in RL only.
+        seed: seed of new adapters and dropout.
+        device: "" uses the first GPU if there is one, else the CPU.
     """
     seed_everything(seed)
     place = device or default_device()

@@ -1,7 +1,6 @@
 """Seed, read and restore the random state of every library that training uses.
 
-Not here: seeds of samples (generate.py), the order of data (data/data_buffer.py, sft.py); they do not depend on this
-state.
+Seeds of samples and the order of data do not depend on this state.
 
     torch on the CPU and on every GPU -> tensors      Python's random, numpy -> JSON values
 """
@@ -25,7 +24,7 @@ CUDA_KEY = "rng/cuda/"
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The random state of one moment."""
+    """The random state at one moment."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]  # Any: JSON
@@ -36,9 +35,9 @@ _remembered = threading.local()
 
 @contextmanager
 def remembered(state: RandomState) -> Iterator[None]:
-    """In this thread, the random state reads as it was: what is saved then is of that moment.
+    """In this thread, let reads of the random state return `state`, so that a save stores an earlier moment.
 
-    Other threads may take random numbers meanwhile, so it cannot be put back for that.
+    The state itself is not restored, because other threads may draw random numbers meanwhile.
     """
     _remembered.state = state
     try:
@@ -48,22 +47,22 @@ def remembered(state: RandomState) -> Iterator[None]:
 
 
 def get_random_state() -> RandomState:
-    """The random state of now."""
     return RandomState(get_random_tensors(), get_random_values())
 
 
 def seed_everything(seed: int) -> None:
-    """Begin with the same random state wherever a run starts."""
+    """Start every run with the same random state."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
-    """torch's random state by name: that of the CPU, and of every GPU.
+    """torch's random state by name, for the CPU and every GPU.
 
     Args:
-        own_gpu_only: of the current GPU alone, as the first one: asking the others would occupy memory of theirs.
+        own_gpu_only: include only the current GPU, as the first one. Reading the state of other GPUs would allocate
+            memory there.
     """
     if (state := _read_remembered()) is not None:
         return dict(state.tensors)
@@ -92,7 +91,7 @@ def _read_remembered() -> RandomState | None:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # Any: JSON
-    """Put back what `get_random_tensors` and `get_random_values` gave; a GPU that is not there is left out."""
+    """Restore the results of `get_random_tensors` and `get_random_values`; missing GPUs are skipped."""
     torch.set_rng_state(tensors[TORCH_KEY])
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -105,5 +104,5 @@ def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -
 
 
 def is_random_state(name: str) -> bool:
-    """True for the names of `get_random_tensors`."""
+    """True for names from `get_random_tensors`."""
     return name == TORCH_KEY or name.startswith(CUDA_KEY)

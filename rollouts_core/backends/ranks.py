@@ -1,9 +1,7 @@
-"""The processes that train one model together: which one this is, and how objects pass between them.
+"""The processes that train one model together: this process's rank, and the exchange of objects.
 
-Not here: what they compute (fsdp.py), who starts them (launch.py).
-
-Rank 0 leads: it alone runs the loop, talks to engines and writes files. The others follow: they hold their share of
-the model and do what the leader sends them, so that the loops need not know how many processes there are.
+Rank 0 leads: only the leader runs the loop, talks to engines and writes files. The followers hold their share of the
+model and run the leader's tasks, so the loops need not know the number of processes.
 
     leader     loop -> backend.forward_backward(batch) -> scatter -+-> its share  -> gather -> the batch's metrics
     followers  ......................................... waiting --+-> its share  -> gather -> waiting ...
@@ -33,29 +31,29 @@ from rollouts_core.user_code.failures import describe_raised
 logger = logging.getLogger(__name__)
 
 MAX_WAIT = timedelta(days=30)
-"""How long a follower waits for the leader, who may be generating, evaluating or writing. One that dies is noticed at
+"""How long a follower waits for the leader, which may be generating, evaluating or writing. A dead leader is noticed at
 once, because its connections close."""
 
 
 class LeaderGoneError(TrainingError):
-    """A follower has nobody to follow any more."""
+    """The leader of this follower is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """An error that one rank tells the others."""
+    """An error that one rank reports to the others."""
 
     sentence: str
-    """Its rank and what it raised."""
+    """The rank and its error."""
     is_of_input: bool
-    """Whether the user has to change something."""
+    """Whether the user must change something."""
 
 
 class Ranks:
-    """This process as one of those that torchrun started, with the connections to the others.
+    """This process among those that torchrun started, with connections to the others.
 
     Args:
-        device: where this process computes; "" takes the GPU of its local rank where there is one, else the CPU.
+        device: device of this process; "" uses the GPU of its local rank if there is one, else the CPU.
 
     Raises:
         TrainingError: torchrun did not start this process.
@@ -71,20 +69,20 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        # Objects are small and on the CPU; and a wait in NCCL would occupy the GPU and time out.
+        # gloo for objects: they are small and on the CPU, and waiting in NCCL would occupy the GPU and time out.
         self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
         self._types: list[type] = [_Failure]
         self.followers_wait = True
-        """Whether every follower waits in `scatter`: nothing may be sent to them otherwise."""
+        """True while every follower waits in `scatter`; sending is only allowed then."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process runs the loop."""
+        """True if this process runs the loop."""
         return self.rank == 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A block that all ranks run together, and leave together by its end or by NonFiniteError."""
+        """A block that all ranks run together and leave together, at its end or by NonFiniteError."""
         self.followers_wait = False
         try:
             yield
@@ -94,22 +92,22 @@ class Ranks:
         self.followers_wait = True
 
     def begin(self) -> None:
-        """Return on every rank when the leader gets here, to make something together.
+        """Wait until all ranks and the leader are here, to create something together.
 
         Raises:
-            LeaderGoneError: it ended before.
+            LeaderGoneError: the leader ended earlier.
         """
         if self.scatter([True] * self.size if self.is_leader else None) is None:
             raise LeaderGoneError("rank 0 ended before it began")
         self.followers_wait = False
 
-    def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: whatever the leader sends
-        """One of the leader's objects, each rank its own; the leader gives as many as there are ranks.
+    def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: the leader's object
+        """Send one object to each rank; returns this rank's object. Only the leader passes `objects`, one per rank.
 
         Raises:
-            LeaderGoneError: on a follower, when the leader ended without a word.
+            LeaderGoneError: on a follower, if the leader ended without stopping it.
         """
-        assert (objects is not None) == self.is_leader, "only the leader has something to scatter"
+        assert (objects is not None) == self.is_leader, "only the leader passes objects"
         contents = None if objects is None else [_pack(each) for each in objects]
         try:
             return self._unpack(self._scatter_bytes(contents))
@@ -118,18 +116,18 @@ class Ranks:
                 raise
             raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
 
-    def gather(self, value: object) -> list[Any]:  # Any: whatever the ranks send
+    def gather(self, value: object) -> list[Any]:  # Any: the ranks' objects
         """Every rank's object, in order, on every rank."""
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
 
     def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
-        """`gather`, or an error on every rank if one of them has one: none waits for a rank that gave up.
+        """`gather`, or an error on every rank if one rank failed, so that no rank waits for a failed one.
 
         Args:
-            error: the error because of which this rank has no value.
+            error: this rank's error, if it has no value.
 
         Raises:
-            ConfigError, TrainingError: another rank has an error; names the rank and the error.
+            ConfigError, TrainingError: another rank failed; the message names the rank and its error.
         """
         failure = error and _Failure(
             sentence=f"rank {self.rank} {describe_raised(error)}", is_of_input=isinstance(error, InputError)
@@ -143,20 +141,20 @@ class Ranks:
         return gathered
 
     def allow(self, *types: type) -> None:
-        """Let objects of these types pass between the ranks, beside tensors, numbers, texts and their containers."""
+        """Permit objects of these types, besides tensors, numbers, strings and their containers."""
         self._types.extend(types)
 
-    def _unpack(self, content: Tensor) -> Any:  # Any: whatever was sent
-        """The object of these bytes; the connection carries no key, so nothing but allowed types is ever made.
+    def _unpack(self, content: Tensor) -> Any:  # Any: the sent object
+        """Deserialize an object. The connection is not authenticated, so only permitted types are constructed.
 
         Raises:
-            TrainingError: the bytes name something else.
+            TrainingError: the bytes contain another type.
         """
         with torch.serialization.safe_globals([*self._types]):
             try:
                 return torch.load(BytesIO(content.numpy().tobytes()), weights_only=True)
             except UnpicklingError as error:
-                raise TrainingError(f"a rank received what no rank sends: {first_line(error)}") from error
+                raise TrainingError(f"a rank received an unexpected object: {first_line(error)}") from error
 
     def _scatter_bytes(self, contents: Sequence[Tensor] | None) -> Tensor:
         sizes = torch.tensor([len(each) for each in contents] if contents else [0] * self.size)
@@ -175,14 +173,14 @@ class Ranks:
         return [each[: int(size)] for each, size in zip(gathered, sizes, strict=True)]
 
     def stop_followers(self) -> None:
-        """Let `FSDPTrainingBackend.follow` of the other ranks return."""
-        assert self.is_leader, "followers end when the leader says so"
+        """Make `FSDPTrainingBackend.follow` return on the other ranks."""
+        assert self.is_leader, "only the leader stops followers"
         self.scatter([None] * self.size)
         self.followers_wait = False
 
 
 def _pack(value: object) -> Tensor:
-    """The object as bytes of torch's format, which `Ranks._unpack` reads without running code."""
+    """Serialize an object in torch's format, which `Ranks._unpack` reads without running code."""
     buffer = BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
@@ -194,11 +192,11 @@ def _pad(content: Tensor, width: int) -> Tensor:
 
 @contextmanager
 def join_ranks(*, device: str = "") -> Iterator[Ranks]:
-    """The connections to the other ranks, for as long as the block runs.
+    """The connections to the other ranks, for the duration of the block.
 
-    When the leader's block ends, by an error too, the followers' `follow` returns, unless the error came out of
-    work that they share: then they are left in the middle of it, and whoever started them ends them. A follower's
-    block ends without an error when the leader is gone.
+    When the leader's block ends, also by an error, the followers' `follow` returns. Exception: after an error inside
+    shared work the followers are left in it, and the launcher ends them. A follower's block ends without an error when
+    the leader is gone.
     """
     ranks = Ranks(device=device)
     try:
@@ -208,7 +206,7 @@ def join_ranks(*, device: str = "") -> Iterator[Ranks]:
         return
     except BaseException:
         if ranks.is_leader and ranks.followers_wait:
-            with suppress(RuntimeError):  # they may be gone, too
+            with suppress(RuntimeError):  # the followers may be gone too
                 ranks.stop_followers()
         raise
     if ranks.is_leader and ranks.followers_wait:

@@ -1,9 +1,7 @@
-"""Spread a policy over ranks, a layer at a time, without any rank ever holding two copies of it.
+"""Spread a policy over ranks layer by layer, without two copies of it on any rank.
 
-Not here: training it (fsdp.py), what a policy is (model/policy.py).
-
-    leader: the model on disk, in host memory          every rank: the same model without values
-                     layer by layer: room on the device <- the leader's values, then cut into pieces
+leader: the model on disk, in host memory          every rank: the same model without values
+                 layer by layer: room on the device <- the leader's values, then cut into pieces
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from rollouts_core.model.policy import Policy, create_policy, find_kernel, loade
 def create_sharded_policy(
     model: ModelConfig, config: PolicyConfig, ranks: Ranks, **options: Any
 ) -> Policy:  # Any: the keywords of create_policy
-    """The model on disk as a policy of which every rank holds a part; every rank calls this.
+    """Load a model from disk as a policy spread over all ranks; every rank calls this.
 
-    Layers gather their weights in the number format of their products, the rest in that of the weights: what is
-    computed equals what one process computes under autocast, except that the weights of norms are rounded.
+    Layers gather their weights in the products' number format, other modules in the weights' format. The computation
+    equals one process under autocast, except that the weights of norms are rounded.
     """
     kernel = find_kernel(model, config, ranks.device.type)
     plain = config.model_copy(update={"compile": False, "attention": loaded_kernel(kernel)})
     source = create_policy(model, plain, device="cpu", **options) if ranks.is_leader else None
-    ranks.begin()  # it may have loaded for longer than anybody waits in what follows
+    ranks.begin()  # the leader may have loaded for longer than the time limit of the next collective calls
     policy = create_policy(model, plain, device="meta", **options)
     use_kernel(policy.hf_model, kernel, ranks.device.type)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -47,17 +45,17 @@ def create_sharded_policy(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=in_layers)
     _give_values(policy, source, ranks.device)
-    # The head's weight is read outside of the head, and everything here is used first and last: keep it gathered.
+    # The head's weight is also read outside of the head, and the root's modules run first and last: keep it gathered.
     fully_shard(policy, mesh=mesh, mp_policy=outside, reshard_after_forward=False)
     [policy.mixes_samples, *_] = ranks.gather(source is not None and source.mixes_samples)  # rank 0 is the leader
-    if source is not None:  # what the model's files say beside weights goes into checkpoints
+    if source is not None:  # checkpoints also contain settings from the model's files
         policy.hf_model.generation_config = source.hf_model.generation_config
         policy.start_sample = source.start_sample
     return policy
 
 
 def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
-    """The transformer layers by name: what transformers keeps on one device.
+    """The transformer layers by name: the modules that transformers never splits between devices.
 
     Raises:
         ConfigError: the model does not name them.
@@ -66,8 +64,8 @@ def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
     layers = [(name, module) for name, module in policy.named_modules() if type(module).__name__ in kinds]
     if not layers:
         raise ConfigError(
-            f"{type(policy.hf_model).__name__} does not say which of its modules are layers, so it cannot be spread "
-            "over processes: train it with one"
+            f"{type(policy.hf_model).__name__} does not declare its layers, so it cannot be spread over processes: "
+            "train it with one process"
         )
     return layers
 
@@ -79,7 +77,7 @@ def _give_values(module: nn.Module, source: nn.Module | None, device: torch.devi
     Args:
         source: the leader's module with values; None on other ranks.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that two modules share stays one
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # keeps parameters that two modules share shared
     for owner_name, owner in module.named_modules():
         values = _own_tensors(source.get_submodule(owner_name)) if source else {}
         for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -95,12 +93,12 @@ def _give_values(module: nn.Module, source: nn.Module | None, device: torch.devi
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module without those of its parts."""
+    """Parameters and buffers of a module itself, without its submodules."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
 def _receive(like: Tensor, value: Tensor | None, device: torch.device) -> Tensor:
-    """The leader's value on every rank."""
+    """The leader's value, on every rank."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     if value is not None:
         whole.copy_(value)

@@ -1,7 +1,4 @@
-"""Copy tensors to host memory, so that training goes on while the copy is written.
-
-Not here: what is copied (pytorch.py), how it is written (checkpoint.py).
-"""
+"""Copy tensors to host memory, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from torch import Tensor
 
 
 class HostSnapshot:
-    """Host memory for one copy of some tensors; used again for each copy, because fresh memory is slow to touch."""
+    """Host memory for a copy of some tensors; reused for each copy, because fresh memory is slow on first use."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now. Tensors that share memory share it in the copy too; the next call reuses it."""
+        """Copy the tensors. Tensors that share memory share it in the copy too; the next call overwrites the copy."""
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is None:
             return self._copy(tensors)
-        # A stream of its own, so that the copy does not stand in line with the training's kernels.
+        # A separate stream, so that the copy does not queue behind the training's kernels.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -47,23 +44,23 @@ class HostSnapshot:
 
     @torch.no_grad()
     def keep(self, name: str, tensor: Tensor) -> Tensor:
-        """One tensor as it is now: for tensors that are gathered one after another and not all there at once."""
+        """Copy one tensor, for tensors that are gathered one after another."""
         return self._buffer(name, tensor).copy_(tensor)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            # Pinned memory takes copies from a GPU several times faster.
+            # Copies from a GPU to pinned memory are several times faster.
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
         return buffer
 
 
 def _copy(source: Tensor, target: Tensor) -> Tensor:
-    """`target` with the values of `source`.
+    """Copy `source` into `target`.
 
-    Not by torch on the CPU: it would give this thread OpenMP workers of its own, and with more of them than cores all
-    of them, those of the training too, are put to sleep at every barrier as long as this thread lives.
+    On the CPU without torch: torch would give this thread its own OpenMP workers. With more workers than cores, all of
+    them, including the training's, would sleep at every barrier as long as this thread lives.
     """
     if source.is_cuda or not source.is_contiguous():
         return target.copy_(source, non_blocking=True)
@@ -72,5 +69,5 @@ def _copy(source: Tensor, target: Tensor) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous CPU tensor as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

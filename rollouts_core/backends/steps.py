@@ -1,13 +1,11 @@
-"""The optimizer steps of a backend: given to the device in whole, and read afterwards.
-
-Not here: gradients (pytorch.py, fsdp.py), the optimizer and its schedule (optim.py).
+"""The optimizer steps of a backend: queued on the device completely, and read afterwards.
 
     forward, add, backward --+
     forward, add, backward --+-> take: clip, AdamW unless a number is not finite     nothing waits for the device
                                    |
                                    +-> look: all numbers of the step in one transfer, then the schedule moves on
 
-On the CPU a number is there at once. The next pass waits until the number was looked at: a step ends at its first loss
+On the CPU numbers are available at once. The next pass waits until they were checked, so a step ends at its first loss
 that is not finite.
 """
 
@@ -27,7 +25,7 @@ from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
 
 Gather = Callable[[list[Metrics | None]], list[list[Metrics | None]]]
-"""Gives every rank the lists of all."""
+"""Exchanges lists so that every rank has the lists of all."""
 
 
 class Step:
@@ -39,25 +37,25 @@ class Step:
         self._end: LossMetrics | None = None
         self._outcome: Metrics | None = None
         self.error: NonFiniteError | None = None
-        """Set by `read`: the first number of the step that is not finite."""
+        """The step's first number that is not finite; set by `read`."""
 
     @property
     def is_read(self) -> bool:
-        """Whether every number is on the host."""
+        """True if every number is on the host."""
         return not self._unread and (self._outcome is not None or self._end is None)
 
     def add(self, metrics: LossMetrics | None) -> int:
-        """Note the metrics of a micro-batch, None if this rank has no rows of it; returns its place in the step."""
+        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns its place in the step."""
         self._unread.append(metrics)
         return len(self._metrics) + len(self._unread) - 1
 
     def end(self, norm: Tensor, lr: float) -> None:
-        """Note how the step ends."""
+        """Add the gradient's norm and the learning rate."""
         self._end = {"grad_norm": norm, "lr": lr}
 
     def is_nonfinite(self, device: torch.device) -> Tensor:
-        """1.0 on `device` if a number that is not read yet is not finite, else 0.0, as `found_inf` of optimizers."""
-        assert self._end is not None, "the step ends before this"
+        """1.0 on `device` if an unread number is not finite, else 0.0, for `found_inf` of optimizers."""
+        assert self._end is not None, "call end first"
         values = [each["loss"] for each in self._unread if each is not None] + [self._end["grad_norm"]]
         on_host = [value for value in values if not isinstance(value, Tensor)]
         if not all(map(math.isfinite, on_host)):
@@ -66,10 +64,10 @@ class Step:
         return (~torch.isfinite(on_device).all()).float()
 
     def read(self, gather: Gather, *, num_optim_steps: int) -> None:
-        """Wait for the numbers that are not on the host yet.
+        """Wait for the unread numbers.
 
         Args:
-            num_optim_steps: those behind the weights, for the error's message.
+            num_optim_steps: steps taken before, for the error message.
         """
         if self.is_read:
             return
@@ -104,22 +102,22 @@ class Step:
         Raises:
             NonFiniteError: a number of the step is not finite.
         """
-        assert self._outcome is not None, "the step was taken and read before this"
+        assert self._outcome is not None, "take and read the step first"
         if self.error is not None:
             raise self.error
         return self._outcome
 
 
 class OptimizerSteps:
-    """The steps that a device was given, with the optimizer and the schedule that take them.
+    """The steps queued on a device, with their optimizer and schedule.
 
     Args:
-        device: where gradients and numbers are.
-        clip: scales the gradient down; returns its norm before that, on the device.
-        drop_gradient: forgets the gradient of a step that ends early.
+        device: device of gradients and numbers.
+        clip: scales the gradient down; returns its previous norm, on the device.
+        drop_gradient: discards the gradient of a step that ends early.
         gather: gives every rank the metrics of all.
-        agree: makes the largest of the ranks' numbers, on the device, that of all.
-        look_together: calls `look` on every rank; None if there is one rank.
+        agree: sets a number on the device to its maximum over ranks.
+        look_together: calls `look` on every rank; None with one rank.
     """
 
     def __init__(
@@ -137,9 +135,9 @@ class OptimizerSteps:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.num_done = 0
-        """Optimizer steps behind the weights, without one that was not looked at yet."""
+        """Optimizer steps taken, without a step that was not looked at yet."""
         self.is_late = device.type != "cpu"
-        """Whether numbers stay on the device until their future is asked."""
+        """True if numbers stay on the device until their future is asked."""
         self._device = device
         self._clip, self._drop_gradient, self._gather, self._agree = clip, drop_gradient, gather, agree
         self._look_together = look_together or self.look
@@ -147,12 +145,12 @@ class OptimizerSteps:
         self._taken: Step | None = None
 
     def add(self, metrics: LossMetrics | None) -> TrainFuture[Metrics]:
-        """Note the metrics of a micro-batch, None if this rank has no rows of it, before its backward pass.
+        """Add the metrics of a micro-batch (None if this rank has no rows of it), before its backward pass.
 
         Raises:
-            NonFiniteError: its loss is not finite; only where numbers are looked at at once.
+            NonFiniteError: its loss is not finite; only on devices whose numbers are read at once.
         """
-        assert self._taken is None, "the last step is settled before the next one begins"
+        assert self._taken is None, "settle the last step first"
         step = self._current
         place = step.add(metrics)
         if self.is_late:
@@ -161,13 +159,13 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.metrics_of(place))
 
     def take(self, *, before_change: Callable[[], object] = lambda: None) -> TrainFuture[Metrics]:
-        """Clip the gradient and step. It waits for the device only if the optimizer cannot skip a step there.
+        """Clip the gradient and step. This waits for the device only if the optimizer cannot skip a step there.
 
         Args:
             before_change: called before the weights change.
 
         Raises:
-            NonFiniteError: a number is not finite; only where numbers are looked at at once.
+            NonFiniteError: a number is not finite; only on devices whose numbers are read at once.
         """
         step, self._current = self._current, Step()
         step.end(self._clip(), float(self.optimizer.param_groups[0]["lr"]))
@@ -186,12 +184,12 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.outcome())
 
     def settle(self) -> None:
-        """Wait until it is known how the last step ended, if one was taken and not looked at; called by one rank."""
+        """Wait until the result of the last step is known; called by one rank."""
         if self._taken is not None:
             self._look_together()
 
     def look(self) -> None:
-        """Wait for the numbers of the step that was taken, or else of the current step, and act on them."""
+        """Wait for the numbers of the taken step, or else of the current step, and act on them."""
         step = self._taken or self._current
         step.read(self._gather, num_optim_steps=self.num_done)
         if step is self._taken:
@@ -213,7 +211,7 @@ class OptimizerSteps:
         return step.outcome()
 
     def _step_unless(self, is_nonfinite: Tensor) -> None:
-        """Step, or on 1.0 leave weights, moments and step counts as they are: the way of torch.amp.GradScaler."""
+        """Step, or with 1.0 leave weights, moments and step counts unchanged, as torch.amp.GradScaler does."""
         self._agree(is_nonfinite)
         self.optimizer.found_inf = is_nonfinite  # type: ignore[attr-defined]  # torch sets it the same way
         try:
@@ -223,8 +221,8 @@ class OptimizerSteps:
 
 
 def nonfinite_error(quantity: str, value: float, *, num_optim_steps: int) -> NonFiniteError:
-    """The error of a loss or a gradient norm that is not a finite number."""
+    """The error of a loss or gradient norm that is not finite."""
     return NonFiniteError(
-        f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or look at "
-        "the samples of this step"
+        f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or check the "
+        "samples of this step"
     )

@@ -1,11 +1,9 @@
-"""Carry connections to the leader's store between machines, each after both ends proved the run's key.
+"""Tunnel connections to the leader's store between machines; both ends first prove the run's key.
 
-A store of torch asks nobody for a key, so it listens on the loopback address alone.
+torch's store has no authentication, so it listens only on the loopback address. Nothing is encrypted.
 
     leader's machine                                   further machine
-    store at 127.0.0.1 <── gate <── proof.py ── tunnel, listening at 127.0.0.1 <── ranks and torchrun's agent
-
-Not here: the proof (proof.py), what is stored (torch), when a gate opens (unit.py). Nothing is encrypted.
+    store at 127.0.0.1 <── gate <── key_handshake ── tunnel, listening at 127.0.0.1 <── ranks and torchrun's agent
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
+from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, prove_as_asking
 
 LOOPBACK = "127.0.0.1"
 MAX_UNPROVEN = 32
-"""Connections that may be proving the key at the same time; a further one is closed at once."""
+"""Highest number of connections with an unfinished proof; further ones are closed at once."""
 CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
@@ -29,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[None]:
-    """Let connections to `listener` through to the store on this machine's loopback, if they prove the key.
+    """Forward connections from `listener` to the store on this machine's loopback if they prove the key.
 
     Args:
-        listener: listens where the other machines reach this one; the gate closes it.
+        listener: listens at an address that the other machines reach; the gate closes it.
     """
     unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
 
@@ -90,7 +88,7 @@ def _accepting(listener: socket.socket, accept: Callable[[socket.socket], None])
 
 
 def _start(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
-    """Serve a connection in a thread of its own, and close it afterwards."""
+    """Serve a connection in its own thread, and close it afterwards."""
 
     def run() -> None:
         with connection:
@@ -103,12 +101,12 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
     """Copy bytes both ways between a connection and a new one to `target`, until one of them ends.
 
     Args:
-        key: to be proved to the target first, if given.
+        key: proved to the target first, unless empty.
     """
     try:
         further = socket.create_connection(target, CONNECT_TIMEOUT_S)
     except OSError as error:
-        logger.warning("the ranks' store at %s:%d cannot be reached: %s", *target, error)
+        logger.warning("the ranks' store at %s:%d is unreachable: %s", *target, error)
         return
     with further:
         if key:
@@ -127,7 +125,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Send on what comes until the source ends, then shut both: a store has no use for half a connection."""
+    """Forward bytes until the source ends, then close both directions: a store does not use half-open connections."""
     with suppress(OSError):
         while chunk := source.recv(_CHUNK_BYTES):
             sink.sendall(chunk)

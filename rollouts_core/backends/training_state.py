@@ -1,11 +1,11 @@
-"""What a backend puts into a checkpoint and takes out of it, with any number of processes.
+"""The content of a checkpoint, written and read by backends with any number of processes.
 
-Not here: the directory and its manifest (checkpoint.py), gathering what is spread over processes (fsdp.py).
+The directory and its manifest: `checkpoint.py`.
 
     trainer/state.json             schedule, counters, random state of Python and numpy, the loop's state
     trainer/tensors.safetensors    `<parameter>/<quantity>` of the optimizer, `weight/<parameter>`, `rng/...`
     trainer/served.safetensors     RL between two publications: the weights that the engines serve
-    adapter/                       the adapters once more, as PEFT loads them
+    adapter/                       a second copy of the adapters, for PEFT
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
 SERVED_WEIGHTS = "trainer/served.safetensors"
 SERVED_FILE = "served_file"
-"""What the loop's state calls the file that becomes `SERVED_WEIGHTS`."""
+"""Key in the loop's state for the file that becomes `SERVED_WEIGHTS`."""
 ADAPTER_FOLDER = "adapter"
 POLICY_PREFIX = "hf_model."
-"""Prefix of a policy before the names of its Hugging Face model."""
+"""A policy's prefix for the names of its Hugging Face model."""
 REDUCED = ("bfloat16", "float16")
-"""Number formats that a config.json may name for weights that are saved as float32."""
+"""Number formats that a config.json may name although the weights are saved as float32."""
 HF_KEY = "hf/"
-"""Marks the tensors of a snapshot that go into the Hugging Face files."""
+"""Prefix of tensors for the Hugging Face files."""
 WEIGHT_KEY = "weight/"
-"""Marks weights that the Hugging Face files have no place for."""
+"""Prefix of weights that have no place in the Hugging Face files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTraining:
-    """What a checkpoint says beside the weights of its Hugging Face files."""
+    """A checkpoint's content besides the weights of its Hugging Face files."""
 
     own_weights: dict[str, Tensor]
-    """Those of `own_weights`."""
+    """Tensors of `own_weights`."""
     moments: dict[str, Tensor]
-    """Those of `optim.optimizer_tensors`."""
+    """Tensors of `optim.optimizer_tensors`."""
     random_tensors: dict[str, Tensor]
-    """Those of `random_state.get_random_tensors`."""
+    """Tensors of `random_state.get_random_tensors`."""
     trainer: dict[str, Any]  # Any: JSON
     """`scheduler`, `num_optim_steps`, `random`, and the loop's state as `loop`."""
 
 
 class SavesPretrained(Protocol):
-    """What writes a model's Hugging Face files: a transformers model, or what stands for one."""
+    """Writes a model's Hugging Face files: a transformers model, or a replacement."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
         """Write config.json and the weights in `state_dict`."""
@@ -78,24 +78,24 @@ class SavesPretrained(Protocol):
 
 
 def write_model_config(path: Path, model: PreTrainedModel) -> None:
-    """The model's configuration as `save_pretrained` writes it, without the weights."""
+    """Write the model's configuration as `save_pretrained` does, without weights."""
     config = deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the class of a model that is spread out
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class of a spread model
     config.to_json_file(path)
     state_float32(path)
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
-    """The weights that the Hugging Face files have no place for: adapters and value head."""
+    """The weights without a place in the Hugging Face files: adapters and value head."""
     named = policy.named_parameters()
     return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
 
 
 def checkpoint_weights(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights for the Hugging Face files under `HF_KEY`, one after another, adapters merged in: all float32.
+    """The weights for the Hugging Face files under `HF_KEY`, one after another, adapters merged in, as float32.
 
-    bfloat16 would round what adapters add away. Frozen weights in bfloat16 lose nothing as float32, and a model whose
-    files have one number format loads as what its config.json says.
+    bfloat16 would round small adapter changes away. Frozen bfloat16 weights lose nothing as float32, and with one
+    number format in all files a model loads as its config.json says.
     """
     for name, tensor in merge_each(hf_model):
         yield HF_KEY + name, tensor.float() if tensor.is_floating_point() else tensor
@@ -110,11 +110,11 @@ def write_training_checkpoint(
     model: SavesPretrained,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write a directory that engines load as it is and that training resumes from.
+    """Write a checkpoint that engines can load and that training can resume.
 
     Args:
         trainer: content of trainer/state.json.
-        tensors: in host memory; those under `HF_KEY` are the weights by their Hugging Face names.
+        tensors: in host memory; names with `HF_KEY` are the weights by Hugging Face name.
     """
     hf_weights = {name.removeprefix(HF_KEY): t for name, t in tensors.items() if name.startswith(HF_KEY)}
     others = {name: t for name, t in tensors.items() if not name.startswith(HF_KEY)}
@@ -136,18 +136,18 @@ def write_training_checkpoint(
             link_or_copy(Path(served), directory / SERVED_WEIGHTS)
         own = {name: t for name, t in others.items() if name.startswith(WEIGHT_KEY) and is_adapter_weight(name)}
         if adapters := {name.removeprefix(WEIGHT_KEY + POLICY_PREFIX): tensor for name, tensor in own.items()}:
-            assert isinstance(model, PreTrainedModel), "a model in place of which files stand has no adapters"
+            assert isinstance(model, PreTrainedModel), "only transformers models have adapters"
             write_adapter_folder(directory / ADAPTER_FOLDER, model, adapters)
-        # safetensors writes for the owner alone, and copies that others shall read keep the mode of the file.
+        # safetensors makes files private to their owner; give them the mode of the other files.
         usual = stat.S_IMODE((directory / TRAINER_STATE).stat().st_mode)
         for weights in directory.rglob("*.safetensors"):
             weights.chmod(usual)
 
 
 def state_float32(config: Path) -> None:
-    """Have a config.json say that the weights are float32, also those of a part with settings of its own.
+    """Set float32 as the weights' dtype in a config.json, including nested settings.
 
-    transformers writes the number format of the model in training: with adapters that of the frozen weights.
+    transformers writes the training model's dtype, which with adapters is the dtype of the frozen weights.
     """
 
     def stated(settings: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -160,10 +160,10 @@ def state_float32(config: Path) -> None:
 
 
 def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have whoever serves the model stop where its chat template ends a turn, beside where it stops anyway.
+    """Add the turn ends of the chat template to the end tokens in the model's generation settings.
 
-    A base model often ends sequences by a token that no template writes. Served with its settings, what was trained on
-    conversations would go on behind its answers. Where there is a generation_config.json, it alone is asked.
+    A base model often ends sequences with a token that no template writes. Served with its own settings, it would
+    continue after its answers. If there is a generation_config.json, only this file is used.
     """
     files = [directory / name for name in ("generation_config.json", "config.json")]
     settings = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
@@ -175,14 +175,14 @@ def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def read_training_checkpoint(path: Path) -> SavedTraining:
-    """What `write_training_checkpoint` wrote beside the Hugging Face files.
+    """Read what `write_training_checkpoint` wrote besides the Hugging Face files.
 
     Raises:
-        CheckpointError: it is damaged, or can only be started from.
+        CheckpointError: the checkpoint is damaged, or has no trainer state.
     """
     verify_checkpoint(path)
     if not (path / TRAINER_STATE).is_file():
-        raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
+        raise CheckpointError(f"{path} has no trainer state: training can start from it, but not resume")
     tensors = load_file(path / TRAINER_TENSORS)
     own = {name.removeprefix(WEIGHT_KEY): t for name, t in tensors.items() if name.startswith(WEIGHT_KEY)}
     random = {name: t for name, t in tensors.items() if is_random_state(name)}
@@ -195,13 +195,13 @@ def read_training_checkpoint(path: Path) -> SavedTraining:
 
 
 def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in the Hugging Face files of a checkpoint, by the names that `model` has for them, tied ones once.
+    """The weights in a checkpoint's Hugging Face files, by their names in `model`, tied ones once.
 
-    The model's own class reads them: some hold their weights in another form than they write, and code that lies in a
-    checkpoint need not be trusted to read what it was trained to.
+    The model's own class reads them: some classes load weights in another form than they save, and code inside a
+    checkpoint is not run.
 
     Raises:
-        CheckpointError: they are of another model.
+        CheckpointError: the weights belong to another model.
     """
     try:
         saved, loading = type(model).from_pretrained(
@@ -214,13 +214,13 @@ def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"the weights in {path} are of another model: they lack {len(missing)} tensors of a "
-            f"{type(model).__name__}, {missing[0]} first"
+            f"{type(model).__name__} (first: {missing[0]})"
         )
     return base_weights(saved)
 
 
 def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError when the values have other names or shapes."""
+    """Raise CheckpointError if names or shapes differ."""
     if values.keys() != own.keys():
         raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
     for name, value in values.items():

@@ -1,1 +1,1 @@
-"""What can be known before anything is trained or rented: settings, models, data, memory and disk."""
+"""Checks before anything is trained or rented: settings, models, data, memory and disk."""

@@ -1,10 +1,10 @@
-"""What a forward and backward pass takes on a GPU besides weights, gradients and the optimizer: an estimate.
+"""Estimate the GPU memory of a forward and backward pass besides weights, gradients and the optimizer.
 
-Not here: weights and optimizer (resource_needs.py). torch is not imported.
+Weights and optimizer are estimated in resource_needs.py. torch is not imported.
 
-What autograd keeps of a layer of the Llama family, in elements per token, by the tensors that its operations save. The
-method is that of arXiv:2205.05198 sec. 4, whose own numbers are for GELU, dropout and attention without a kernel. The
-sums are held against what torch allocates (tests/rollouts_core/checks/test_activation_needs.py).
+Elements per token that autograd keeps of a layer of the Llama family, by the tensors that its operations save. The
+method is that of arXiv:2205.05198 sec. 4, which has numbers for GELU, dropout and attention without a kernel. The sums
+are compared with torch's allocations (tests/rollouts_core/checks/test_activation_needs.py).
 
     two norms         x, normalised x, and the result, which linear layers save     6 H
     attention         q before its norm, after it, and rotated; the output          4 Q
@@ -18,8 +18,8 @@ Adapters lie beside frozen weights, which need no normalised x, q or k for their
 elements in float32. In bfloat16 x is copied to float32 in each norm and back before each adapter: 18 H bytes, 2 x 4 and
 5 x 2, and 10 Q + 8 K + 8 I. Each adapter keeps its inner product, too.
 
-Where rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that
-share them, and the repeated ones are kept in place of the others. `eager` keeps the T x T weights of each head.
+If rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that share
+them, and autograd keeps the repeated tensors instead. `eager` keeps the T x T weights of each head.
 
 With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
 again, with the gradients of gate and up. The memory of the head is free by then. Copies of the layers' matrices in
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     has_mask: bool
     """Whether samples share rows, which the attention kernel needs a mask for."""
     what: str
-    """For people."""
+    """Description for messages."""
 
 
 def sft_rows(sft: SFTTrainingConfig) -> Rows:
@@ -75,7 +75,7 @@ def sft_rows(sft: SFTTrainingConfig) -> Rows:
 
 
 def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
-    """The micro-batch of RL: as many tokens as it may have, or one row, where that is longer."""
+    """The micro-batch of RL: the maximum number of tokens, or one row if a row is longer."""
     longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
     if rl.shares_prompts:
         num_sharers = min(MAX_SHARERS, rollout.n_samples_per_prompt)
@@ -89,7 +89,7 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
 
 
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:
-    """What a pass over a micro-batch takes on each device; none where config.json does not say the model's shape."""
+    """Memory of a pass over a micro-batch on each device; empty if config.json does not give the model's shape."""
     shape = read_shape(size.settings)
     if shape is None:
         return []
@@ -108,12 +108,12 @@ def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_p
 
 
 def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """What is kept of the layers, and around them: of the embedding, the last norm and the scored positions."""
+    """Tensors kept of the layers, the embedding, the last norm and the scored positions."""
     has_bfloat16_residual = policy.precision == "bfloat16" and policy.lora.rank > 0
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
     is_again = policy.activation_checkpointing
     layers = shape.num_layers * (residual if is_again else layer_bytes_per_token(shape, policy, rows))
-    # What the head takes is freed before a layer is computed again.
+    # The head's memory is freed before a layer is computed again.
     again = recomputed_bytes(shape, policy, rows) if is_again else 0
     beside_head = max(0, again - head_bytes(shape, policy, rows.num_tokens))
     around = 5 * 4 * shape.hidden_size + (4 * rows.row_length if rows.has_mask else 0)
@@ -121,13 +121,13 @@ def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int
 
 
 def recomputed_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """What one layer takes while its activations are computed again, with the gradients of gate and up."""
+    """Memory of one layer while its activations are computed again, with the gradients of gate and up."""
     gradients = 2 * (2 if policy.precision == "bfloat16" else 4) * shape.intermediate_size
     return rows.num_tokens * (layer_bytes_per_token(shape, policy, rows) + gradients)
 
 
 def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """What autograd keeps of one layer for each token of the micro-batch."""
+    """Tensors that autograd keeps of one layer, per token of the micro-batch."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.query_size, shape.kv_size
     is_bfloat16 = policy.precision == "bfloat16"
@@ -152,7 +152,7 @@ def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -
 
 
 def head_bytes(shape: ModelShape, policy: PolicyConfig, num_tokens: int) -> int:
-    """What log-probs and the gradient of the head take at a time."""
+    """Peak memory of log-probs and the gradient of the head."""
     pieces = NUM_PIECES * _piece_bytes(shape, num_tokens)
     if policy.lora.rank:
         return pieces
@@ -165,7 +165,7 @@ def _piece_bytes(shape: ModelShape, num_tokens: int) -> int:
 
 
 def copied_weight_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """What copies of the matrices in bfloat16 add to the peak."""
+    """Copies of the matrices in bfloat16 at the peak."""
     copies = 2 * _num_multiplied_weights(size, shape)
     if not policy.activation_checkpointing:
         return copies
@@ -176,7 +176,7 @@ def copied_weight_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig
 
 
 def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
-    """What adapters take with gradients and AdamW's moments, in float32: rank x (inputs + outputs) weights each."""
+    """Adapters with gradients and AdamW's moments, in float32: rank x (inputs + outputs) weights each."""
     named = policy.lora.target_modules
     layers = [
         shape
@@ -187,7 +187,7 @@ def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
 
 
 def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> int:
-    """What each of several processes holds of the others' shares at a time: of the vocabulary, and of two layers."""
+    """Gathered tensors of the other processes: the vocabulary's, and two layers."""
     vocabulary = _num_vocabulary_weights(size, shape)
     layer = (size.num_parameters - vocabulary) // shape.num_layers
     width = 2 if policy.precision == "bfloat16" else 4
@@ -197,7 +197,7 @@ def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> 
 
 
 def _num_multiplied_weights(size: ModelSize, shape: ModelShape) -> int:
-    """Those in matrices that hidden states are multiplied with: all but the embedding, unless it is the head too."""
+    """Number of weights in matrices that multiply hidden states: all but the embedding, unless it is also the head."""
     matrices = sum(math.prod(each) for each in size.tensors.values() if len(each) >= 2)
     embeddings = sum(math.prod(each) for each in size.tensors.values() if each and each[0] == shape.vocab_size)
     return matrices - embeddings + shape.vocab_size * shape.hidden_size

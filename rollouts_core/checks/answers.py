@@ -1,6 +1,6 @@
-"""Find the rows of prompts that their graders cannot compare a completion with.
+"""Find the rows of prompts that their graders could not compare with a completion.
 
-Not here: what the graders say of completions (function_checks.py).
+Graders themselves are tried in function_checks.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rollouts_core.user_code.failures import describe_raised
 
 RowCheck = Callable[[Mapping[str, Any]], None]  # Any: JSON
 COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
-"""What helps where the rows that checkpoints are compared on are demonstrations; in the mode sft alone."""
+"""Remedy if checkpoints are compared on demonstrations, which happens only in the mode sft."""
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad: BadRows | None = None) -> None:
-    """Look for prompts whose graders cannot compare completions with what they have, as far as is known.
+    """Look for prompts that their graders could not compare with a completion, as far as known.
 
     Args:
-        bad: takes the errors of rows; without it they are raised when all prompts were looked at.
+        bad: collects the errors of rows; without it they are raised after all prompts were checked.
 
     Raises:
-        DataError: see above.
+        DataError: a prompt cannot be graded.
         ConfigError: a check of the user's own failed.
     """
     needed: dict[str, str] = {}
@@ -89,7 +89,7 @@ def _check_answer(
 
 
 def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -> None:  # Any: JSON
-    """Raise what the check says of the row, and ConfigError where the check itself fails."""
+    """Raise the check's error about the row, or ConfigError if the check itself fails."""
     try:
         check(row)
     except (ValueError, RolloutsError):
@@ -99,7 +99,7 @@ def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -
 
 
 def _describe_json_answer(answer: str, grader: str) -> str:
-    """Why a grader that takes an answer for one text could never reward it, and what to do, for the end of an error."""
+    """The reason and remedy, as the end of an error, for an answer that a grader of texts could never reward."""
     kind = "list" if answer.startswith("[") else "object"
     return (
         f"its `answer` is a JSON {kind}, and {grader} compares completions with one text: give it that text "

@@ -1,6 +1,6 @@
-"""Find out whether the rows that models are compared on can show anything: enough of them, once each, not trained on.
+"""Check the rows that models are compared on: enough of them, no duplicates, none in the training data.
 
-Not here: whether their answers can be graded (answers.py), the comparison (comparison.py).
+Whether their answers can be graded is checked in answers.py; the comparison itself is in comparison.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollouts_core.types import Prompt
 
 
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
-    """Raise ConfigError when no difference could count: too few rows, or a p-value that no comparison has."""
+    """Raise ConfigError if no difference could be significant: too few rows, or a p-value below any possible one."""
     if max_p_value < LEAST_P_VALUE:
         raise ConfigError(
             f"{setting} {max_p_value:g} lets nothing count: no comparison has a p-value below {LEAST_P_VALUE:.2g}: "
@@ -39,10 +39,10 @@ def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: s
 
 
 def check_promotion(config: Config, *, margin: float, max_p_value: float) -> list[str]:
-    """What it takes on `data.heldout` to show that a model is better by more than the margin, a sentence.
+    """How many rows of `data.heldout` a model must win to show an improvement above the margin, as a sentence.
 
     Raises:
-        ConfigError: nothing could show it.
+        ConfigError: no result could show it.
     """
     if max_p_value >= 1:  # everything counts
         return []
@@ -70,7 +70,7 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
 
 
 def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
-    """True where the rewards are those of a shipped function or environment alone that grades from 0 to 1."""
+    """True if all rewards come from a built-in function or environment that grades from 0 to 1."""
     if rollout.rewards:
         return False
     if rollout.reward_fn != "":
@@ -79,7 +79,7 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
 
 
 def check_other_rows(data: DataConfig) -> None:
-    """Raise DataError when a demonstration is in data.selection and in data.heldout."""
+    """Raise DataError if a demonstration is in both data.selection and data.heldout."""
     first, second = data.selection, data.heldout
     rows = load_rows(first, columns=data.columns_of("selection"))
     number_of = {key_of_demonstration(row): number for number, row in rows}
@@ -94,10 +94,10 @@ def check_other_rows(data: DataConfig) -> None:
 def check_held_out(
     held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
 ) -> list[Caution]:
-    """Look for prompts of RL among the rows that are held out; a warning where a few of these are trained on.
+    """Look for prompts of RL among the held-out rows; a warning if a few of them are also trained on.
 
     Raises:
-        DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.
+        DataError: more than a few are trained on, as prompts or as demonstrations checked before.
     """
     asked = [each for each in held_out if each.metric == "accuracy"]
     for each, prompt in itertools.product(asked, prompts):
@@ -106,9 +106,9 @@ def check_held_out(
 
 
 def warn_of_repeated_rows(config: Config) -> list[Caution]:
-    """A warning where rows that models are compared on say what others of them do.
+    """A warning if the rows that models are compared on contain duplicates.
 
-    The p-value takes each row for another observation: the same rows four times over make of p = 0.34 one of 0.08.
+    The p-value treats rows as independent: four copies of the same rows turn p = 0.34 into 0.08.
     """
     number_of: dict[bytes, int] = {}
     repeated: list[str] = []
@@ -137,6 +137,6 @@ def _held_out_rows(config: Config) -> Iterator[tuple[int, Row]]:
 
 
 def _all_but_id(row: Row) -> bytes:
-    """What a prompt's row says: any field may decide its reward, or what an environment does."""
+    """The content of a prompt's row; any field but the id may affect its reward or its environment."""
     said = {name: value for name, value in row.items() if name != "id"}
     return json.dumps(said, sort_keys=True, default=str).encode()

@@ -16,7 +16,7 @@ from rollouts_core.config import Config, DeploymentConfig, PolicyConfig
 from rollouts_core.findings import Caution
 
 FAST_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""What Linux calls the instructions of x86 and ARM, in /proc/cpuinfo."""
+"""Linux's names of the instructions of x86 and ARM in /proc/cpuinfo."""
 SIZE = 512
 NUM_TIMED = 3
 MIN_FACTOR = 1.5

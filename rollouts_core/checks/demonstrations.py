@@ -1,6 +1,6 @@
-"""Read demonstrations before any training, as SFT would: what is in them, and what they would teach wrongly.
+"""Read demonstrations as SFT would, before any training, and warn of rows that would teach something unintended.
 
-Not here: which of them are held out (compared_rows.py), how rows become samples (data/).
+Held-out rows are compared in compared_rows.py; rows become samples in data/.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 NUM_STREAMED_ROWS_CHECKED = 10_000
 PROGRESS_INTERVAL_S = 5.0
-"""So often it is said how far many rows are read."""
+"""Interval of progress messages while many rows are read."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ def check_demonstrations(
     held_out: Sequence[HeldOutRows] = (),
     mistakes: Mistakes | None = None,
 ) -> list[str]:
-    """Read every row that SFT would, or the first of each dataset where they are streamed; a sentence per dataset.
+    """Read every row that SFT would, or the first rows of each streamed dataset; one sentence per dataset.
 
     Args:
-        held_out: told of every row that is read.
-        mistakes: takes the error of each dataset; without it the first one is raised.
+        held_out: gets every row that is read.
+        mistakes: collects the error of each dataset; without it the first error is raised.
 
     Raises:
-        DataError: a row or a dataset that cannot be trained on.
+        DataError: SFT could not train on a row or a dataset.
     """
     findings: list[str] = []
     num_epoch_rows = 0.0
@@ -116,7 +116,7 @@ def read_each_demonstration(dataset: DatasetConfig) -> None:
     """Read the rows of a dataset without the tokenizer of a model.
 
     Raises:
-        DataError: rows that are no demonstrations, or a dataset that cannot be read.
+        DataError: a row is not a demonstration, or the dataset cannot be read.
     """
     [table] = open_datasets([dataset.model_copy(update={"revision": resolve_revision(dataset.path, dataset.revision)})])
     bad, num_rows = BadRows(dataset.path), count_used_rows(table, dataset)
@@ -129,19 +129,19 @@ def read_each_demonstration(dataset: DatasetConfig) -> None:
 
 
 class TaughtTurns:
-    """The rows whose trained turns teach something else than they say, by their numbers."""
+    """Numbers of the rows whose trained turns would teach something other than their text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
         self._train_on = train_on
         self._empty: list[int] = []
-        """Of turns that say nothing."""
+        """Rows with empty turns."""
         self._unwritten: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
-        """By a key of messages, of turns that have it and are written without it by the chat template."""
+        """By a key of messages: rows with this key in a turn, although the chat template leaves it out."""
         self._marked: dict[str, list[int]] = {key: [] for key in UNTRAINED_MARKS}
-        """By a key of messages, of turns that it marks, without effect, as not to be trained on."""
+        """By a key of messages: rows with a turn that the key excludes from training elsewhere, but not here."""
 
     def note(self, number: int, read: Conversation | str) -> None:
-        """Look at what a row is read as.
+        """Check a row.
 
         Raises:
             DataError: see `trained_turns`.
@@ -186,29 +186,29 @@ class TaughtTurns:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What a dataset of demonstrations holds."""
+    """Statistics of a dataset of demonstrations."""
 
     num_rows: int
-    """All rows of it that are used."""
+    """Rows that are used."""
     num_checked: int
     num_dropped: int
     num_cut: int
     num_samples: int
-    """More than rows if turns need texts of their own."""
+    """More than rows if turns need separate texts."""
     num_tokens: int
     num_longest: int
-    """Tokens of its longest sample, after it was cut."""
+    """Tokens of the longest sample, after truncation."""
     num_trained: int
     taught_turns: TaughtTurns
     unwritten_roles: UnwrittenRoles
     unread_fields: UnreadFields
 
     def warn_of_unseen(self, path: str) -> list[Caution]:
-        """A warning for each role, and each field of rows, of which the model sees nothing."""
+        """A warning for each role and each field that the model does not see."""
         return self.unwritten_roles.warn(path, self.num_checked) + self.unread_fields.warn(path, self.num_checked)
 
     def sentence(self, path: str) -> str:
-        """What was found, for a person."""
+        """The statistics as a sentence."""
         checked = f" in the first {self.num_checked} of {self.num_rows} rows" * (self.num_checked < self.num_rows)
         cut = f", {self.num_cut} cut" * bool(self.num_cut)
         dropped = f", {self.num_dropped} left out for their length" * bool(self.num_dropped)
@@ -263,7 +263,7 @@ def _check_demonstrations(
 
 
 def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> Iterator[tuple[int, Row]]:
-    """The same rows of demonstrations; how many of them were read is logged from time to time."""
+    """Pass the rows of demonstrations on, and log progress from time to time."""
     said_at = time.monotonic()
     for i, row in enumerate(rows):
         if (now := time.monotonic()) - said_at >= PROGRESS_INTERVAL_S:
@@ -279,10 +279,10 @@ def _note_rows(
     unread_fields: UnreadFields,
     bad: BadRows,
 ) -> Iterator[tuple[int, Row]]:
-    """The same rows of demonstrations; those are told of each."""
+    """Pass the rows of demonstrations on, after showing each to the collectors of warnings."""
     for number, row in rows:
         bad.num_rows = number
-        with suppress(DataError):  # who makes samples of the rows says what is wrong
+        with suppress(DataError):  # the code that makes samples of the rows reports the error
             read = read_demonstration(row)
             if not isinstance(read, str):
                 unwritten_roles.note(number, read.messages)
@@ -292,7 +292,7 @@ def _note_rows(
 
 
 def check_compared_demonstrations(name: RowFile, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What was found in demonstrations whose loss is taken, as sentences."""
+    """Findings about demonstrations whose loss is measured, as sentences."""
     path = getattr(config.data, name)
     counts = _check_demonstrations(dataset_of(name, config), config, tokenizer)
     findings = [counts.sentence(path), *counts.warn_of_unseen(path)]

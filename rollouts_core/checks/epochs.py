@@ -1,6 +1,6 @@
-"""Say how often a training sees its data: what a number of steps means, which nobody can tell from the number alone.
+"""Convert a number of steps to epochs, which the number alone does not show.
 
-Not here: how rows and prompts are counted (validate.py), the order in which an epoch visits them (data/).
+Rows and prompts are counted in validate.py.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from rollouts_core.findings import Caution
 
 MANY_EPOCHS_OF_SFT = 30
 MANY_EPOCHS_OF_RL = 100
-"""RL sees other completions of a prompt each time, so it bears more."""
+"""RL sees new completions of a prompt each time, so it tolerates more epochs."""
 
 
 def render_epochs(num_epochs: float) -> str:
-    """A number of epochs for people, like "0.02", "2.7" and "2,667"."""
+    """A number of epochs rounded for reading, like "0.02", "2.7" and "2,667"."""
     digits = f"{num_epochs:.2g}" if num_epochs < 1 else f"{num_epochs:.1f}" if num_epochs < 10 else f"{num_epochs:,.0f}"
     return f"{digits} epoch{'s' * (digits != '1.0')}"
 
 
 def describe_epochs(stage: str, num_steps: int, per_epoch: float, *, of_what: str, many: int) -> str:
-    """How many epochs a stage's steps are; a warning where they are so many that it must be a mistake.
+    """How many epochs a stage's steps are; a warning if there are so many that it must be a mistake.
 
     Args:
         per_epoch: steps of an epoch.
-        of_what: what an epoch visits, for people.
-        many: from how many epochs on it is a warning.
+        of_what: the data of an epoch, for the message.
+        many: number of epochs from which a warning is returned.
     """
     num_epochs = num_steps / per_epoch
     said = f"{stage}.num_steps {num_steps:,} is about {render_epochs(num_epochs)} of {of_what}"

@@ -1,7 +1,4 @@
-"""Try the functions that grade and filter on made-up completions, before anything is sampled.
-
-Not here: finding them by name (resolve.py), the other checks before a training (validate.py).
-"""
+"""Try the functions that grade and filter on made-up completions, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -39,15 +36,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRIED_TEXT = "It is 2."
-"""What rewards are tried with where the prompt has no answer."""
+"""Completion to try rewards with if the prompt has no answer."""
 ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", ":{}", "<answer>{}</answer>", "The answer is {}")
-"""How a row's answer is written: graders look for it in different places, and some take it only where it is marked."""
+"""Ways to write a row's answer: graders look for it in different places, and some require a mark."""
 MAX_TRIED_PROMPTS = 8
 MAX_SHOWN_CHARS = 80
 
 
 def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """The first prompt with each set of fields, `MAX_TRIED_PROMPTS` at most: a function may read what some lack."""
+    """At most `MAX_TRIED_PROMPTS` prompts, the first with each set of fields: functions may need some of them."""
     shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
     for prompt in prompts:
         shapes.setdefault(shape_of(prompt), prompt)
@@ -55,7 +52,7 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
-    """Import every function that the settings name; a name that stands for nothing is noted."""
+    """Import every function that the settings name; unknown names are collected as mistakes."""
     for index, reward in enumerate(rollout.rewards):
         if not mistakes.has(f"rollout.rewards.{index}"):  # a model that could not be fetched
             with mistakes.at(f"rollout.rewards.{index}"):
@@ -78,19 +75,18 @@ def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
 
 
 def shape_of(prompt: Prompt) -> tuple[bool, frozenset[str]]:
-    """What a function may find in a prompt: whether it has an answer, and its fields."""
+    """The parts of a prompt that a function may read: whether it has an answer, and the names of its fields."""
     return prompt.answer != "", frozenset(prompt.metadata)
 
 
 def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Call the user's functions: grade completions of each prompt, an empty one and its answer, converse, and filter a
-    group.
+    """Call the user's functions: grade an empty completion and the answer of each prompt, converse, and filter a group.
 
     Returns:
-        Who grades, and what they gave, a sentence for each prompt.
+        The names of the graders and their rewards, a sentence for each prompt.
 
     Raises:
-        ConfigError: a service or environment that grades fails, or a name is unknown; `find_functions` notes names.
+        ConfigError: a service or environment that grades fails, or a name is unknown; `find_functions` collects names.
         RewardError: a function raised, or returned something unusable.
     """
     filter_fn = resolve_filter_fn(config.rollout)
@@ -110,7 +106,7 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
 
 
 def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sample]]) -> list[Caution]:
-    """A warning where a completion that was tried has no score: RL may leave it out, an evaluation cannot."""
+    """A warning if a tried completion has no score: RL may leave it out, but an evaluation cannot."""
     if all(sample.reward is not None for pair in graded for sample in pair):
         return []
     return [
@@ -124,9 +120,9 @@ def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sam
 def warn_of_equal_rewards(
     rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
 ) -> list[Caution]:
-    """A warning where no completion that was tried got another reward than an empty one, and one should have.
+    """A warning if all tried completions got the same reward as an empty one, although one should be right.
 
-    That all are 0 says nothing of a grader that does not look at the answer, as it was shown nothing that is right.
+    Rewards that are all 0 do not show that a grader ignores the answer: it may not have seen a right completion.
     """
     if not graded or any(empty.reward != answer.reward for empty, answer in graded):
         return []
@@ -146,9 +142,9 @@ def warn_of_equal_rewards(
 def warn_of_missing_answers(
     rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
 ) -> list[Caution]:
-    """A warning where whatever is said to a row without `answer` is worth as much as the right answer to another row.
+    """A warning if any completion of a row without `answer` is rewarded like the right answer of another row.
 
-    Every text ends with the empty one, for instance, which is the answer of such a row.
+    For instance, every text ends with the empty text, which is the answer of such a row.
     """
     pairs = [(prompt, empty.reward, answer.reward) for prompt, (empty, answer) in zip(prompts, graded, strict=True)]
     scored = [(prompt, empty, answer) for prompt, empty, answer in pairs if empty is not None and answer is not None]
@@ -168,9 +164,9 @@ def warn_of_missing_answers(
 
 
 def looks_at_answers(rollout: RolloutConfig) -> bool:
-    """Whether a completion that is the row's answer should be right, as far as is known.
+    """Whether a completion that equals the row's answer should be right, as far as known.
 
-    Not where a conversation decides, nor where an environment that ships is given something else to compare with.
+    Not for conversations, and not for built-in environments that compare with something else.
     """
     environment = resolve_environment(rollout)
     if rollout.environment_name not in rollout.reward_names:
@@ -181,12 +177,12 @@ def looks_at_answers(rollout: RolloutConfig) -> bool:
 
 
 def texts_to_try(prompt: Prompt) -> list[str]:
-    """Completions that may be right: the row's answer in several forms, or something where it has none."""
+    """Completions that may be right: the row's answer in several forms, or `TRIED_TEXT` without an answer."""
     return [form.format(prompt.answer) for form in ANSWER_FORMS] if prompt.answer else [TRIED_TEXT]
 
 
 def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
-    """What rewards are given when a policy says this text and stops."""
+    """The sample that rewards get if a policy writes this text and stops."""
     [pending] = build_pending_group(prompt, group_index=0, size=1)
     environment = resolve_environment(rollout)
     tokens = [*encode_texts(tokenizer, [text])[0], int(tokenizer.eos_token_id)]
@@ -209,9 +205,9 @@ def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBa
 async def _grade_each(
     prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[Sample, Sample]]:
-    """Of each prompt an empty completion and one that may be right, graded: the first that is graded otherwise.
+    """For each prompt, graded, an empty completion and the first completion with another reward.
 
-    All in the one event loop that the services of rewards belong to.
+    All run in one event loop, because the services of rewards belong to it.
     """
     reward_fn = resolve_reward_fn(config.rollout)
     pairs = []
@@ -229,7 +225,7 @@ async def _grade_each(
 async def _converse(
     prompts: Sequence[Prompt], rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Caution]:
-    """Have an environment that answers do so once for each prompt; a warning where its machinery cannot, here."""
+    """Run one conversation per prompt with an environment that answers; a warning if its dependencies fail here."""
     environment = resolve_environment(rollout)
     if not is_multi_turn(environment) or rollout.generate_fn != "":
         return []
@@ -253,7 +249,7 @@ async def _converse(
 
 
 async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sample:
-    """The completion with its reward; whatever goes wrong is told with what it was given."""
+    """The completion with its reward; errors name the graded text."""
     said = completion.response
     what = f"the completion {said[:MAX_SHOWN_CHARS]!r}" if said else "an empty completion"
     try:
@@ -274,7 +270,7 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
 
 
 async def _name_unscoring(completion: Sample, reward_fn: RewardFn, config: Config) -> str:
-    """The function that gives a completion no score: of several, the first; without one of them there is no sum."""
+    """The function that gives a completion no score: the first of several, because one missing score voids the sum."""
     if not isinstance(reward_fn, WeightedRewards):
         return name_of_function(reward_fn)
     limit = config.rollout.reward_timeout_s

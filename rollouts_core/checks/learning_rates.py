@@ -1,11 +1,9 @@
-"""Say where a learning rate is of another size than those that models of this size are trained with.
+"""Warn of a learning rate far from those usual for the model's size.
 
-Not here: settings that do nothing (no_effect.py), the schedule (backends/optim.py).
-
-Larger models take smaller ones: Adam moves every weight by about the learning rate, and what a layer computes by that
-times its width, which is about the root of the model's size. What people train with lies below the line that is drawn
-here: from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table
-2.1), to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
+Larger models need smaller learning rates: Adam changes every weight by about the learning rate, and a layer's output by
+that times its width, which grows like the root of the model's size. Usual learning rates lie below the line used here:
+from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table 2.1),
+to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages import kind_of, label_of
 
 MAX_LR_OF_A_BILLION = 5e-4
-"""Where SFT of all weights of a model of 1e9 weights is warned of; others by the root of their size."""
+"""Threshold for SFT of all weights of a model with 1e9 weights; for others it scales with the root of their size."""
 MAX_LR = 0.1
-"""Where training of the smallest, or of a model of unknown size, is warned of."""
+"""Threshold for the smallest models, and for models of unknown size."""
 MOST_WEIGHTS = 1e12
-"""No model is larger: a learning rate that would not be warned of there needs no look at the model's size."""
+"""An upper bound on model sizes: a learning rate below its threshold needs no look at the model's size."""
 LORA_FACTOR = 10.0
-"""Adapters take so much more than all weights."""
+"""Ratio of usual learning rates of adapters to those of all weights."""
 
 
 def check_learning_rates(config: Config) -> list[str]:
-    """A warning for each stage whose learning rate is far too large, a remark where it is small for adapters."""
+    """A warning for each stage whose learning rate is far too large; a remark if it is small for adapters."""
     found: list[str] = []
     for name, training in config.trainings.items():
         found += _of_stage(name, training.optim, training.policy, config)
@@ -36,7 +34,7 @@ def check_learning_rates(config: Config) -> list[str]:
 
 
 def largest_usual_lr(num_weights: float, stage: str, *, has_adapters: bool) -> float:
-    """The learning rate above which a stage of a model of this size probably diverges; 0 weights are unknown ones."""
+    """The learning rate above which a stage probably diverges for this model size; 0 weights mean an unknown size."""
     of_all = MAX_LR_OF_A_BILLION * math.sqrt(1e9 / num_weights) if num_weights else MAX_LR
     of_stage = of_all * kind_of(stage).learning_rates.share * (LORA_FACTOR if has_adapters else 1.0)
     return min(of_stage, MAX_LR)

@@ -1,7 +1,6 @@
 """Try a user's own loss (`training.rl.loss_fn`), or a package's objective, on a small batch before sampling.
 
-Not here: the loss itself and the contract of such functions (algorithms/loss.py), rewards and filters
-(function_checks.py).
+The contract of such functions is in algorithms/loss.py.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 LENGTHS = (2, 5, 3, 7)
-"""Tokens of the completions that are tried, of two prompts. With these, means of micro-batches do not add up."""
+"""Tokens of the tried completions, of two prompts. With these lengths, means of micro-batches do not add up."""
 MANY_TOKENS, FEW_TOKENS = 1000, 2
-"""Limits of a micro-batch that takes all of them, and of one that takes a single row."""
+"""Micro-batch limits: one fits the whole batch, the other a single row."""
 TOLERANCE = 1e-3
 SHIFTS = (-0.3, -4.0, 4.0)
 """Changes of the engine's log-probs, in nats, that show whether a loss reads them."""
 READ_BY_OTHERS = ("aggregation", "count_untrained", "kl_coef", "mismatch", "objective", "ratio_base")
-"""Settings of `training.rl.loss` that act on the batch, whatever the loss is. no_effect.py warns of `objective`."""
+"""Settings of `training.rl.loss` that act on the batch for every loss. no_effect.py warns of `objective`."""
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
     """Call the loss on a batch of four completions, and on each of its rows by itself.
 
     Raises:
-        ConfigError: there is no such function, it raised, or it returned something other than `LossFn` describes.
+        ConfigError: the function does not exist, raised, or returned something other than `LossFn` describes.
     """
     loss_fn = create_policy_loss(training.loss, training.loss_fn)
     name = name_of_function(training.loss_fn) or training.objective_spec.loss
@@ -69,9 +68,10 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
 
 
 def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
-    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for age does.
+    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for stale data
+    does.
 
-    A loss may only drop tokens whose log-prob moved far, so large shifts are tried too.
+    A loss may only drop tokens whose log-prob changed much, so large shifts are tried too.
     """
     loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
     [first, *_] = _build_batches(training, max_tokens=MANY_TOKENS)
@@ -84,7 +84,7 @@ def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
 
 
 def _losses(loss_fn: LossFn, name: str, training: RLTrainingConfig, batches: Sequence[TrainBatch]) -> list[Tensor]:
-    """The shares of the micro-batches; checks their gradients and metrics, too."""
+    """The losses of the micro-batches; also checks their gradients and metrics."""
     losses, names = [], set[frozenset[str]]()
     for batch in batches:
         scores = _scores_of(batch, training)
@@ -117,7 +117,7 @@ def _call(
 
 
 def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
-    """(B, T) the gradient by the log-probs; 0 if the loss reads other scores alone."""
+    """(B, T) the gradient by the log-probs; 0 if the loss reads only other scores."""
     if not loss.requires_grad:
         raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute it from scores")
     try:
@@ -128,7 +128,7 @@ def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
 
 
 def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[TrainBatch]:
-    """The micro-batches of an update on made-up completions, with everything that the settings have scored before."""
+    """The micro-batches of an update on made-up completions, with all scores that the settings ask for."""
     samples = [
         Sample(
             tokens=[1, 2, *range(3, 3 + length)],
@@ -152,7 +152,7 @@ def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[Train
 
 
 def _scores_of(batch: TrainBatch, training: RLTrainingConfig) -> TokenScores:
-    """What a policy says that has moved a little since the completions were sampled."""
+    """Scores of a policy that has changed a little since the completions were sampled."""
     logprobs_BT = (batch.rollout_logprobs_BT - 0.01 * batch.targets_BT) * (batch.loss_mask_BT > 0)
     values_BT = torch.full_like(logprobs_BT, 0.2).requires_grad_() if training.with_values else None
     return TokenScores(

@@ -1,7 +1,4 @@
-"""Whether a local model's folder is whole, fits its tokenizer, and can see prompts with their completions.
-
-Not here: loading it (model/loading.py), the other checks before a training (validate.py).
-"""
+"""Check that a local model's folder is complete, matches its tokenizer, and has room for prompts with completions."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.embedded.weights import open_tensors
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engines.content import EMBEDDING, HEAD, check_can_be_untied, is_tied
+from rollouts_core.engines.checksums import EMBEDDING, HEAD, check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import (
@@ -44,17 +41,17 @@ MODEL_FILES = {
     "configuration": ["config.json"],
     "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
 }
-"""What a model's folder must hold besides its weights, and the names under which it may."""
+"""Required contents of a model's folder besides its weights, with the accepted file names."""
 DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
-"""In names of a model's settings: what it drops; what a classifier in its place would is another matter."""
+"""Matches names of dropout settings of a model, except those of a classification head."""
 PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
-"""In arguments of SGLang and vLLM that divide a model in other ways than by the number of an engine's GPUs."""
+"""Parts of argument names of SGLang and vLLM that split a model in other ways than over an engine's GPUs."""
 LFS_POINTER = b"version https://git-lfs"
-"""How a file begins that a clone without Git LFS has in place of the weights."""
+"""First bytes of a file that a clone without Git LFS has instead of the weights."""
 
 
 def check_model_files(config: Config) -> None:
-    """Raise when a local model lacks a file, or when completions are to be scored and there is no local model.
+    """Raise if a local model lacks a file, or if completions need a local model and there is only a name.
 
     Raises:
         CheckpointError, ConfigError: one sentence about the model's folder.
@@ -85,9 +82,9 @@ def check_model_files(config: Config) -> None:
 
 
 def check_generable(config: Config) -> None:
-    """Raise ConfigError when completions are scored and no engine can compute them, or not as long as they may be.
+    """Raise ConfigError if engines cannot compute the completions that are scored, or not up to their full length.
 
-    The model's folder is whole (`check_model_files`).
+    The model's folder must be complete (`check_model_files`).
     """
     if config.evaluation.metric != "accuracy":
         return
@@ -99,9 +96,9 @@ def check_generable(config: Config) -> None:
 
 
 def check_updatable(config: Config) -> None:
-    """Raise CheckpointError if RL would have to give new weights to an engine that cannot take those of a tied head.
+    """Raise CheckpointError if RL would have to send an engine new weights of a tied head that it cannot take.
 
-    The model's folder is whole (`check_model_files`).
+    The model's folder must be complete (`check_model_files`).
     """
     folder = Path(config.model.path)
     is_updated = config.samples_for_training
@@ -110,7 +107,7 @@ def check_updatable(config: Config) -> None:
 
 
 def check_shared_heads(config: Config) -> None:
-    """Raise ConfigError where the GPUs of one engine cannot share the heads of the model's attention evenly."""
+    """Raise ConfigError if the GPUs of one engine cannot share the model's attention heads evenly."""
     placement, engine = config.deployment, config.rollout.engine
     samples_for_rl = config.samples_for_training
     is_asked = not engine.spec.is_own and (samples_for_rl or not config.evaluation_engine.spec.is_own)
@@ -136,7 +133,7 @@ def check_shared_heads(config: Config) -> None:
 
 
 def _check_weights(folder: Path, config: Config) -> None:
-    """Raise CheckpointError where the folder has no weights, or such as somebody who needs them does not read."""
+    """Raise CheckpointError if the folder has no weights, or only in a format that a later stage cannot read."""
     paths = sorted(folder.glob("*.safetensors"))
     holders: dict[str, Path] = {}
     shapes: dict[str, list[int]] = {}
@@ -174,10 +171,10 @@ def _check_weights(folder: Path, config: Config) -> None:
 
 
 def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTrainedConfig) -> None:
-    """Raise CheckpointError where a model's head is another one than the embedding that its settings make it.
+    """Raise CheckpointError if a model's head differs from its embedding although its settings tie them.
 
     Args:
-        holders: the files that have the two.
+        holders: the files that contain the two tensors.
     """
     if not getattr(settings.get_text_config(), "tie_word_embeddings", False):
         return
@@ -195,9 +192,9 @@ def _stages_of_jax(config: Config) -> list[str]:
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise CheckpointError where a file is missing that the index names, as where a download was interrupted."""
+    """Raise CheckpointError if a file that the index names is missing, as after an interrupted download."""
     index = folder / INDEX
-    if (folder / WHOLE).is_file() or not index.is_file():  # loaders read the one file where there are both
+    if (folder / WHOLE).is_file() or not index.is_file():  # if both exist, loaders read the single file
         return
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -224,7 +221,7 @@ def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
 
 
 def check_jax_model(config: Config) -> None:
-    """Raise when a stage is to train with JAX, and the model is none that it computes, or several processes are to.
+    """Raise if a stage is to train with JAX, but JAX does not support the model or several processes.
 
     Raises:
         CheckpointError, ConfigError: one sentence about the model, or the processes.
@@ -242,10 +239,10 @@ def check_jax_model(config: Config) -> None:
 
 
 def check_language_model(config: Config) -> list[Caution]:
-    """A warning where a model can do more than the language model that is trained of it.
+    """A warning if only a part of the model, its language model, is trained.
 
     Raises:
-        ConfigError: transformers knows no language model of this kind.
+        ConfigError: transformers has no language model of this kind.
     """
     settings = find_settings(config.model)
     if settings is None or (config.model.trust_remote_code and getattr(settings, "auto_map", None)):
@@ -268,7 +265,7 @@ def check_language_model(config: Config) -> list[Caution]:
 
 
 def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The settings of a model's language model; None where several parts have to do with text, as in MusicGen."""
+    """The settings of a model's language model; None if several parts process text, as in MusicGen."""
     try:
         text: PreTrainedConfig = settings.get_text_config()
     except ValueError:
@@ -277,7 +274,7 @@ def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def check_packing(config: Config) -> None:
-    """Raise ConfigError when a stage is to pack rows that the model would not compute, or not as samples alone."""
+    """Raise ConfigError if the model does not support a stage's packed rows, or would mix their samples."""
     given = [f"training.{name}.packing" for name, each in config.trainings.items() if each.packing]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
@@ -289,9 +286,9 @@ def check_packing(config: Config) -> None:
 
 
 def _check_row_length(config: Config) -> None:
-    """Raise ConfigError when packed rows of demonstrations are longer than the model's positions.
+    """Raise ConfigError if packed rows of demonstrations are longer than the model's positions.
 
-    Those of RL are no longer than the longest sample.
+    In RL, packed rows are not longer than the longest sample.
     """
     positions, max_length = find_positions(config.model), config.training.sft.max_length
     if positions is not None and max_length - 1 > positions.num:
@@ -302,10 +299,10 @@ def _check_row_length(config: Config) -> None:
 
 
 def count_positions(config: Config) -> int | None:
-    """How many positions the model has, as far as its configuration tells.
+    """The model's number of positions, if its configuration limits them.
 
     Raises:
-        CheckpointError: the embedded engine is to score its completions, and cannot compute them.
+        CheckpointError: the embedded engine is to score completions, but does not support the model.
     """
     folder = Path(config.model.path)
     if config.evaluation_engine.spec.is_own:
@@ -325,11 +322,11 @@ def count_positions(config: Config) -> int | None:
 def check_positions(
     prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config, *, engine: EngineConfig
 ) -> None:
-    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see.
+    """Raise ConfigError if prompts of this length with their completions exceed the model's positions.
 
     Args:
-        num_positions: what it can see, None where nobody knows.
-        engine: what completes them.
+        num_positions: the model's number of positions; None if unlimited or unknown.
+        engine: the engine that completes the prompts.
     """
     max_new_tokens = config.rollout.sampling.max_new_tokens
     needed = num_prompt_tokens + max_new_tokens + engine.spec.reserved_tokens
@@ -341,7 +338,7 @@ def check_positions(
 
 
 def warn_of_dropout(config: Config) -> list[Caution]:
-    """A warning where RL would take what a model or its adapters drop while trained for a change of the weights."""
+    """A warning if RL would mistake the effect of dropout for a change of the weights."""
     if not config.is_graded:
         return []
     consequence = (
@@ -365,12 +362,12 @@ def warn_of_dropout(config: Config) -> list[Caution]:
 
 
 def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:
-    """A warning where demonstrations of so many tokens are longer than what the model was made for.
+    """A warning if demonstrations of this length exceed what the model was made for.
 
     Raises:
-        ConfigError: it cannot compute them.
+        ConfigError: the model cannot compute them.
     """
-    positions, num_needed = find_positions(model), num_tokens - 1  # nothing is predicted from the last token
+    positions, num_needed = find_positions(model), num_tokens - 1  # the last token is not an input
     if positions is None or num_needed <= positions.num:
         limit = find_rotation_limit(model)
         remedy = f"set training.sft.max_length to {(limit or 0) + 1} or less"
@@ -385,7 +382,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
 
 
 def warn_of_long_completions(config: Config) -> list[Caution]:
-    """A warning where completions may be so long that they change how shorter ones are scored."""
+    """A warning if long completions would change how shorter ones in their micro-batch are scored."""
     if not config.is_graded:
         return []
     num_tokens = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
@@ -406,7 +403,7 @@ def _warn_of_rotation(what: str, num_needed: int, limit: int | None, model: Mode
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError when a local model embeds fewer tokens than its tokenizer has, CheckpointError than it names."""
+    """Raise if a local model embeds fewer tokens than its tokenizer (DataError) or its config.json needs."""
     vocab_size, folder = num_embedded_tokens(model), Path(model.path)
     padding = read_model_number(folder, "pad_token_id")
     if vocab_size is not None and padding is not None and padding >= vocab_size:
@@ -422,12 +419,12 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def num_embedded_tokens(model: ModelConfig) -> int | None:
-    """The size of a local model's vocabulary, None where it does not say; that of a hub model it says when loaded."""
+    """The vocabulary size of a local model; None if unknown. A hub model is checked when it is loaded."""
     return read_model_number(Path(model.path), "vocab_size")
 
 
 def read_model_number(folder: Path, name: str) -> int | None:
-    """A number of a model's config.json, of its language model where it has others; None where it is not there.
+    """A number in a model's config.json, or in that of its language model; None if it is missing.
 
     Raises:
         CheckpointError: the file cannot be read.

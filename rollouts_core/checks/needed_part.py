@@ -1,7 +1,4 @@
-"""A part of what a run takes of memory or disk, with the name that people are told.
-
-Not here: which parts there are (resource_needs.py, activation_needs.py).
-"""
+"""A part of the memory or disk that a run needs, with its name for messages."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ GIB = 1 << 30
 
 
 class Part(NamedTuple):
-    """So many bytes for one purpose."""
+    """A number of bytes for one purpose."""
 
     name: str
     num_bytes: int
     is_certain: bool = True
-    """Whether it takes no less, whatever is installed there; else it is about so much."""
+    """Whether at least this much is needed, whatever is installed; else it is an estimate."""
 
 
 def sum_bytes(parts: Iterable[Part]) -> int:
-    """The bytes of all parts together."""
+    """The sum over all parts."""
     return sum(part.num_bytes for part in parts)
 
 
 def describe_parts(parts: Iterable[Part]) -> str:
-    """The parts in words, in GiB: `weights 5.7, gradients 5.7`; what is too small to show is left out."""
+    """The parts in words, in GiB: `weights 5.7, gradients 5.7`; parts that would show as 0 are left out."""
     return ", ".join(f"{part.name} {part.num_bytes / GIB:.1f}" for part in parts if part.num_bytes >= 0.05 * GIB)

@@ -1,6 +1,6 @@
-"""Say which settings of a run do nothing, because another setting takes their place or is missing.
+"""Find settings without effect, because another setting replaces them or is missing.
 
-Not here: settings that cannot go together (config/), what is wrong with models and data (validate.py).
+Settings that exclude each other are refused in config/.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts_core.stages.kind import load
 
 
 def find_settings_without_effect(config: Config) -> list[Caution]:
-    """A warning for each setting that somebody gave and that changes nothing in the stages of this run."""
+    """A warning for each given setting that changes nothing in the stages of this run."""
     found = _of_other_modes(config)
     for name, training in config.trainings.items():
         section = f"training.{name}"
@@ -39,7 +39,7 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
 
 
 def sft_without_effect(config: Config) -> list[str]:
-    """Settings of SFT alone that do nothing."""
+    """SFT settings without effect."""
     given = config.training.sft.eval_every
     if given == SFTTrainingConfig().eval_every or config.data.sft_eval:
         return []
@@ -47,12 +47,12 @@ def sft_without_effect(config: Config) -> list[str]:
 
 
 def rl_without_effect(config: Config) -> list[str]:
-    """Settings of RL alone that do nothing."""
+    """RL settings without effect."""
     return [*_of_loss(config.training.rl), *_of_absent_parts(config.training.rl)]
 
 
 def warn_of_equal_completions(config: Config) -> list[Caution]:
-    """A warning where checkpoints are compared by several completions of a prompt that are all the same."""
+    """A warning if checkpoints are compared on several completions per prompt that are all equal."""
     evaluation = config.evaluation
     is_greedy = evaluation.metric == "accuracy" and evaluation.temperature == 0
     if evaluation.samples_per_prompt == 1 or not is_greedy or is_multi_turn(resolve_environment(config.rollout)):
@@ -66,7 +66,7 @@ def warn_of_equal_completions(config: Config) -> list[Caution]:
 
 
 def _of_other_modes(config: Config) -> list[str]:
-    """The tables and data of stages that the mode leaves out."""
+    """Tables and data of stages that the mode leaves out."""
     data, training, usual = config.data, config.training, TrainingConfig()
     found: list[str] = []
     for name, kind in TRAININGS.items():
@@ -115,14 +115,14 @@ def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) ->
 
 
 def _of_resuming(stage: str, training: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
-    """The run's own checkpoints are of its settings in any case."""
+    """allow_changed, which needs resume_from: the run's own checkpoints have its settings anyway."""
     if not training.allow_changed or training.resume_from:
         return []
     return [f"{stage}.allow_changed does nothing without resume_from, which names the checkpoint to go on from"]
 
 
 def _of_loss(rl: RLTrainingConfig) -> list[str]:
-    """With one update per step nothing has moved yet from the trainer's own log-probs before it."""
+    """Settings that need several updates per step: until the first, the policy is the one that scored."""
     if rl.loss.ratio_base == "rollout" or rl.num_minibatches * rl.num_epochs > 1:
         return []
     given = {"drift_mask": rl.loss.drift_mask, "ratio_penalty": rl.loss.ratio_penalty}
@@ -135,7 +135,7 @@ def _of_loss(rl: RLTrainingConfig) -> list[str]:
 
 
 def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
-    """Settings of a part of the algorithm that the other settings leave out."""
+    """Settings of a part of the algorithm that other settings switch off."""
     loss, shaping, has_values = rl.loss, rl.reward_shaping, rl.with_values
     has_penalty, has_kl_reward, has_kl_loss = shaping.overlong_buffer_tokens > 0, shaping.kl_coef > 0, loss.kl_coef > 0
     objective, is_chosen = rl.objective_spec, rl.loss_fn == ""

@@ -1,8 +1,7 @@
-"""What a run takes of memory and disk, from its settings and the headers of the model's files.
+"""The memory and disk that a run needs, from its settings and the headers of the model's files.
 
-Not here: what a machine has (infra/bootstrap.py), how large a model is (model_size.py, model_shape.py), what a pass of
-training takes besides weights and optimizer (activation_needs.py). No weights are read and torch is not imported: this
-is asked before anything is rented or started.
+Weights are not read and torch is not imported, because this is computed before anything is rented or started. Memory of
+a training pass besides weights and optimizer is estimated in activation_needs.py.
 
     certain     weights, gradients, AdamW's moments, the reference, classifiers; the weights of an engine
                                                                                                 -> less is refused
@@ -33,21 +32,21 @@ MOMENTS = 2
 KEPT_PUBLICATIONS = 2
 """Versions of the weights that stay as files for engines that read files."""
 ENGINE_SHARE = 0.9
-"""About the share of a GPU's memory that SGLang and vLLM take where nothing is said."""
+"""Default share of a GPU's memory that SGLang and vLLM take, roughly."""
 SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
-"""Parts of the names of arguments with which an engine may hold less than its weights."""
+"""Parts of the names of arguments that let an engine hold less than its weights."""
 
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
-    """Bytes of one weight as the trainer holds it: the frozen weights of adapters have the number format of the matrix
-    products, trained ones are float32."""
+    """Bytes per weight in the trainer: frozen weights under adapters have the number format of the matrix products,
+    trained weights are float32."""
     return BFLOAT16_BYTES if policy.lora.rank and policy.precision == "bfloat16" else FLOAT32_BYTES
 
 
 def state_parts(num_parameters: int, policy: PolicyConfig, *, with_reference: bool, num_processes: int) -> list[Part]:
-    """What weights, gradients and the optimizer's state take in each of some processes, which share them.
+    """Weights, gradients and optimizer state in each process, divided among the processes.
 
-    With adapters this leaves out the adapters, and the frozen weights are the reference as well.
+    With adapters, the adapters are not included, and the frozen weights also serve as the reference.
     """
     share = num_parameters * FLOAT32_BYTES // num_processes
     if policy.lora.rank:
@@ -65,10 +64,10 @@ def training_parts(
     num_processes: int = 1,
     beside: Sequence[Part] = (),
 ) -> list[Part]:
-    """What training on micro-batches like `rows` takes on each device.
+    """Memory on each device of a training with micro-batches like `rows`.
 
     Args:
-        beside: certain needs of the same device that are not the trainer's.
+        beside: certain needs of the same device besides the trainer's.
     """
     states = state_parts(size.num_parameters, policy, with_reference=with_reference, num_processes=num_processes)
     return [*states, *beside, *activation_parts(size, policy, rows, num_processes=num_processes)]
@@ -76,27 +75,27 @@ def training_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeeds:
-    """What a training stage takes on each of its devices."""
+    """Memory of a training stage on each of its devices."""
 
     kind: str
     """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
-    """What lowers it, as settings."""
+    """Changes of settings that lower it."""
 
     @property
     def certain_parts(self) -> list[Part]:
-        """What it takes for certain."""
+        """The parts that are certain."""
         return [part for part in self.parts if part.is_certain]
 
     @property
     def least_bytes(self) -> int:
-        """What that comes to."""
+        """Sum of the certain parts."""
         return sum_bytes(self.certain_parts)
 
     @property
     def expected_bytes(self) -> int:
-        """What it takes about."""
+        """Sum of all parts."""
         return sum_bytes(self.parts)
 
     def __str__(self) -> str:
@@ -105,10 +104,10 @@ class StageNeeds:
         return f"{total} ({shown})" if shown else total
 
     def warning(self, gpu: str, gpu_bytes: float) -> str:
-        """A sentence where a GPU may have too little memory for it; else empty.
+        """A sentence if a GPU may have too little memory for the stage; else empty.
 
         Args:
-            gpu: which one, for people.
+            gpu: the GPU's name, for the message.
         """
         if self.expected_bytes <= gpu_bytes:
             return ""
@@ -119,10 +118,10 @@ class StageNeeds:
 
 
 def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) -> list[StageNeeds]:
-    """What each training stage takes; none where the size of the model is not known.
+    """Memory of each training stage; empty if the size of the model is not known.
 
     Args:
-        num_machines: those that train together.
+        num_machines: machines that train together.
     """
     if not size.tensors:
         return []
@@ -138,13 +137,13 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
 
 
 def sft_memory(training: SFTTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
-    """What SFT takes of the memory of each GPU."""
+    """Parts of the memory of each GPU that SFT needs."""
     sft = with_kernel(training, expected_kernel(training.policy, size.settings, None))
     return training_parts(size, sft.policy, sft_rows(sft), with_reference=False, num_processes=num_processes)
 
 
 def rl_memory(training: RLTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
-    """What RL takes of the memory of each GPU, with the classifiers that grade beside it."""
+    """Parts of the memory of each GPU that RL needs, with the classifiers that grade there."""
     kernel = expected_kernel(training.policy, size.settings, shared_prompts(training, config.rollout))
     rl = with_kernel(training, kernel)
     return training_parts(
@@ -158,14 +157,14 @@ def rl_memory(training: RLTrainingConfig, config: Config, size: ModelSize, num_p
 
 
 def classifier_parts(config: Config) -> list[Part]:
-    """What the classifiers that grade in RL take, in the number format of their files, beside its trainer."""
+    """Memory of the classifiers that grade in RL beside its trainer, in the number format of their files."""
     rewards = () if config.data.rollouts else config.rollout.rewards
     folders = [Path(each.model) for each in rewards if each.kind == "classifier"]
     return [Part(f"classifier {folder.name}", read_folder(folder).num_file_bytes) for folder in folders]
 
 
 def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
-    """The settings by which a training takes less memory of a GPU."""
+    """Settings that lower a training's memory on a GPU."""
     section = f"training.{kind}"
     remedies = list[str](load(kind_of(kind).remedies)(stage, section))
     if not stage.policy.activation_checkpointing:
@@ -176,18 +175,18 @@ def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> lis
 
 
 def sft_remedies(training: SFTTrainingConfig, section: str) -> list[str]:
-    """The settings of SFT alone by which it takes less memory of a GPU."""
+    """Settings of SFT only that lower its memory on a GPU."""
     smaller = [f"lower {section}.micro_batch_size (the same step)"]
     return smaller * (min(training.micro_batch_size, training.batch_size) > 1) + [f"lower {section}.max_length"]
 
 
 def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
-    """The settings of RL alone by which it takes less memory of a GPU."""
+    """Settings of RL only that lower its memory on a GPU."""
     return [f"lower {section}.max_micro_batch_tokens (the same step)", "lower rollout.sampling.max_new_tokens"]
 
 
 def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:
-    """What trainer and engines take at least on each of their GPUs; 0 where the model's size is not known."""
+    """Least memory of trainer and engines on each of their GPUs; 0 if the model's size is not known."""
     stages = [] if config.deployment.shares_cpu else training_needs(config, size, num_machines=num_machines)
     return max([*(stage.least_bytes for stage in stages), engine_weight_bytes(config, size)])
 
@@ -196,7 +195,7 @@ def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1
 
 
 def engine_weight_bytes(config: Config, size: ModelSize) -> int:
-    """What the weights of an engine take on each of its GPUs; 0 for one that has none, or may hold fewer bytes."""
+    """Memory of an engine's weights on each of its GPUs; 0 without GPUs, or if arguments may compress them."""
     engine, placement = config.rollout.engine, config.deployment
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
     if not config.samples_for_training or engine.spec.is_own or not num_gpus:
@@ -217,17 +216,17 @@ def engine_share(config: Config) -> float:
         if name == config.rollout.engine.spec.memory_argument:
             try:
                 return float(value)
-            except ValueError:  # the engine says so
+            except ValueError:  # the engine reports it
                 break
     return ENGINE_SHARE
 
 
 def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_machines: int = 1) -> str:
-    """A sentence where engines may have too little room on GPUs of so much memory; else empty.
+    """A sentence if engines may have too little room on GPUs of this size; else empty.
 
-    An engine keeps its share of the GPU for its weights and its cache, which has to hold the longest request: two
-    vectors of `kv_size` per layer and token, here as bfloat16. Where the trainer shares the GPU, weights and moments of
-    the trainer stay beside it; gradients and activations are there only while the engine has given its memory away.
+    An engine uses its share of the GPU for weights and cache. The cache must hold the longest request: two vectors of
+    `kv_size` per layer and token, here as bfloat16. If the trainer shares the GPU, its weights and moments stay beside
+    the engine; its gradients and activations exist only while the engine has released its memory.
     """
     weights = engine_weight_bytes(config, size)
     shape = read_shape(size.settings)
@@ -254,7 +253,7 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
 
 
 def check_kernels_without_gpu(config: Config) -> None:
-    """Raise ConfigError for the first training whose attention kernel needs a GPU; called for a machine without one."""
+    """Raise ConfigError for the first training whose attention kernel needs a GPU; for machines without a GPU."""
     for name, training in config.trainings.items():
         if training.policy.needs_gpu:
             raise ConfigError(
@@ -264,7 +263,7 @@ def check_kernels_without_gpu(config: Config) -> None:
 
 
 def shared_gpu_warning(config: Config) -> str:
-    """A sentence where an engine beside the trainer keeps most of a GPU on which that trains; else empty."""
+    """A sentence if an engine keeps most of a GPU on which the trainer also works; else empty."""
     placement, engine = config.deployment, config.rollout.engine
     has_engines = config.samples_for_training and not engine.spec.is_own
     if not has_engines or placement.colocated or placement.shares_cpu or engine_share(config) < ENGINE_SHARE:
@@ -280,7 +279,7 @@ def shared_gpu_warning(config: Config) -> str:
 
 
 def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> int:
-    """What of the trainer of RL stays on its GPU while engines sample."""
+    """Bytes of RL's trainer that stay on its GPU while engines sample."""
     stages = training_needs(config, size, num_machines=num_machines)
     parts = [part for stage in stages if kind_of(stage.kind).is_graded for part in stage.parts if part.is_certain]
     return sum_bytes(part for part in parts if part.name != "gradients")
@@ -290,7 +289,7 @@ def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> in
 
 
 def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
-    """What the checkpoints that a run keeps come to."""
+    """Size of the checkpoints that a run keeps."""
     total = 0
     for training in config.trainings.values():
         num_saved = -(-training.num_steps // training.checkpoint_every)
@@ -301,7 +300,7 @@ def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
 
 
 def publication_disk_bytes(config: Config, size: ModelSize) -> int:
-    """What weights come to that are published as files: the embedded engine reads memory, others may be sent them."""
+    """Disk space of weights published as files; 0 if the embedded engine reads memory or weights are sent."""
     engine, rl = config.rollout.engine, config.training.rl
     has_files = not engine.spec.is_own and engine.weight_transfer == "auto" and not config.data.rollouts
     if not config.is_graded or not has_files:
@@ -313,10 +312,10 @@ def publication_disk_bytes(config: Config, size: ModelSize) -> int:
 
 
 def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False) -> list[Part]:
-    """What a run takes of the disk of a machine that has nothing of it yet.
+    """Disk space that a run needs on an empty machine.
 
     Args:
-        sends_weights: whether engines are on other machines, to which weights go over the network.
+        sends_weights: whether weights go over the network to engines on other machines.
     """
     published = 0 if sends_weights else publication_disk_bytes(config, size)
     parts = [

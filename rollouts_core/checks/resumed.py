@@ -1,6 +1,6 @@
-"""Find out before any training whether it can go on from the checkpoint that its settings name.
+"""Check, before any training, that it can start from the checkpoint in `resume_from`.
 
-Not here: the same for the checkpoints of the training itself, and for its data (saving.py).
+A training's own checkpoints and its data are checked in saving.py.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rollouts_core.seeds import replicate_seed
 from rollouts_core.stages import kind_of
 
 INPUTS = ("model", "data", "samples", "plugins", "semantics")
-"""What a checkpoint is described by besides settings: digests of what the training reads, and a version."""
+"""Parts of a checkpoint's description besides settings: digests of the training's inputs, and a version."""
 
 
 def check_resumed(config: Config) -> None:
-    """Raise CheckpointError for a `training.*.resume_from` of other settings, or beyond the steps of the training.
+    """Raise CheckpointError for a `training.*.resume_from` with other settings, or beyond the training's last step.
 
-    Not of what it read (`check_resumed_inputs`). A URL is looked at when it has been fetched.
+    Its inputs are checked by `check_resumed_inputs`. A URL is checked after the download.
 
     Raises:
-        ConfigError: `training.*.allow_changed` has a name that nothing has.
+        ConfigError: `training.*.allow_changed` has an unknown name.
     """
     for name, training in config.trainings.items():
         section = f"training.{name}"
@@ -51,25 +51,25 @@ def check_resumed(config: Config) -> None:
 
 
 def check_resumed_inputs(job: TrainingJob, *, knows_model: bool = True) -> None:
-    """Raise CheckpointError where `resume_from` read other data, another model or other code of rewards than the job.
+    """Raise CheckpointError if the training of `resume_from` had other data, another model or other reward code.
 
-    Its job says so too, for which a machine may have been rented.
+    The job would also refuse it, but a machine may have been rented by then.
 
     Args:
-        knows_model: the job's model is the one that it will start from, not one that is still to be trained.
+        knows_model: whether the job's model is already the one that it starts from, not one still to be trained.
     """
     if not job.training.resume_from:
         return
     checkpoint = find_checkpoint(Path(job.training.resume_from))
     settings = load_manifest(checkpoint).settings
-    compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})  # earlier versions lack some
+    compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})  # older versions lack some
     saved, current = ({name: named[name] for name in compared} for named in (settings, job.inputs))
     check_same_settings(saved, current, allowed=job.training.allow_changed, checkpoint=checkpoint)
 
 
 def _rollout_of_job(config: Config) -> RolloutConfig:
-    """The settings of sampling as the job of RL has them: a replicate samples by a seed of its own."""
-    if config.data.rollouts:  # recorded ones are sampled by none
+    """The rollout settings in the job of RL: each replicate samples with its own seed."""
+    if config.data.rollouts:  # recorded rollouts are not sampled again
         return config.rollout
     seed = replicate_seed(config.rollout.seed, config.training.rl.replicate)
     return config.rollout.model_copy(update={"seed": seed})
@@ -81,10 +81,10 @@ def _check_names(
     *,
     section: str,
 ) -> None:
-    """Raise ConfigError for a name in `allow_changed` of no setting, input or section.
+    """Raise ConfigError for a name in `allow_changed` that is not a setting, input or section.
 
     Args:
-        saved: what the checkpoint is described by: another version may have had other settings.
+        saved: the checkpoint's description; another version may have had other settings.
     """
     known = [*settings_of(type(training), with_lists=True), *INPUTS, *_with_sections(saved)]
     if isinstance(training, RLTrainingConfig):
@@ -95,14 +95,14 @@ def _check_names(
 
 
 def _with_sections(names: Iterable[str]) -> Iterator[str]:
-    """The names, and those of the sections that they are in."""
+    """The names, and the sections that contain them."""
     for name in names:
         parts = name.split(".")
         yield from (".".join(parts[:number]) for number in range(1, len(parts) + 1))
 
 
 def _closest(name: str, known: list[str]) -> str:
-    """What may be meant: a setting of that name in another section, the nearest name, else the outermost ones."""
+    """Suggestions: a setting of this name in another section, the nearest name, or else the top-level names."""
     last = name.rpartition(".")[2]
     if same := [each for each in dict.fromkeys(known) if each.rpartition(".")[2] == last]:
         return f"; did you mean {' or '.join(same)}?"

@@ -1,7 +1,4 @@
-"""The first rows of each data file of a configuration, as they are trained on or sampled for.
-
-Not here: how a row is rendered (data/shown_rows.py).
-"""
+"""Show the first rows of each data file of a configuration as they are trained on or sampled for."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
     """The first rows of each data file, as they are trained on or sampled for.
 
     Raises:
-        InputError: a tokenizer or a file that cannot be read; a row that does not fit is shown with its error.
+        InputError: a tokenizer or a file cannot be read. A row that does not fit is shown with its error instead.
     """
     tokenizer = load_tokenizer(config.model)
     rules = sample_rules(config.training.sft)
@@ -68,7 +65,7 @@ def show_demonstrations(
             longest = max(len(each.tokens) for each in uncut)
             reason = f"{longest} tokens are more than training.sft.max_length {rules.max_length}"
             yield ShownRow(source=source, row=number, outcome="dropped", reason=reason)
-        for sample in samples:  # several if turns need texts of their own
+        for sample in samples:  # several if turns need separate texts
             num_kept = len(sample.tokens)
             num_tokens = next(len(each.tokens) for each in uncut if each.tokens[:num_kept] == sample.tokens)
             yield show_sample(sample, tokenizer, source=source, row=number, num_cut=num_tokens - num_kept)

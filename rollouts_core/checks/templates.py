@@ -1,7 +1,4 @@
-"""Ask a chat template what it leaves out: ends of turns, tools, calls, thoughts, whole messages.
-
-Not here: what is in the rows (demonstrations.py), how a conversation becomes tokens (data/chat.py).
-"""
+"""Find out what a chat template leaves out: ends of turns, tools, calls, thoughts, whole messages."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ ANSWER = "a tool said this\nin two lines"
 
 
 def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
-    """A warning where nothing that the chat template writes could end a completion."""
+    """A warning if nothing that the chat template writes could end a completion."""
     if tokenizer.chat_template is None or not (form := find_turn_form(tokenizer)).is_known:
         return []
     if find_turn_ends(tokenizer) or tokenizer.eos_token in form.rest:
@@ -50,7 +47,7 @@ def warn_of_unseen_tools(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],  # Any: JSON schemas
 ) -> list[Caution]:
-    """A warning where the chat template tells the policy nothing of the tools that it may call."""
+    """A warning if the chat template leaves the tools out, so the policy does not know them."""
     if not tools:
         return []
     asked: list[Message] = [{"role": "user", "content": "?"}]
@@ -67,10 +64,10 @@ def warn_of_unseen_tools(
 
 
 def check_conversation(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> None:
-    """Hold a conversation on trial: the policy's calls must be read, and it must see what it is answered.
+    """Render a test conversation: the policy's calls must be parsed, and the replies must be visible to the policy.
 
     Raises:
-        DataError: no dialect reads the calls that the chat template writes, or it hides or refuses an answer.
+        DataError: no dialect parses the calls that the chat template writes, or the template drops or refuses a reply.
     """
     environment = resolve_environment(rollout)
     if not is_multi_turn(environment):
@@ -87,10 +84,10 @@ def check_conversation(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfi
 
 
 def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a turn of the assistant may hold and the chat template does not write: text, calls, thoughts.
+    """The parts of an assistant's turn that the chat template does not write: text, calls, thoughts.
 
-    Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
-    that writes it.
+    Thoughts may have their own field or, up to `END_OF_THOUGHTS`, be in the text. A template that fails on the test
+    counts as writing everything.
     """
     calls, tool = probe_call({"said": TURN_MARK})
     asked: Message = {"role": "user", "content": "?"}
@@ -110,7 +107,7 @@ def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class UnwrittenRoles:
-    """The messages in rows that the chat template leaves out whole, by their role."""
+    """Counts rows with messages that the chat template leaves out entirely, by role."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -118,7 +115,7 @@ class UnwrittenRoles:
         self._rows: dict[str, list[int]] = {}
 
     def note(self, number: int, messages: Sequence[Message]) -> None:
-        """Look at the conversation of a row. Turns of the assistant, which some templates forget, count as written."""
+        """Check the messages of a row. Assistant turns, which some templates drop on purpose, count as written."""
         if self._tokenizer.chat_template is None:
             return
         for role, is_first in {(message["role"], i == 0) for i, message in enumerate(messages)}:
@@ -127,7 +124,7 @@ class UnwrittenRoles:
                 numbers += [number] if numbers[-1:] != [number] else []
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """A warning for each role of which something is lost."""
+        """A warning for each role with lost messages."""
         return [
             Caution(
                 f"{source}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) the role {role!r} says "
@@ -145,15 +142,15 @@ class UnwrittenRoles:
 
 
 class UnreadFields:
-    """The rows that say something in a field which other systems read, and nothing here does."""
+    """Counts rows with fields that other systems read, but this project does not."""
 
     def __init__(self, template_values: Mapping[str, Any]) -> None:  # Any: JSON
-        """`template_values` are those that the template has for all rows, so that rows may name them, too."""
+        """`template_values` are the template's values for all rows; rows may repeat them."""
         self._template_values = template_values
         self._rows: dict[str, list[int]] = {}
 
     def note(self, number: int, fields: Mapping[str, Any], messages: Sequence[Message]) -> None:  # Any: JSON
-        """Look at the fields of a row and the messages that it gave."""
+        """Check the fields of a row and the messages made from it."""
         for name in find_unread(fields, messages):
             if name == TEMPLATE_FIELD and fields[name] == self._template_values:
                 continue

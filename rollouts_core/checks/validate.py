@@ -1,8 +1,6 @@
-"""Find out before any training whether a configuration can work: all checks in their order.
+"""Validate a configuration before any training: all checks in their order.
 
-Not here: the checks of a model's folder (model_checks.py), of demonstrations (demonstrations.py), of prompts
-(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py, loss_checks.py), of
-checkpoints to go on from (resumed.py), the form of settings (config/), machines and ports (infra).
+Machines and ports are checked in infra; the form of settings in config/.
 """
 
 from __future__ import annotations
@@ -75,17 +73,17 @@ if TYPE_CHECKING:
 
 FUNCTION_SETTINGS = ("environment", "reward_fn", "rewards", "filter_fn", "filters", "buffer_filter_fn", "generate_fn")
 NUM_FIRST_ROWS = 64
-"""Rows of each file on which functions are tried before the files are read."""
+"""Rows of each file that functions are tried on before the files are read completely."""
 
 
 def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_here: bool = True) -> list[str]:
     """Check everything that can be checked without training; returns facts and warnings, a sentence each.
 
-    Functions of the user are imported and tried on the first rows before whole files are read. Models and files with an
-    error that was noted before are not read.
+    The user's functions are imported and tried on the first rows before whole files are read. Models and files with a
+    known error are skipped.
 
     Args:
-        mistakes: takes the errors; without it they are raised.
+        mistakes: collects the errors; without it they are raised.
         trains_here: this machine will train, so its CPU is checked; other machines warn when the training starts.
 
     Raises:
@@ -114,7 +112,7 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
 
 
 def _load_tokenizer(config: Config, mistakes: Mistakes, findings: list[str]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model without mistakes; what it is comes first among the findings."""
+    """The tokenizer of a model without mistakes; its description becomes the first finding."""
     tokenizer: PreTrainedTokenizerBase | None = None
     if not mistakes.has("model"):
         with mistakes.at("model"):
@@ -146,7 +144,7 @@ def _check_data(
 
 
 def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
-    """Look at what can be seen of rows without the tokenizer of a model."""
+    """Check rows as far as possible without a model's tokenizer."""
     demonstrations = dict(place_datasets(config, mistakes)) if config.reads("sft") else {}
     names: list[RowFile] = ["sft_eval"] if config.reads("sft_eval") and config.data.sft_eval else []
     names += ["selection", "heldout"] if config.evaluation.metric == "loss" else []
@@ -161,7 +159,7 @@ def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """What the settings and the model's files say, without a row being read."""
+    """Check the settings and the model's files without reading rows."""
     findings: list[str] = []
     if config.evaluation.metric == "accuracy":
         with mistakes.at("rollout"):
@@ -172,7 +170,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if not mistakes.has("model"):
         with mistakes.at("model"):
             check_model_files(config)
-    if not mistakes.has("model"):  # a model that cannot be read has one mistake, not one of every check
+    if not mistakes.has("model"):  # an unreadable model is one mistake, not one per check
         findings += _check_model(config, mistakes)
     with mistakes.at("training"):
         findings += [
@@ -186,7 +184,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
 
 
 def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
-    """What a model whose folder is whole can be used for."""
+    """Check the uses of a model whose folder is complete."""
     findings: list[str] = []
     with mistakes.at("model"):
         check_not_quantized(config.model)  # before an engine refuses such a model: another engine would not help
@@ -206,9 +204,9 @@ def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
 
 
 def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
-    """The files of prompts that are sampled for, by their settings; without those that have a mistake.
+    """The prompt files to sample for, by setting, without files that have a mistake.
 
-    An evaluation names `data.heldout` alone; its other files are empty texts.
+    An evaluation has only `data.heldout`; its other files are empty strings.
     """
     if config.evaluation.metric == "loss":
         return {}
@@ -221,12 +219,12 @@ def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
 def _try_functions(
     config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes, findings: list[str]
 ) -> set[tuple[bool, frozenset[str]]] | None:
-    """Try the functions on the first rows; returns the shapes of these, None if a function failed or was not found."""
+    """Try the functions on the first rows; returns the rows' shapes, None if a function failed or was not found."""
     if any(mistakes.has(f"rollout.{setting}") for setting in FUNCTION_SETTINGS):
         return None
     first: list[Prompt] = []
     for name, path in _prompt_files(config, mistakes).items():
-        with suppress(DataError, ConfigError):  # the whole file is read later, and its mistakes are noted then
+        with suppress(DataError, ConfigError):  # the whole file is read later, which collects its mistakes
             bad = BadRows(path)
             columns = config.data.columns_of(name)
             prompts = load_prompts_from_jsonl(path, max_rows=NUM_FIRST_ROWS, columns=columns, bad=bad)
@@ -235,7 +233,7 @@ def _try_functions(
     chosen = one_of_each_shape(first)
     has_failed = True
     with mistakes.at("rollout"):
-        with suppress(DataError):  # a chat template that refuses rows is told with the file that has them
+        with suppress(DataError):  # a row that the chat template refuses is reported when its file is read
             findings += check_functions(config, chosen, tokenizer) if chosen else []
         has_failed = False
     return None if has_failed else {shape_of(prompt) for prompt in chosen}
@@ -269,7 +267,7 @@ def _check_prompts(
     """Read every prompt.
 
     Args:
-        tried: shapes of rows that functions were tried on already; None if they failed.
+        tried: shapes of rows on which functions were tried before; None if the functions failed.
     """
     findings: list[str] = []
     if config.reads("rollouts") and config.data.rollouts and not mistakes.has("data.rollouts"):
@@ -318,14 +316,14 @@ def _check_recorded_rollouts(config: Config, tokenizer: PreTrainedTokenizerBase)
 
 
 def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes: Mistakes | None = None) -> list[str]:
-    """Check what can be checked of scoring models on `data.heldout`; returns what was found, a sentence each.
+    """Check everything about scoring models on `data.heldout` in advance; returns findings, a sentence each.
 
     Args:
-        models: without any, because their names were wrong, the rows are read without a tokenizer.
-        mistakes: takes the errors; without it they are raised.
+        models: if empty, because all names were wrong, rows are read without a tokenizer.
+        mistakes: collects the errors; without it they are raised.
 
     Raises:
-        InputError: a line for each mistake, with what was expected, what was found and what to do.
+        InputError: a line for each mistake, with what was expected, what was found and a remedy.
     """
     noted = Mistakes() if mistakes is None else mistakes
     if config.evaluation.metric == "accuracy":
@@ -353,7 +351,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
 
 
 def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes) -> list[str]:
-    """What one model finds in the rows that it is scored on."""
+    """Check the rows that a model is scored on, with its tokenizer."""
     heldout, findings = config.data.heldout, list[str]()
     if mistakes.has("data.heldout"):
         return findings
@@ -381,7 +379,7 @@ def warn_of_rl(config: Config) -> list[Caution]:
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:
-    """A warning where RL learns from completions made otherwise than those that checkpoints are compared by."""
+    """A warning if RL learns from completions generated in another way than those that compare checkpoints."""
     if config.rollout.generate_fn == "" or config.data.rollouts:
         return []
     return [
@@ -394,10 +392,10 @@ def warn_of_own_generation(config: Config) -> list[Caution]:
 
 
 def warn_of_uncorrected_age(config: Config) -> list[Caution]:
-    """A warning where completions of other weights are trained on as if the current ones had sampled them."""
+    """A warning if completions sampled with older weights are trained on without a correction."""
     ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
     old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
-    if config.training.rl.sync_every > 1:  # by these steps the trainer is ahead of what it published
+    if config.training.rl.sync_every > 1:  # between syncs the trainer is ahead of the published weights
         old.append(f"training.rl.sync_every {config.training.rl.sync_every}")
     if config.data.rollouts:
         old = ["data.rollouts"]
@@ -420,7 +418,7 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
 
 
 def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
-    """How often RL sees its prompts, and a warning where a step sees some several times."""
+    """How often RL sees its prompts, and a warning if a step contains a prompt several times."""
     batch_size = config.rollout.batch_size
     per_epoch, of_what = num_prompts / batch_size, f"the {num_prompts:,} prompts"
     num_steps = config.training.rl.num_steps
@@ -432,13 +430,13 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 
 
 def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
-    """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones.
+    """The held-out rows: those for choosing or keeping checkpoints, and those that grade the chosen ones.
 
-    A file that does not fit is left out: its mistakes are noted when all of it is read.
+    A file with mistakes is skipped: they are collected when the whole file is read.
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
-    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best goes by it
+    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best uses its loss
         metrics["sft_eval"] = "loss"
     for name, metric in metrics.items():
         max_rows = None if name == "sft_eval" else config.evaluation.max_prompts
@@ -451,7 +449,7 @@ def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
 
 @contextmanager
 def _with_remedy(config: Config) -> Iterator[None]:
-    """Say of demonstrations among prompts that SFT alone can also be judged by its loss on them."""
+    """Add the remedy for demonstrations among prompts: SFT alone can also be compared by its loss on them."""
     try:
         yield
     except DemonstrationError as error:
@@ -461,7 +459,7 @@ def _with_remedy(config: Config) -> Iterator[None]:
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
-    """How many prompts there are, without an answer, and with the beginning of one, for a person."""
+    """The number of prompts, of prompts without an answer, and of those with a prefilled assistant turn, in words."""
     num_unanswered = sum(prompt.answer == "" for prompt in prompts)
     num_begun = sum(is_prefill(prompt.messages) for prompt in prompts)
     unanswered = f", {num_unanswered} without an `answer`" * bool(num_unanswered)
@@ -470,7 +468,7 @@ def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
 
 
 def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Caution]:
-    """A warning where prompts have `tools`, as demonstrations may."""
+    """A warning if prompts have `tools`, as demonstrations may."""
     rows = [prompt.row for prompt in prompts if prompt.metadata.get("tools")]
     if not rows:
         return []
@@ -486,7 +484,7 @@ def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Cautio
 def _warn_of_unwritten(
     prompts: Sequence[Prompt], source: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Caution]:
-    """A warning where something in prompts never reaches the policy."""
+    """A warning if parts of prompts never reach the policy."""
     unwritten, unread = UnwrittenRoles(tokenizer), UnreadFields(model.chat_template_kwargs)
     for prompt in prompts:
         unwritten.note(prompt.row, prompt.messages)
@@ -500,10 +498,10 @@ def _load_checked_prompts(
     """The prompts of a file.
 
     Args:
-        tokenizer: of the model; None does not look at their length.
+        tokenizer: of the model; None skips the check of their length.
 
     Raises:
-        DataError: rows that are no prompts, are too long, or cannot be graded.
+        DataError: a row is not a prompt, is too long, or cannot be graded.
     """
     bad, longest, environment = BadRows(path), 0, _find_environment(config)
     with _with_remedy(config):
@@ -521,7 +519,7 @@ def _load_checked_prompts(
 
 
 def _find_environment(config: Config) -> Environment | None:
-    """The environment; None if it cannot be made, which is noted at its setting."""
+    """The environment; None if it cannot be created, which is recorded as a mistake of its setting."""
     try:
         return resolve_environment(config.rollout)
     except ConfigError:

@@ -1,27 +1,24 @@
 """The settings of one training pipeline: frozen records with a docstring per field, one file per section.
 
-The docstrings are the help text of the Prefect form. A default stands in its field and nowhere else. Nothing here
-imports torch, so the orchestrator can read, check and fingerprint a configuration without it.
-
-Not here: machines and clouds (infra), reading data (data/dataset.py), what a name like "arithmetic" means
-(environments).
+The docstrings are the help texts of the Prefect form. Each default is written only in its field. This package must not
+import torch, so that the orchestrator can read, check and fingerprint a configuration without it.
 
     Config           pipeline.py     put together, loaded and saved
-    ├── model        model.py        which checkpoint training starts from
+    ├── model        model.py        checkpoint that training starts from
     ├── data         data.py         files of demonstrations and prompts
     ├── training
     │   ├── sft      sft.py          supervised fine-tuning
     │   └── rl       rl.py           reinforcement learning; its advantage, reward_shaping and loss: algorithm.py
     │       ├── policy   policy.py   precision, adapters and memory savings, of both stages
     │       └── optim    optim.py    optimizer and learning rate, of both stages
-    ├── rollout      rollout.py      how completions are sampled, graded and filtered
+    ├── rollout      rollout.py      sampling, grading and filtering of completions
     │   ├── engine   engine.py       the inference server
-    │   └── rewards  reward.py       several rewards and services that grade
-    ├── evaluation   evaluation.py   how checkpoints are compared
-    ├── deployment   deployment.py   where things run: never changes a result
-    └── report       report.py       the samples inside the report
+    │   └── rewards  reward.py       several rewards, and services that grade
+    ├── evaluation   evaluation.py   comparison of checkpoints
+    ├── deployment   deployment.py   GPUs, processes and ports: never changes a result
+    └── report       report.py       samples inside the report
 
-What all records share is in record.py; files of settings are read by files.py.
+Common parts of all records: `record.py`. Reading files of settings: `files.py`.
 """
 
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig

@@ -1,8 +1,6 @@
-"""`training.rl.advantage`, `.reward_shaping` and `.loss`: what tells one RL algorithm from another.
+"""`training.rl.advantage`, `.reward_shaping` and `.loss`: the settings that distinguish RL algorithms.
 
-Not here: the formulas (algorithms/advantages.py, algorithms/loss.py), which objectives there are
-(algorithms/objectives.py), the settings of named systems
-(algorithms/presets.py), how a name is filled in (config/rl.py).
+Formulas: `algorithms/`. Settings of well-known systems: `algorithms/presets.py`.
 """
 
 from __future__ import annotations
@@ -71,25 +69,26 @@ class RewardShapingConfig(Record):
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Subtract this times the KL divergence from the model that training starts from, summed over tokens."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
+    """Estimate of that divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
     k2: d^2 / 2. k3: exp(-d) - 1 + d."""
     kl_credit: Literal["completion", "token"] = "completion"
-    """Subtract the sum from the completion's reward, before its baseline; or from each token's advantage what comes
-    from this token on, after the baseline. The estimator `gae` credits tokens by itself."""
+    """completion: subtract the sum from the completion's reward, before its baseline. token: after the baseline,
+    subtract the sum over this and later tokens from each token's advantage. The estimator `gae` always credits
+    tokens."""
 
     def _broken_rules(self) -> Iterator[str]:
         if self.overlong_buffer_tokens > self.max_response_tokens:
             yield (
-                f"overlong_buffer_tokens {self.overlong_buffer_tokens} needs max_response_tokens of at least as much, "
-                f"found {self.max_response_tokens}: set it to rollout.sampling.max_new_tokens, and the buffer to a "
-                "part of it"
+                f"overlong_buffer_tokens {self.overlong_buffer_tokens} must not exceed max_response_tokens "
+                f"{self.max_response_tokens}: set max_response_tokens to rollout.sampling.max_new_tokens, and the "
+                "buffer to a part of it"
             )
 
 
 class MismatchConfig(Record):
     """Correction for an engine whose log-probs differ from the trainer's for the same weights.
 
-    w is exp(trainer - engine), per token. The divisors of the loss keep counting what a mask removes.
+    w is exp(trainer - engine), per token. A mask does not change the divisors of the loss.
     """
 
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -101,12 +100,12 @@ class MismatchConfig(Record):
     outside: Literal["clamp", "zero"] = "clamp"
     """A weight outside the limits is set to the limit (truncated importance sampling), or to 0 (IcePop)."""
     mask: Literal["none", "token", "geometric", "product"] = "none"
-    """Leave out what lies outside the limits below: tokens by w, or completions by the geometric mean or the product
-    of w over their tokens."""
+    """Leave out tokens by w, or completions by the geometric mean or product of w over their tokens, if it is outside
+    the limits below."""
     mask_low: Annotated[Finite, Field(ge=0)] = 0.0
-    """Smallest value that stays."""
+    """Smallest accepted value."""
     mask_high: Annotated[Finite, Field(ge=0)] = 0.0
-    """Largest value that stays; 0 sets no limit."""
+    """Largest accepted value; 0 sets no limit."""
 
     def _broken_rules(self) -> Iterator[str]:
         for name, low, high in (
@@ -116,11 +115,11 @@ class MismatchConfig(Record):
             if 0 < high <= low:
                 yield f"{name}_low {low:g} must be below {name}_high {high:g}"
         if self.mask != "none" and not (self.mask_low or self.mask_high):
-            yield f'mask "{self.mask}" leaves nothing out without limits: set mask_low, mask_high or both'
+            yield f'mask "{self.mask}" needs limits: set mask_low, mask_high or both'
 
 
 class LossConfig(Record):
-    """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
+    """The policy loss. The ratio is a token's probability now divided by its probability before the update."""
 
     objective: Annotated[str, KeyOf(ALL_OBJECTIVES)] = Field(default="ppo", description=describe_objectives())
     ratio_base: Literal["rollout", "old"] = "rollout"
@@ -149,7 +148,7 @@ class LossConfig(Record):
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Penalty for the KL divergence from the model that training starts from."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
+    """Estimate of that divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
     k2: d^2 / 2. k3: exp(-d) - 1 + d."""
     kl_weight: Literal["none", "ratio", "on_policy"] = "none"
     """Multiply the estimate by the ratio, which makes it unbiased; on_policy: by a ratio of 1 that has its gradient."""
@@ -166,12 +165,12 @@ class LossConfig(Record):
 
     def _broken_rules(self) -> Iterator[str]:
         if 0 < self.dual_clip <= 1:
-            yield f"dual_clip must be above 1, or 0 for none, found {self.dual_clip:g}"
+            yield f"dual_clip must be above 1, or 0 for no limit, found {self.dual_clip:g}"
         if self.aggregation == "constant_length" and not self.constant_length:
             yield 'aggregation "constant_length" needs constant_length'
         corrects = self.mismatch.weight != "none"
         if corrects and self.ratio_base == "rollout" and ALL_OBJECTIVES[self.objective].has_ratio:
             yield (
-                'mismatch.weight corrects twice with ratio_base "rollout", whose ratio holds it already: '
+                'mismatch.weight would correct twice with ratio_base "rollout", which already corrects: '
                 'set ratio_base = "old"'
             )

@@ -1,7 +1,4 @@
-"""`data`: the files of demonstrations and prompts.
-
-Not here: how they are read (rollouts_core/data), what is taken of them to compare checkpoints (evaluation.py).
-"""
+"""`data`: the files of demonstrations and prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rollouts_core.config.record import PLACEMENT, Finite, Record
 ColumnType = Literal["text", "int", "float", "bool", "json"]
 """Types of a CSV column."""
 RowFile = Literal["sft_eval", "prompts", "selection", "heldout"]
-"""The settings that name one file of rows."""
+"""Settings for one file of rows."""
 
 
 class DatasetConfig(Record):
@@ -56,20 +53,20 @@ class DataConfig(Record):
     selection: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""
-    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. The selection must not have any of
-    its rows."""
+    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. None of its rows may be in the
+    selection."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
     """Types of CSV columns of the files above, by the settings that name them. A file's own table sets them:
     `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not named are text."""
 
     def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
-        """The types of CSV columns of the file that a setting names."""
+        """The CSV column types of the file in a setting."""
         return self.columns.get(name, {})
 
     @model_validator(mode="before")
     @classmethod
     def _read_tables(cls, settings: Any) -> Any:  # Any: unchecked input
-        """Take a table in the place of a file's path: its path, and the types of its columns."""
+        """Accept a table instead of a file's path, with the path and the types of its columns."""
         if not isinstance(settings, dict):
             return settings
         flat = dict(settings)

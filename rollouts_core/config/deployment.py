@@ -1,7 +1,4 @@
-"""`deployment`: GPUs, processes and ports on the node. Nothing here changes a result.
-
-Not here: the node itself (infra/node.py), what the engines are (engine.py).
-"""
+"""`deployment`: GPUs, processes and ports on the node. These settings never change a result."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ MAX_PORT = 65535
 
 
 class DeploymentConfig(Record):
-    """GPUs, processes and ports on the node. Nothing here changes a result."""
+    """GPUs, processes and ports on the node. These settings never change a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
     """GPUs of the trainer, one process on each. Empty: one process, on the first GPU or else on the CPU, unless
@@ -48,27 +45,27 @@ class DeploymentConfig(Record):
 
     @property
     def num_trainer_processes(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
 
     @property
     def shares_cpu(self) -> bool:
-        """Whether several trainer processes share the CPU, because none has a GPU of its own."""
+        """True if several trainer processes share the CPU."""
         return self.trainer_processes > 1 and not self.trainer_gpu_ranks
 
     @property
     def engine_ports(self) -> list[int]:
-        """The wanted port of each engine, 0 for a free one."""
+        """The port of each engine; 0 for a free port."""
         return [self.engine_port + index if self.engine_port else 0 for index in range(self.num_engines)]
 
     def of_engine(self, index: int) -> Self:
-        """The placement of one of the engines: its share of the GPUs."""
+        """The placement of one engine: its share of the GPUs."""
         num_ranks = len(self.engine_gpu_ranks) // self.num_engines
         ranks = self.engine_gpu_ranks[index * num_ranks : (index + 1) * num_ranks]
         return self.model_copy(update={"engine_gpu_ranks": ranks, "num_engines": 1})
 
     def with_engines_of_trainer(self) -> Self:
-        """The placement of engines on the trainer's GPUs, with as many for each as it has on the engines' own nodes."""
+        """The placement of engines on the trainer's GPUs, with the same number of GPUs per engine as on own nodes."""
         num_ranks = len(self.engine_gpu_ranks) // self.num_engines
         trainer = self.trainer_gpu_ranks
         num_engines = max(1, len(trainer) // num_ranks) if num_ranks else 1
@@ -80,7 +77,7 @@ class DeploymentConfig(Record):
         if len(self.engine_gpu_ranks) % self.num_engines:
             yield (
                 f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
-                "each engine as many, or none"
+                "each engine the same number of GPUs, or none"
             )
         if (last := self.engine_ports[-1]) > MAX_PORT:
             yield (
@@ -90,11 +87,11 @@ class DeploymentConfig(Record):
         trainer, engines = set(self.trainer_gpu_ranks), set(self.engine_gpu_ranks)
         if self.colocated and trainer and engines and not trainer & engines:
             yield (
-                f"colocated means GPUs in common, trainer_gpu_ranks {sorted(trainer)} and engine_gpu_ranks "
-                f"{sorted(engines)} have none: leave colocated out, or name the same GPUs"
+                f"colocated needs common GPUs, but trainer_gpu_ranks {sorted(trainer)} and engine_gpu_ranks "
+                f"{sorted(engines)} have none: remove colocated, or name the same GPUs"
             )
         if 0 < len(self.trainer_gpu_ranks) < self.trainer_processes:
             yield (
                 f"trainer_processes {self.trainer_processes} needs as many trainer_gpu_ranks, found "
-                f"{len(self.trainer_gpu_ranks)}: each process has a GPU of its own"
+                f"{len(self.trainer_gpu_ranks)}: each process has its own GPU"
             )

@@ -1,7 +1,4 @@
-"""`rollout.engine`: the inference server that samples, for RL and for comparing checkpoints.
-
-Not here: its GPUs, ports and number (deployment.py), how it is started (engines/launch.py).
-"""
+"""`rollout.engine`: the inference server for RL and for comparing checkpoints."""
 
 from __future__ import annotations
 
@@ -18,48 +15,49 @@ from rollouts_core.plugins import KeyOf
 EngineKind = Annotated[str, KeyOf(ENGINES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 MIN_ENGINE_CONTEXT = 26
-"""Tokens that an installed engine must have room for: a few completions prove its weights (engines/canary.py)."""
+"""Smallest context of an installed engine, tokens: needed for the completions that verify its weights
+(`engines/canary.py`)."""
 KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
-"""vLLM takes underscores for dashes, both take the beginning of a name for the whole, SGLang has a second key."""
+"""Matches key arguments: vLLM accepts underscores, both servers accept abbreviations, SGLang has a second key."""
 
 
 class EngineConfig(Record):
-    """The inference server that samples."""
+    """The inference server that generates completions."""
 
     kind: EngineKind = "embedded"
-    """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an
-    environment of their own."""
+    """embedded: this project's own server, for small models on a CPU. sglang, vllm: servers that you install, usually
+    in their own environment."""
     python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
-    takes that of the jobs."""
+    """Python interpreter of the environment with SGLang or vLLM, as an absolute path on the node. Empty: the
+    interpreter of the jobs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the engine's weights; auto takes that of the model's configuration, on a GPU bfloat16 in place
-    of float32, in which checkpoints are saved. The embedded engine always takes float32."""
+    """Number format of the engine's weights. auto: the format in the model's configuration, but on a GPU bfloat16
+    instead of float32, the format of checkpoints. The embedded engine always uses float32."""
     api_key_variable: str = Field(default="", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "router_url"})
-    """Environment variable that holds the key without which the engine answers nobody, exported where the run is
-    started; empty asks for none. The key itself is in no file that outlives the engine."""
+    """Environment variable with a key that the engine requires from its clients, exported where the run is started.
+    Empty: no key. The key is stored only in files that are deleted with the engine."""
     context_length: int = Field(default=0, ge=0)
-    """Prompt and completion tokens of a request at most; 0 takes what rollout.max_prompt_tokens and
-    rollout.sampling.max_new_tokens need."""
+    """Highest number of prompt and completion tokens of a request. 0: as needed by rollout.max_prompt_tokens and
+    rollout.sampling.max_new_tokens."""
     extra_args: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
-    """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
+    """Further arguments for the server's command line, for example ["--mem-fraction-static", "0.7"]."""
     weight_transfer: WeightTransfer = Field(default="auto", json_schema_extra=PLACEMENT)
-    """How new weights reach the engine. auto: by memory or files of the trainer that it reads. gloo: over the network.
-    nccl, to sglang and vllm: over the network, from GPU to GPU. tensors, for sglang: it maps memory of the trainer, of
-    the GPU that both share or, without GPUs, of the machine."""
+    """How new weights reach the engine. auto: through memory or files of the trainer. gloo: over the network. nccl, for
+    sglang and vllm: over the network from GPU to GPU. tensors, for sglang: the engine maps the trainer's memory, on the
+    shared GPU or, without GPUs, on the machine."""
     router_url: str = Field(default="", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
-    """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
-    trainer choose. Its engines are told to it. Not with vLLM."""
+    """Address of a running sglang-router that chooses among the engines, as the trainer reaches it. The engines are
+    registered with the router. Empty: the trainer chooses. Not with vLLM."""
     router_python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Python interpreter of an environment with sglang-router, as an absolute path on the machine that trains: RL
-    starts a router there that chooses among the engines, and ends it. Not with vLLM, and not beside router_url."""
+    """Python interpreter of an environment with sglang-router, as an absolute path on the trainer's machine. RL starts
+    a router there and ends it. Not with vLLM, and not together with router_url."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=300.0, json_schema_extra=PLACEMENT)
-    """How long the server may take until it has generated its first token, and to be back after it died. So long it may
-    be silent amid its first requests, too."""
+    """Seconds for the server to generate its first token, and to return after a crash. During its first requests it may
+    also be silent for this long."""
 
     @property
     def spec(self) -> EngineSpec:
-        """What is known of the kind."""
+        """The record of the engine's kind."""
         return ENGINES[self.kind]
 
     def _broken_rules(self) -> Iterator[str]:
@@ -67,25 +65,25 @@ class EngineConfig(Record):
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
         installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
         for name in [name for name, value in given.items() if value and spec.is_own]:
-            yield f"engine.{name} is a setting of the kinds {installed}: leave it out"
+            yield f"engine.{name} is a setting for the kinds {installed}: remove it"
         if self.weight_transfer not in spec.transfers:
             others = [name for name, each in ENGINES.items() if self.weight_transfer in each.transfers]
             yield (
-                f'engine.weight_transfer "{self.weight_transfer}" does not reach engines of the kind {self.kind}: '
-                f"choose {' or '.join(spec.transfers)}, or the kind {' or '.join(others)}"
+                f'engine.weight_transfer "{self.weight_transfer}" is not supported by engines of the kind {self.kind}: '
+                f"use {' or '.join(spec.transfers)}, or the kind {' or '.join(others)}"
             )
         routers = {"router_url": self.router_url, "router_python": self.router_python}
         for name in [name for name, value in routers.items() if value and not spec.has_router]:
-            yield f"engine.{name} is a router of SGLang, the engine is {self.kind}: leave it out"
+            yield f"engine.{name} is for SGLang's router, but the engine is {self.kind}: remove it"
         if all(routers.values()):
-            yield "engine.router_url names a router that runs, router_python one to start: leave one out"
+            yield "engine.router_url names a running router, router_python one to start: remove one of them"
         if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):
             yield (
-                "engine.extra_args has a key, which every user of the machine could read in the list of processes: "
-                "name the variable that holds it as engine.api_key_variable"
+                "engine.extra_args contains a key, which all users of the machine could read in the list of processes: "
+                "set engine.api_key_variable to the variable with the key"
             )
         if not spec.is_own and 0 < self.context_length < MIN_ENGINE_CONTEXT:
             yield (
-                f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "
-                f"proves its weights: give {MIN_ENGINE_CONTEXT} or more, or 0"
+                f"engine.context_length {self.context_length} is too short for the completions that verify the weights "
+                f"of {self.kind}: set it to {MIN_ENGINE_CONTEXT} or more, or to 0"
             )

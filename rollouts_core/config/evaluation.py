@@ -1,7 +1,4 @@
-"""`evaluation`: how checkpoints are compared.
-
-Not here: the prompts and demonstrations for it (data.py), the comparison (evaluate.py, comparison.py).
-"""
+"""`evaluation`: how checkpoints are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 
 class EvaluationConfig(Record):
-    """How checkpoints are compared, for selection and for the report."""
+    """Comparison of checkpoints, for selection and for the report."""
 
     metric: Literal["accuracy", "loss"] = "accuracy"
     """Mean reward on prompts, or mean loss on demonstrations."""
@@ -27,6 +24,6 @@ class EvaluationConfig(Record):
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 takes the most likely token."""
     seed: int = Field(default=0, ge=0)
-    """Randomness of sampling, the same for every checkpoint."""
+    """Seed of sampling, the same for every checkpoint."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = Field(default=0.01, json_schema_extra=PLACEMENT)
-    """RL must beat the selected SFT checkpoint with at most this p-value, or the run fails; 1 accepts anything."""
+    """RL must beat the selected SFT checkpoint with at most this p-value, or the run fails; 1 accepts any result."""

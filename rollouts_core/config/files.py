@@ -1,7 +1,4 @@
-"""Settings from a TOML or JSON file: read, with absolute paths, as a record.
-
-Not here: what the settings mean (the records beside this file), how a misfit is worded (messages.py).
-"""
+"""Read settings from a TOML or JSON file as a record, with absolute paths."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from rollouts_core.system.regular_files import describe_missing, open_file
 RecordT = TypeVar("RecordT", bound=BaseModel)
 MEANT = re.compile(r"did you mean ([\w.]+)")
 MAX_READS = 4
-"""Values that do not fit hide those of the records around them, which are read again without them."""
+"""Highest number of reads: an invalid value hides errors of its record, which is read again without the value."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
-"""What a file system takes, beside the folder that the path is relative to."""
+"""Limits of file systems for a name and for a path, without the folder that the path is relative to."""
 DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst")
 
 
@@ -39,25 +36,27 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
         raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
     try:
         with open_file(path) as file:
-            text = file.read().decode("utf-8-sig")  # editors of Windows mark UTF-8
+            text = file.read().decode("utf-8-sig")  # Windows editors add a byte order mark
         is_json = path.suffix == ".json"
         settings = json.loads(text, object_pairs_hook=_table) if is_json else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
     except (ValueError, RecursionError) as error:
         if path.suffix == ".jsonl":
-            raise ConfigError(f"{path} holds rows of data: give the configuration that names it in [data]") from error
+            raise ConfigError(
+                f"{path} contains rows of data: give the configuration that names it in [data]"
+            ) from error
         if path.suffix in (".yaml", ".yml"):
-            raise ConfigError(f"{path} is YAML, which is not read: write it as TOML or JSON") from error
+            raise ConfigError(f"{path} is YAML, which is not supported: write it as TOML or JSON") from error
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a table of settings at its top, found {type(settings).__name__}")
+        raise ConfigError(f"{path} must contain a table of settings, found {type(settings).__name__}")
     return settings
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: unchecked file content
-    """The table of these settings; ValueError for one that is there twice, of which the first would not count."""
+    """A JSON table; ValueError for a duplicate key, because JSON would ignore its first value."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -66,14 +65,13 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: unchecked fi
 
 
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
-    """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
+    """Make data paths, existing model folders, checkpoints to resume from and folders of reward models absolute.
 
-    So do the checkpoints to resume from, and the folders of rewards' models: jobs run in folders of their own. A model
-    path that is no folder beside the file stays as it is: it may be a hub id. So does `data.sft` where it reads
-    `organisation/name` and is nothing beside the file. URLs stay as they are.
+    Jobs run in other folders. A model path that is not a folder beside the file stays, because it may be a hub id. The
+    same holds for `data.sft` of the form `organisation/name`. URLs stay.
 
     Raises:
-        ConfigError: a path that is longer than any file's.
+        ConfigError: a path is too long for any file system.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
@@ -125,7 +123,7 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 def _check_length(path: str) -> None:
     longest = max(len(part.encode(errors="replace")) for part in path.split("/"))
     if longest > MAX_NAME_BYTES or len(path) > MAX_PATH_CHARS:
-        raise ConfigError(f"{path[:80]}... is too long for a path or a name: it has {len(path)} characters: correct it")
+        raise ConfigError(f"{path[:80]}... is too long for a path or name ({len(path)} characters): correct it")
 
 
 def _may_be_hub_id(path: str, base: Path) -> bool:
@@ -135,7 +133,7 @@ def _may_be_hub_id(path: str, base: Path) -> bool:
 
 
 def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked
-    """`settings` as a record of `model`; each misfit becomes a sentence that names `source` and the key."""
+    """`settings` as a record of `model`; an error has a sentence per problem with `source` and the key."""
     try:
         return model.model_validate(settings)
     except ValidationError as error:
@@ -150,14 +148,13 @@ def read_record(
     source: str,
     table: str = "",
 ) -> RecordT | None:
-    """`settings` as a record of `model`, with others in the place of values that are missing or do not fit.
+    """`settings` as a record of `model`, with defaults in place of missing or invalid values; collects all problems.
 
-    Each misfit is noted, and so are rules between settings that the other values break. None if no other value can take
-    the place of one.
+    Rules between settings that the valid values break are collected too. Returns None if a value has no substitute.
 
     Args:
-        source: the file, named at the start of each sentence.
-        table: the table of the file that the settings are; "" for the whole file.
+        source: name of the file, at the start of each sentence.
+        table: table of the file that contains the settings; "" for the whole file.
     """
     read = settings
     for _ in range(MAX_READS):
@@ -180,7 +177,7 @@ def read_record(
 
 
 def leave_out_meant(mistakes: Mistakes, path: Sequence[str], sentence: str) -> None:
-    """Leave out the setting that a sentence takes an unknown key for: its absence is no mistake of its own."""
+    """Ignore the setting that a sentence suggests for an unknown key: its absence is not another mistake."""
     if meant := MEANT.search(sentence):
         mistakes.leave_out(meant[1] if "." in meant[1] else ".".join([*path[:-1], meant[1]]))
 
@@ -194,9 +191,9 @@ def _with_defaults(
     paths: Sequence[Sequence[str]],
     model: type[BaseModel] | None,
 ) -> Any:  # Any: unchecked input
-    """The settings without what lies at these paths; of a list, without the whole list.
+    """Remove the values at these paths; a path into a list removes the list.
 
-    What is missing there gets a value that fits its type, so that the rest can be read.
+    Missing values are replaced by ones of the right type, so that the rest can be read.
     """
     if not isinstance(settings, dict):
         return settings

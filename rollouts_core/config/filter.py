@@ -1,7 +1,4 @@
-"""`rollout.filters`: several filters of groups, or one filter with its own limits.
-
-Not here: the filters (rollouts_core/filters.py).
-"""
+"""`rollout.filters`: several filters of groups, or one filter with its own limits."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from rollouts_core.config.record import Finite, FunctionName, Record
 
 
 class FilterConfig(Record):
-    """One of several filters, all of which must keep a group."""
+    """One of several filters; a group must pass all of them."""
 
     name: FunctionName
     """A name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
     settings: dict[str, Finite | int] = Field(default_factory=dict)
-    """Numbers that the filter takes by keyword, as in `{ max_tokens = 512 }`."""
+    """Numeric keyword arguments of the filter, as in `{ max_tokens = 512 }`."""

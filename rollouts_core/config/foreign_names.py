@@ -1,9 +1,7 @@
-"""What other systems call a setting, and where it is here: for hints about unknown keys.
+"""Names of settings in other systems and their place here, for hints about unknown keys.
 
-The names are those of TRL and of the TrainingArguments of Transformers, of verl, slime and OpenRLHF, and such as people
-try first. A key of the table is a name that no setting here has, or `section.name` where the section has none.
-
-Not here: hints by likeness (messages.py).
+The names come from TRL, the TrainingArguments of Transformers, verl, slime and OpenRLHF, and from common guesses. A key
+of the table is a name that no setting here has, or `section.name` if that section has no such setting.
 """
 
 from __future__ import annotations
@@ -14,17 +12,17 @@ from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.stages import TRAININGS
 
 STAGE = "training.STAGE"
-"""In a hint, the stage in whose table the key stands."""
+"""Placeholder in a hint for the stage whose table contains the key."""
 
 EPOCHS = (
-    f"{STAGE}.num_steps, since training counts optimizer steps: an epoch is rows / training.sft.batch_size of them, or "
-    "for RL prompts / rollout.batch_size"
+    f"{STAGE}.num_steps: training counts optimizer steps. An epoch is rows / training.sft.batch_size steps, or for RL "
+    "prompts / rollout.batch_size"
 )
 ACCUMULATION = (
-    "training.sft.micro_batch_size or training.rl.max_micro_batch_tokens: how much is computed at a time, while a step "
-    "stays as large as training.sft.batch_size or rollout.batch_size says"
+    "training.sft.micro_batch_size or training.rl.max_micro_batch_tokens: the amount computed at a time, while the "
+    "size of a step is training.sft.batch_size or rollout.batch_size"
 )
-MINIBATCHES = "training.rl.num_minibatches: into how many updates the prompts of a step (rollout.batch_size) are split"
+MINIBATCHES = "training.rl.num_minibatches: number of updates that share the prompts of a step (rollout.batch_size)"
 TRAINED_DATA = "data.sft (demonstrations) or data.prompts (prompts of RL)"
 COMPARED_DATA = (
     "data.selection (chooses a checkpoint), data.heldout (for the report) or data.sft_eval (loss while SFT trains)"
@@ -32,21 +30,21 @@ COMPARED_DATA = (
 KL = "training.rl.loss.kl_coef (a term of the loss) or training.rl.reward_shaping.kl_coef (taken from the reward)"
 CLIP = "training.rl.loss.clip_low and training.rl.loss.clip_high"
 KL_ESTIMATOR = "training.rl.loss.kl_estimator or training.rl.reward_shaping.kl_estimator"
-TRAINER_GPUS = "deployment.trainer_gpu_ranks, one process on each of these GPUs"
+TRAINER_GPUS = "deployment.trainer_gpu_ranks, with one process per GPU"
 GPUS = "deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu_ranks (the engines')"
-ENGINE_GPUS = "deployment.engine_gpu_ranks (their GPUs) and deployment.num_engines (the engines that share them)"
+ENGINE_GPUS = "deployment.engine_gpu_ranks (GPUs) and deployment.num_engines (number of engines that share them)"
 
 
 TRUNCATED_SAMPLING = (
-    "no setting: the loss compares log-probs of the whole distribution, which rollout.sampling.temperature alone shapes"
+    "no setting: the loss compares log-probs of the whole distribution, which only rollout.sampling.temperature changes"
 )
 FIELDS = (
-    "no setting, as the fields of rows have fixed names: `messages`, `prompt` and `completion`, or `text` in data.sft, "
+    "no setting: rows have fixed field names: `messages`, `prompt` and `completion`, or `text` in data.sft, "
     "`prompt` and `answer` in data.prompts"
 )
 SHUFFLED = "no setting: every epoch is shuffled, by training.sft.seed or rollout.seed"
-OWN_ENGINE = "no setting: a run starts engines of rollout.engine.kind itself, and ends them"
-BEST_CHECKPOINT = "no setting: checkpoints are scored on data.selection, by evaluation.metric, and the best one goes on"
+OWN_ENGINE = "no setting: a run starts and ends its own engines of rollout.engine.kind"
+BEST_CHECKPOINT = "no setting: the best checkpoint on data.selection, by evaluation.metric, is used"
 
 
 def _all(names: str, hint: str) -> Mapping[str, str]:
@@ -67,7 +65,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("data_seed data.seed", "training.sft.seed or rollout.seed"),
     **_all("data.truncation data.filter_overlong_prompts", "rollout.max_prompt_tokens"),
     "truncation_mode": "training.sft.on_overlong",
-    # length of a training, and of its steps
+    # length of a training and of its steps
     **_all("num_train_epochs sft.num_epochs num_epoch epochs max_epochs total_epochs num_episodes", EPOCHS),
     **_all("max_steps total_training_steps train_iters num_rollout", f"{STAGE}.num_steps"),
     **_all("gradient_accumulation_steps per_device_train_batch_size micro_train_batch_size", ACCUMULATION),
@@ -90,7 +88,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("adam_beta1 adam_beta2 adam_betas optim.beta", f"{STAGE}.optim.betas"),
     **_all("adam_epsilon adam_eps", f"{STAGE}.optim.eps"),
     **_all("grad_clip clip_grad max_norm", f"{STAGE}.optim.max_grad_norm"),
-    # how the model computes
+    # computation of the model
     **_all("bf16 fp16 torch_dtype model.dtype", f"{STAGE}.policy.precision"),
     **_all("gradient_checkpointing recompute_granularity", f"{STAGE}.policy.activation_checkpointing"),
     **_all("attn_implementation flash_attn", f"{STAGE}.policy.attention"),
@@ -103,7 +101,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("lora_dropout", f"{STAGE}.policy.lora.dropout"),
     **_all("lora_target_modules", f"{STAGE}.policy.lora.target_modules"),
     **_all("assistant_only_loss completion_only_loss", "training.sft.train_on"),
-    # what RL learns from a reward
+    # learning from rewards
     **_all("beta kl_loss_coef init_kl_coef kl_coeff rl.kl_coef", KL),
     **_all("use_kl_loss use_kl_in_reward", KL),
     **_all("kl_loss_type kl_penalty", KL_ESTIMATOR),
@@ -172,11 +170,11 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("sft.report_to rl.report_to training.report_to", "run.report_to"),
     **_all("push_to_hub hub_model_id", "run.publish"),
 }
-"""Where what a name means is here."""
+"""Settings here by names of other systems."""
 
 
 def find_foreign_name(path: Sequence[str]) -> str | None:
-    """Where a setting is that another system calls as the key at the end of `path`; None where none does.
+    """The setting for another system's name at the end of `path`; None if the name is unknown.
 
     Args:
         path: the sections around the key, and the key.
@@ -188,7 +186,7 @@ def find_foreign_name(path: Sequence[str]) -> str | None:
 
 
 def _for_stages(hint: str, stages: Iterable[str]) -> str:
-    """The hint about the first of the stages, and that it holds for the others too."""
+    """The hint for the first stage, with a note that it also holds for the others."""
     first, *others = (f"training.{stage}" for stage in stages)
     same = f", and the same in {others[0]}" if others and STAGE in hint else ""
     return hint.replace(STAGE, first) + same

@@ -23,12 +23,12 @@ def explain_validation_error(
     source: str,
     settings: Any,  # Any: unchecked input
 ) -> str:
-    """What is wrong with each key, a sentence on a line of its own; after MAX_SHOWN_MISTAKES the others are counted.
+    """A sentence for each invalid key, one per line; after MAX_SHOWN_MISTAKES the rest is counted.
 
     Args:
-        model: the record that was being filled, for the names a misspelt key may have meant.
-        source: the file or form, named at the start of each line.
-        settings: the input that was to be read. Its order is that of the lines.
+        model: record to fill, for suggestions about misspelt keys.
+        source: name of the file or form, at the start of each line.
+        settings: the input, which sets the order of the lines.
     """
     return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings)], source=source)
 
@@ -38,7 +38,7 @@ def find_misfits(
     model: type[BaseModel],
     settings: Any,  # Any: unchecked input
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Each key that does not fit, as a path, and a sentence on it; in the order of `settings`."""
+    """Each invalid key as a path, with a sentence; in the order of `settings`."""
     problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
     by_key: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
@@ -48,7 +48,7 @@ def find_misfits(
 
 
 def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
-    """Each mistake on a line of its own, after the file or form; after MAX_SHOWN_MISTAKES the others are counted."""
+    """Each mistake on its own line, after the file or form; after MAX_SHOWN_MISTAKES the rest is counted."""
     shown = list(mistakes[:MAX_SHOWN_MISTAKES])
     if num_more := len(mistakes) - len(shown):
         shown.append(f"further settings that do not fit: {num_more}")
@@ -56,7 +56,7 @@ def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
 
 
 def closest_name(name: str, known: list[str]) -> str:
-    """`; did you mean X?` for the known name nearest to `name`, else the list of known names, if any."""
+    """`; did you mean X?` for the known name closest to `name`, else the list of known names, if any."""
     swapped = [each for each in known if sorted(each) == sorted(name)]
     close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -65,12 +65,12 @@ def closest_name(name: str, known: list[str]) -> str:
 
 
 def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *, others: Sequence[str] = ()) -> str:
-    """What may be meant by an unknown key: what another system calls so, the setting of that name in another section
-    of `root`, else the nearest name or the list of them.
+    """A suggestion for an unknown key: another system's name, a setting of that name in another section of `root`, or
+    the closest names.
 
     Args:
         path: the sections around the key, and the key.
-        others: settings of the same file that are no part of `root`, by their dotted names.
+        others: dotted names of settings of the same file outside of `root`.
     """
     if foreign := find_foreign_name(path):
         return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
@@ -88,18 +88,18 @@ def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *,
 
 
 def reason_of(problem: ErrorDetails) -> str:
-    """What is wrong with a value, in the words of the check that refused it."""
+    """The message of the check that refused a value."""
     return str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's code says, in one line that may be read; its kind where it says nothing."""
+    """The first line of an error's message, shortened; the error's type if it has no message."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
 
 
 def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
-    """What is wrong with one key, and what to do; a line for each rule that a record breaks."""
+    """A sentence about one invalid key; one line per broken rule of a record."""
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(path, model)}"
@@ -117,19 +117,19 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) ->
 
 
 def _of_the_meant_type(problems: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without what a field that may be text or a list says about text where a list was given."""
+    """Drop problems with a text where a list was given, if a field accepts both."""
     lists = [each for each in problems if each["type"] == "string_type" and isinstance(each["input"], list | tuple)]
     return [each for each in problems if each not in lists] or problems
 
 
 def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  # Any: pydantic's details
-    """The key that a problem is about, without the names that pydantic gives to the alternatives of a union."""
+    """The key of a problem, without pydantic's names for the alternatives of a union."""
     path: list[str] = []
     section: type[BaseModel] | None = model
     for part in problem["loc"]:
         if isinstance(part, int):
             path.append(str(part))
-        elif "[" not in part:  # else a list's type, as an alternative of a union: the list's own path goes on behind it
+        elif "[" not in part:  # a part with [ names a list type of a union, and the list's own path follows
             if section is None or (part == "str" and part not in section.model_fields):
                 break
             path.append(part)
@@ -143,7 +143,7 @@ def _suggestion(path: list[str], model: type[BaseModel]) -> str:
 
 
 def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
-    """The record of the section, or of an item of the list, at a path."""
+    """The record of the section or list item at a path."""
     section: type[BaseModel] | None = model
     for part in path:
         if section and not part.isdecimal():
@@ -152,7 +152,7 @@ def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] |
 
 
 def settings_of(record: type[BaseModel], *, with_lists: bool) -> Iterator[str]:
-    """The settings of a record by their dotted names, those of its sections and of the items of its lists too."""
+    """The dotted names of a record's settings, including those of its sections and lists."""
     for name, field in record.model_fields.items():
         yield name
         below = nested_record(record, name)
@@ -165,7 +165,7 @@ def _last(setting: str) -> str:
 
 
 def nested_record(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The record that a field holds, or a list of which it may hold."""
+    """The record in a field, or in a field's list."""
     return _record_in(model.model_fields[name].annotation) if name in model.model_fields else None
 
 
@@ -175,7 +175,7 @@ def _record_in(annotation: object) -> type[BaseModel] | None:
     return next((record for part in get_args(annotation) if (record := _record_in(part))), None)
 
 
-def _show(value: Any) -> str:  # Any: whatever the user wrote
+def _show(value: Any) -> str:  # Any: user input
     shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
 

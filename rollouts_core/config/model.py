@@ -1,7 +1,4 @@
-"""`model`: which checkpoint training starts from.
-
-Not here: how it computes while it is trained (policy.py).
-"""
+"""`model`: the checkpoint that training starts from."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class ModelConfig(Record):
     revision: str = ""
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Leave off unless you have read that code."""
+    """Run Python code that comes with the model. Turn on only after reading that code."""
     allow_pickle: bool = False
     """Accept a model with pickled weights only (pytorch_model.bin). They are read without running code. Checkpoints of
     the training are safetensors; the embedded engine serves only safetensors."""
@@ -42,8 +39,8 @@ class ModelConfig(Record):
         for name in values:
             if not name.isidentifier() or name in RESERVED_NAMES:
                 raise ValueError(
-                    f"{name!r} cannot be set for a chat template: expected a name such as enable_thinking, other "
-                    f"than {', '.join(RESERVED_NAMES)}"
+                    f"{name!r} cannot be set for a chat template: use a name such as enable_thinking, but not one "
+                    f"of {', '.join(RESERVED_NAMES)}"
                 )
         return values
 

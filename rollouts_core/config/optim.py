@@ -1,7 +1,4 @@
-"""`training.sft.optim` and `training.rl.optim`: AdamW and its learning rate.
-
-Not here: the optimizer itself (backends/optim.py).
-"""
+"""`training.sft.optim` and `training.rl.optim`: AdamW and its learning rate."""
 
 from __future__ import annotations
 
@@ -26,16 +23,16 @@ class OptimConfig(Record):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warmup."""
     num_warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises from 0 to its peak. A step of SFT is one; one of RL has up to
-    `num_minibatches` x `num_epochs` of them."""
+    """Updates over which the learning rate rises from 0 to its peak. A step of SFT is one update, a step of RL up to
+    `num_minibatches` x `num_epochs` updates."""
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """The learning rate at the last update, as a share of the peak."""
+    """Learning rate at the last update, divided by the peak."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
 
 
 class RLOptimConfig(OptimConfig):
-    """AdamW with the defaults of RL, which hold also where only some of its settings are given."""
+    """AdamW with the defaults of RL, which also apply if only some settings are given."""
 
     lr: Annotated[Finite, Field(ge=0)] = 1e-6
     """Peak learning rate."""

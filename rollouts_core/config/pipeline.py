@@ -1,7 +1,4 @@
-"""`Config`: the settings of one pipeline, put together from the records beside this file.
-
-Not here: a single setting (one file per section), how a file of settings is read (files.py).
-"""
+"""`Config`: all settings of one pipeline."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class TrainingConfig(Record):
 
 
 def _with_stages(record: type[Record]) -> type[Record]:
-    """The record with a section for each training of STAGES that has none yet."""
+    """Add a section for each training of STAGES that has none."""
     sections: dict[str, Any] = {}  # Any: pydantic's pairs of type and default
     for name, kind in TRAININGS.items():
         if name not in record.model_fields:
@@ -57,7 +54,7 @@ else:
 
 
 class Config(Record):
-    """Everything the training core needs to know for one pipeline."""
+    """The settings of the training core for one pipeline."""
 
     mode: Mode = "sft+rl"
     """Which stages run: only SFT, only RL from `model.path`, or RL on the selected SFT checkpoint."""
@@ -78,38 +75,38 @@ class Config(Record):
 
     @property
     def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:
-        """The settings of each training of the mode, by the name of the stage, in order."""
+        """The settings of each training of the mode, by stage name, in order."""
         return {name: getattr(self.training, name) for name, _ in trainings_of(self.mode)}
 
     def reads(self, name: str) -> bool:
-        """Whether a training of the mode reads `data.NAME`, if it is given."""
+        """True if a training of the mode may read `data.NAME`."""
         return any(name in kind.reads for _, kind in trainings_of(self.mode))
 
     @property
     def is_graded(self) -> bool:
-        """Whether a training of the mode learns from completions and their rewards."""
+        """True if a training of the mode learns from rewards of completions."""
         return any(kind.is_graded for _, kind in trainings_of(self.mode))
 
     @property
     def samples_for_training(self) -> bool:
-        """Whether a training asks engines for completions."""
+        """True if a training requests completions from engines."""
         return self.is_graded and not self.data.rollouts
 
     @property
     def demonstrations(self) -> tuple[DatasetConfig, ...]:
-        """The datasets of `data.sft`, also where it is written as one path."""
+        """The datasets of `data.sft`, also if it is a single path."""
         sft = self.data.sft
         return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
 
     @property
     def evaluation_engine(self) -> EngineConfig:
-        """The engine that completes the prompts on which checkpoints are compared."""
+        """The engine that completes prompts for comparing checkpoints."""
         engine = self.rollout.engine
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
     def _broken_rules(self) -> Iterator[str]:
-        """A sentence for each rule between settings of several sections that these break."""
+        """A sentence for each broken rule between sections."""
         yield from self._check_data()
         for name in self.trainings:
             yield from load(kind_of(name).rules)(self)
@@ -117,14 +114,14 @@ class Config(Record):
 
     def _check_data(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
-            yield "give data.prompts, to sample completions, or data.rollouts, to train on recorded ones"
+            yield "data.prompts and data.rollouts exclude each other: sample completions, or train on recorded ones"
         needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
         for names in dict.fromkeys([*needed, ("selection",), ("heldout",)]):
             if not any(getattr(self.data, name) for name in names):
                 yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
 
     def _check_temperatures(self) -> Iterator[str]:
-        """Those of completions that engines are asked for."""
+        """Check temperatures of requests to engines."""
         rollout, evaluation = self.rollout, self.evaluation
         asked: list[tuple[str, float, EngineSpec]] = []
         if self.samples_for_training:
@@ -134,40 +131,40 @@ class Config(Record):
         for name, temperature, engine in asked:
             if temperature > engine.max_temperature:
                 yield (
-                    f"{name} {temperature:g} is above {engine.max_temperature:g}, and {engine.title} refuses such "
-                    "requests: lower it, or choose another rollout.engine.kind"
+                    f"{name} {temperature:g} is above {engine.max_temperature:g}, the limit of {engine.title}: "
+                    "lower it, or choose another rollout.engine.kind"
                 )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The configuration in a TOML or JSON file; data and model paths become absolute.
+        """Read a TOML or JSON file; data and model paths become absolute.
 
         Raises:
-            ConfigError: one sentence with the file, the key and what to do.
+            ConfigError: the message has the file, the key and what to do.
         """
         return parse_config(cls, resolve_paths(read_settings(Path(path)), Path(path).parent), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write the settings that differ from their defaults as TOML or JSON, by the name's ending."""
+        """Write the settings that differ from their defaults, as TOML or JSON by the file's suffix."""
         settings = self.model_dump(mode="json", exclude_defaults=True)
         if Path(path).suffix == ".json":
             text = json.dumps(settings, indent=2)
         else:
-            import tomli_w  # a node that only reads settings may lack it
+            import tomli_w  # may be missing on a node that only reads settings
 
             text = tomli_w.dumps(settings)
         Path(path).write_text(text, encoding="utf-8")
 
 
 def _what_belongs_in(name: str) -> str:
-    """The first sentence about a setting of `data`."""
+    """The first sentence of a setting's help text in `data`."""
     about = " ".join((DataConfig.model_fields[name].description or "").split())
     sentence = about.partition(". ")[0].removesuffix(".")
     return sentence[:1].lower() + sentence[1:]
 
 
 def sft_rules(config: Config) -> Iterator[str]:
-    """A sentence if checkpoints that `keep_best` compares have no evaluation loss of their own."""
+    """A sentence if `keep_best` would compare checkpoints without an evaluation loss."""
     sft = config.training.sft
     is_compared = config.data.sft_eval and sft.keep_best
     if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
@@ -177,9 +174,9 @@ def sft_rules(config: Config) -> Iterator[str]:
     divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
     nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
     yield (
-        f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
+        f"training.sft.keep_best {sft.keep_best} compares checkpoints by their loss on data.sft_eval, but "
         f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
-        f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
+        f"without a loss: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
         f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
     )
 
@@ -203,28 +200,28 @@ def rl_rules(config: Config) -> Iterator[str]:
 
 def _batch_rules(config: Config) -> Iterator[str]:
     rl, rollout = config.training.rl, config.rollout
-    if not config.samples_for_training:  # recorded batches are what they are
+    if not config.samples_for_training:  # the batches of recorded rollouts are fixed
         return
     if rl.num_minibatches > rollout.batch_size:
         yield (
-            f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
-            "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
+            f"training.rl.num_minibatches {rl.num_minibatches} exceeds the {rollout.batch_size} groups of a "
+            "step (rollout.batch_size), but an update needs a whole group: lower the first or raise the second"
         )
     for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
         if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
             yield (
-                f'the filter "{name}" keeps prompts whose completions have different rewards, and '
-                "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
+                f'the filter "{name}" keeps prompts whose completions have different rewards, but '
+                "rollout.n_samples_per_prompt is 1: remove the filter, or sample 2 or more"
             )
     shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
     penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
     if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
-        # A system's own buffer may be longer than all completions here.
+        # A preset's buffer may be longer than all completions here.
         smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
         yield (
-            f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
-            f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
-            f"so long: set max_response_tokens to {max_new_tokens}"
+            f"training.rl.reward_shaping applies above {penalty_start} tokens (max_response_tokens - "
+            f"overlong_buffer_tokens), but rollout.sampling.max_new_tokens {max_new_tokens} keeps all completions "
+            f"shorter: set max_response_tokens to {max_new_tokens}"
             + smaller
             * (shaping.overlong_buffer_tokens > max_new_tokens)
         )
@@ -235,8 +232,8 @@ def _colocated_rules(config: Config) -> Iterator[str]:
         return
     if config.rollout.max_staleness:
         yield (
-            "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
-            f"{config.rollout.max_staleness} they sample meanwhile: set one of them to its default"
+            "with deployment.colocated the engines stop during training, but with rollout.max_staleness "
+            f"{config.rollout.max_staleness} they would generate meanwhile: set one of them to its default"
         )
     if config.training.rl.sync_every > 1:
         yield (
@@ -246,6 +243,6 @@ def _colocated_rules(config: Config) -> Iterator[str]:
     if config.rollout.engine.weight_transfer == "nccl":
         other = "tensors" if "tensors" in config.rollout.engine.spec.transfers else "auto"
         yield (
-            "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
+            "with deployment.colocated engine and trainer share GPUs, but NCCL connects only processes on different "
             f'GPUs: set rollout.engine.weight_transfer = "{other}"'
         )

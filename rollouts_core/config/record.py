@@ -1,7 +1,4 @@
-"""What every record of settings is made of: frozen, closed to unknown keys, with types that refuse conversions.
-
-Not here: a single setting (the modules beside this one), how a misfit is worded (messages.py).
-"""
+"""The base of all records of settings: frozen, closed to unknown keys, with types that refuse conversions."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ from pydantic_core import PydanticKnownError
 from rollouts_core.config.secret_addresses import refuse_secrets
 
 PLACEMENT: JsonDict = {"affects_result": False}
-"""Marks a field that says where, how often or in which portions, never what: it stays out of fingerprints."""
+"""Marks a field that cannot change a result (paths, intervals, sizes of portions); it stays out of fingerprints."""
 
 SELECTION: JsonDict = {"affects_weights": False}
-"""Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
+"""Marks a field for the length of training or the kept checkpoints; a resumed training may change it."""
 
 CALLS_FUNCTION: JsonDict = {"needs_trust": "function"}
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
 SENDS_SECRET: JsonDict = {"needs_trust": "secret"}
-"""Mark a field that names a function to call, a program or its arguments, or an environment variable that is sent away.
-A run that is asked for through Prefect may set such a field only to a value that the operator trusts
-(flows/trusted_code.py). A field marked SENDS_SECRET also has `sent_to`, the field that says where."""
+"""Marks of fields with a function to call, a program or its arguments, or an environment variable that is sent away. A
+run requested through Prefect may set such a field only to values that the operator trusts (`flows/trusted_code.py`). A
+field with SENDS_SECRET also has `sent_to`, the field with the address."""
 
 
 def _finite(value: float) -> float:
@@ -46,7 +43,7 @@ def _finite(value: float) -> float:
 
 
 def name_of_function(function: str | Callable[..., Any]) -> str:  # Any: user functions of many shapes
-    """`function` as a configuration writes it: its own name, or `package.module:function`."""
+    """The name of a function in a configuration: as given, or `package.module:function`."""
     if isinstance(function, str):
         return function
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -60,7 +57,7 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
 
 
 PARTS_ALONE = "parts alone"
-"""As the context of a validation: read records without the rules between their settings."""
+"""Validation context that skips the rules between settings."""
 MAX_INTEGER = 2**63 - 1
 Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0, strict=True)]
@@ -74,7 +71,7 @@ FunctionName = Annotated[
 
 def _check_grades(given: Any) -> Any:  # Any: a user's object
     if not callable(getattr(given, "grade", None)):
-        raise ValueError(f"expected a name, a class or an object with the method grade, found {given!r:.80}")
+        raise ValueError(f"expected a name, a class or an object with a method grade, found {given!r:.80}")
     return given
 
 
@@ -84,7 +81,7 @@ EnvironmentName = Annotated[
     WithJsonSchema({"type": "string"}),
     Field(json_schema_extra=CALLS_FUNCTION),
 ]
-"""Like `FunctionName`, and also an object that is an environment already."""
+"""Like `FunctionName`, or an environment object."""
 
 
 SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
@@ -95,7 +92,7 @@ SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
 
 
 def _scalar_of(annotation: object) -> object:
-    """The type of a field without the checks around it; of one that may be None, the other type."""
+    """The type of a field without checks around it and without None."""
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Annotated or (len(parts) == 1 and type(None) in get_args(annotation)):
         return _scalar_of(parts[0])
@@ -103,36 +100,36 @@ def _scalar_of(annotation: object) -> object:
 
 
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-"""The names that JSON schema, and with it a form, has for pydantic's bounds."""
+"""JSON schema's names, used by forms, for pydantic's bounds."""
 
 
 def _name_bounds(schema: JsonDict) -> None:
-    """Give bounds their names in JSON schema, which pydantic does not where a validator of ours stands before them."""
+    """Rename bounds as in JSON schema, which pydantic does not do after one of our validators."""
     properties = schema.get("properties")
     assert isinstance(properties, dict), "a record has fields"
     for field in properties.values():
-        assert isinstance(field, dict), "a field has a schema of its own"
+        assert isinstance(field, dict), "a field has its own schema"
         for own, name in BOUNDS.items():
             if own in field:
                 field[name] = field.pop(own)
 
 
 class Record(BaseModel):
-    """What all settings share: frozen, no unknown keys, field docstrings as help texts."""
+    """Base of all settings: frozen, no unknown keys, field docstrings as help texts."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_name_bounds
     )
 
     def without_places(self) -> Self:
-        """Itself, but for fields that hold a place only where others say so; those that always do are marked PLACEMENT.
+        """The record without paths in fields that are paths only in some cases; other path fields are marked PLACEMENT.
 
-        Identities are taken of this.
+        Identities are computed from the result.
         """
         return self
 
     def _broken_rules(self) -> Iterator[str]:
-        """A sentence for each rule between settings that these break. Records with such rules override it."""
+        """A sentence for each broken rule between settings; overridden by records with rules."""
         yield from ()
 
     @model_validator(mode="after")
@@ -145,10 +142,10 @@ class Record(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
-        """True is no number and "3" is no 3, although pydantic would take them for one.
+        """Refuse conversions of pydantic, such as True to 1 or "3" to 3.
 
-        Nor is what has more than 64 bits: Python counts on, and torch, or what slices rows, fails amid a job. Addresses
-        with passwords or keys are refused, too.
+        Also refused are integers above 64 bits, at which torch or a slice would fail in the middle of a job, and
+        addresses with passwords or keys.
         """
         assert info.field_name is not None, "only fields are validated"
         refuse_secrets(value)

@@ -1,7 +1,4 @@
-"""`training.rl`: reinforcement learning, and how the name of an algorithm becomes its settings.
-
-Not here: how completions are sampled and graded (rollout.py), what those names stand for (algorithms/presets.py).
-"""
+"""`training.rl`: reinforcement learning, and how the name of an algorithm becomes settings."""
 
 from __future__ import annotations
 
@@ -22,57 +19,57 @@ class RLTrainingConfig(Record):
     """Reinforcement learning from graded completions."""
 
     algorithm: AlgorithmName = Field(default="", json_schema_extra=PLACEMENT)
-    """A system's algorithm by name, like "verl-dapo": fills in whatever of advantage, reward_shaping, loss and
-    num_minibatches is not given. It is empty once they are filled in: the settings say everything."""
+    """A system's algorithm by name, for example "verl-dapo". Fills in the missing settings of advantage,
+    reward_shaping, loss and num_minibatches, and is then emptied, because the settings are complete."""
     num_steps: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
+    """Optimizer updates per pass over a batch of rollouts, each on the same number of whole groups."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(default=16384, ge=2, json_schema_extra=PLACEMENT)
-    """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step. On a
-    CPU 2048 is faster."""
+    """Padded tokens per forward and backward pass of a device. Smaller values need less memory and give the same step.
+    On a CPU 2048 is faster."""
     packing: bool = True
-    """Compute several completions in one row, which do not see each other: those of a prompt share it, where the
-    attention kernel takes masks, and rows are filled up to the length of the longest."""
+    """Compute several completions in one row, without attention between them. Completions of a prompt share its tokens
+    if the attention kernel uses masks. Rows are filled up to the length of the longest completion."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    """What is added to rewards before."""
+    """Changes of rewards before advantages are computed."""
     loss: LossConfig = LossConfig()
     """The policy loss."""
     loss_fn: FunctionName = ""
-    """Your own loss in place of the policy loss: `package.module:function` of (scores, batch), or of (scores, batch,
+    """Your own loss instead of the policy loss: `package.module:function` of (scores, batch) or (scores, batch,
     config), whose `config` is the section `loss`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
+    """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
-    """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
+    """Highest number of skipped updates in a row before the run ends; 0 sets no limit."""
     max_steps_without_signal: int = Field(default=50, ge=0, json_schema_extra=PLACEMENT)
-    """How many steps in a row may teach nothing because their rewards tell nothing apart, before the run ends with a
-    checkpoint; 0 sets no limit. An update by KL or entropy alone teaches nothing. Steps in which a policy that has
-    learned gets the highest reward for everything do not count. A run that goes on counts on."""
+    """Highest number of steps in a row without learning signal before the run ends with a checkpoint; 0 sets no limit.
+    A step has no signal if the completions of each prompt have equal rewards, even if KL or entropy made an update. A
+    solved task (best reward for every completion after learning) does not count. A resumed run keeps the count."""
     sync_every: int = Field(default=1, ge=1)
-    """Steps between two publications of the weights to the engines. Above 1 completions are of older weights than the
-    trainer's, for which the loss should correct: ratio_base "rollout" does."""
+    """Steps between two publications of weights to the engines. Above 1, completions come from older weights than the
+    trainer's, which the loss should correct, for example with ratio_base "rollout"."""
     log_every: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints; selection chooses among them and the last one. Each is published too."""
+    """Steps between two checkpoints. Selection chooses among these and the last. Each is also published."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """How many checkpoints stay on disk, the newest ones."""
+    """Number of newest checkpoints to keep on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """How many checkpoints stay besides those because they were the best: by the mean reward of the steps since
-    the checkpoint before, with that of the groups that a filter dropped."""
+    """Number of best checkpoints to keep besides those: by mean reward since the previous checkpoint, including groups
+    that a filter dropped."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
-    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
-    folder, or that of its stage, which means the newest one there."""
+    """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
+    folder, or its stage's folder for the newest one."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
+    """Settings in which `resume_from` may differ from this run, by the names in the refusal."""
     replicate: int = Field(default=0, ge=0)
-    """Another number trains the same settings again with other random numbers: the order of prompts, sampling, new
-    adapters, dropout. 0 takes `rollout.seed` itself."""
+    """Another number trains the same settings with other random numbers (order of prompts, sampling, new adapters,
+    dropout). 0 uses `rollout.seed` itself."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()
@@ -94,39 +91,39 @@ class RLTrainingConfig(Record):
         given = {name: value for name, value in settings.items() if name != "baseline"}
         if "advantage" in given or given.get("algorithm"):
             raise ValueError(
-                'baseline is short for advantage = {estimator = "constant", baseline = ...}, and another advantage or '
-                "algorithm is given besides: give one of them"
+                'baseline is short for advantage = {estimator = "constant", baseline = ...}, but another advantage or '
+                "algorithm is given too: give only one of them"
             )
         return {**given, "advantage": {"estimator": "constant", "baseline": settings["baseline"]}}
 
     @property
     def baseline(self) -> float:
-        """The reward that counts as neutral, for the estimator `constant`."""
+        """The neutral reward, for the estimator `constant`."""
         return self.advantage.baseline
 
     @property
     def num_optim_steps(self) -> int:
-        """Optimizer updates of the whole stage where every step has signal: what the learning rate's schedule spans."""
+        """Optimizer updates of the whole stage if every step has signal; the length of the learning-rate schedule."""
         return self.num_steps * self.num_minibatches * self.num_epochs
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether completions of one prompt share its positions in a row: only a mask can let them."""
+        """True if completions of one prompt share its positions in a row, which needs a mask."""
         return self.packing and self.policy.takes_masks
 
     @property
     def objective_spec(self) -> Objective:
-        """The record of the objective: what the loss reads and needs. `loss.objective` is its name."""
+        """The record of the objective `loss.objective`."""
         return OWN_LOSS if self.loss_fn else ALL_OBJECTIVES[self.loss.objective]
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The modules of a user's loss, or of an installed package's objective, by their settings."""
+        """The modules of a user's loss, or of an installed package's objective, by setting."""
         return {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
 
     @property
     def functions_named(self) -> dict[str, str]:
-        """A user's loss, or the record and the loss of an installed package's objective, as `package.module:name`."""
+        """A user's loss, or an installed package's objective with its loss, as `package.module:name`."""
         if self.loss_fn:
             name = name_of_function(self.loss_fn)
             return {"training.rl.loss_fn": name} if ":" in name else {}
@@ -136,23 +133,23 @@ class RLTrainingConfig(Record):
 
     @property
     def with_values(self) -> bool:
-        """Whether a value head is trained."""
+        """True if a value head is trained."""
         return self.advantage.estimator == "gae"
 
     @property
     def with_reference(self) -> bool:
-        """Whether something compares with the model that training starts from."""
+        """True if the loss or the rewards use the start model."""
         return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0 or self.objective_spec.needs_reference
 
     @property
     def corrects_for_age(self) -> bool:
-        """Whether the loss weighs a token by how much likelier it is now than when it was sampled."""
+        """True if the loss weighs a token by its probability now relative to sampling."""
         has_ratio_to_rollout = self.objective_spec.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """Whether the policy loss reads the engine's log-probs. For `loss_fn`, `reads_rollout_logprobs` finds out."""
+        """True if the policy loss reads the engine's log-probs. For `loss_fn`, use `reads_rollout_logprobs`."""
         loss = self.loss
         has_ratio = self.objective_spec.has_ratio or loss.drift_mask > 0 or loss.ratio_penalty > 0
         has_ratio = has_ratio or (loss.kl_coef > 0 and loss.kl_weight == "ratio")
@@ -161,18 +158,18 @@ class RLTrainingConfig(Record):
 
     @property
     def needs_old_scores(self) -> bool:
-        """Whether the trainer must score a batch before its first update, which costs a forward pass."""
+        """True if the trainer must score a batch before its first update, which costs a forward pass."""
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
 
     def _broken_rules(self) -> Iterator[str]:
         if self.with_values and not self.loss.value_coef:
-            yield 'advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn'
+            yield 'advantage.estimator "gae" needs loss.value_coef above 0: otherwise its value head does not learn'
 
 
 def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type
-    """The settings of a system's algorithm: how it takes advantages, shapes rewards, computes the loss and updates.
+    """The settings of a system's algorithm.
 
     Args:
         name: a key of `ALGORITHMS`.
@@ -185,10 +182,10 @@ def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:
 
 
 def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
-    """`given`, with what it does not say taken from `usual`, section by section.
+    """Fill missing settings in `given` from `usual`, section by section.
 
-    Settings with every field of their record in them come from a form or a written record: only those say something
-    there that differ from their defaults.
+    Settings with all fields of their record come from a form or a saved record: only those that differ from their
+    defaults count as given.
     """
     said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
     if said.keys() >= record.model_fields.keys():

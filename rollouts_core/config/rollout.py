@@ -1,7 +1,4 @@
-"""`rollout`: how RL gets its data.
-
-Not here: what is learned from it (rl.py), the sampling itself (rollouts_core/rollout/manager.py).
-"""
+"""`rollout`: sampling, grading and filtering for RL."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from rollouts_core.config.reward import RewardConfig
 
 
 class SamplingConfig(Record):
-    """How a completion is sampled."""
+    """Sampling of a completion."""
 
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 1.0
     """Softmax temperature; 0 takes the most likely token."""
@@ -34,19 +31,19 @@ class SamplingConfig(Record):
 
 
 class MultiTurnConfig(Record):
-    """Limits of a conversation with an environment that answers the policy. All its tokens, including the
+    """Limits of a conversation with an environment that replies to the policy. All its tokens, including the
     environment's, count against `rollout.sampling.max_new_tokens`."""
 
     max_turns: int = Field(default=8, ge=1)
-    """Most turns of the policy; longer conversations are cut off."""
+    """Highest number of the policy's turns; longer conversations are truncated."""
     max_tokens_per_turn: int = Field(default=0, ge=0)
     """Token limit of one turn of the policy. 0: the conversation's remaining tokens."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
-    """Seconds for all answers of the environment in one conversation, which is cut off after that. The engines' time
+    """Seconds for all replies of the environment in one conversation, which is truncated after that. The engines' time
     does not count: tokens and turns limit the policy."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
-    """Seconds for the environment's answer to one turn; a longer answer counts as a failure of the environment. If the
-    environment computes that long without awaiting, the run ends, because all other conversations are blocked."""
+    """Seconds for the environment's reply to one turn; a slower reply counts as a failure of the environment. If the
+    environment computes that long without awaiting, the run ends, because it blocks all other conversations."""
     form: Literal["interleaved", "branching"] = "interleaved"
     """Train on a conversation as one sample, or as one sample per turn with a shared reward."""
     response_template: str = ""
@@ -58,7 +55,7 @@ InFlight = Literal["finish", "abort", "continue"]
 
 
 class RolloutConfig(Record):
-    """How RL gets its data: sample, grade, filter."""
+    """Sampling, grading and filtering for RL."""
 
     batch_size: int = Field(default=16, ge=1)
     """Prompts per step."""
@@ -76,12 +73,12 @@ class RolloutConfig(Record):
     engine: EngineConfig = EngineConfig()
     """The inference engine."""
     environment: EnvironmentName = ""
-    """The environment that answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
+    """The environment that replies to the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
     tasksets: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
     """With the environment `verifiers`: the tasksets that rows may name. A taskset is code, which is imported."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
-    """Limits of conversations, for environments that answer the policy."""
+    """Limits of conversations, for environments that reply to the policy."""
     max_environment_retries: int = Field(default=3, ge=0)
     """How often a conversation is repeated after a failure of the environment, with growing pauses. After that its
     group is dropped, counted and not graded."""
@@ -136,49 +133,49 @@ class RolloutConfig(Record):
     @classmethod
     def _refuse_several(cls, given: Any) -> Any:  # Any: unchecked
         if isinstance(given, list | tuple):
-            raise ValueError('expected one name, "package.module:function"; several, with weights, stand in rewards')
+            raise ValueError('expected one name, "package.module:function"; for several, with weights, use rewards')
         return given
 
     def _broken_rules(self) -> Iterator[str]:
         if self.rewards and self.reward_fn != "":
-            yield "give reward_fn or rewards, not both: reward_fn may be one of the rewards"
+            yield "reward_fn and rewards exclude each other: add reward_fn to the rewards"
         if self.filters and self.filter_fn != "":
-            yield "give filter_fn or filters, not both: filter_fn may be one of the filters"
+            yield "filter_fn and filters exclude each other: add filter_fn to the filters"
         if self.tasksets and self.environment != "verifiers":
-            yield 'tasksets are for environment = "verifiers": set that, or leave tasksets out'
+            yield 'tasksets are for environment = "verifiers": set that, or remove tasksets'
         if self.max_staleness and self.over_sampling_factor > 1:
             yield (
                 f"over_sampling_factor {self.over_sampling_factor:g} is for max_staleness 0: with max_staleness "
-                f"{self.max_staleness} other groups are under way anyway, leave it out"
+                f"{self.max_staleness} other groups run ahead anyway, so remove it"
             )
         if self.max_partial_staleness and self.max_staleness:
             yield (
                 f"max_partial_staleness {self.max_partial_staleness} is for max_staleness 0: with max_staleness "
-                f"{self.max_staleness} what is under way is kept anyway, leave it out"
+                f"{self.max_staleness} running groups are kept anyway, so remove it"
             )
         if self.max_partial_staleness and self.over_sampling_factor == 1 and not self.is_filtered:
             yield (
-                f"max_partial_staleness {self.max_partial_staleness} keeps what is under way when a batch is full: set "
-                "over_sampling_factor above 1 or a filter, else nothing is"
+                f"max_partial_staleness {self.max_partial_staleness} keeps groups left over from a full batch, but "
+                "there are none: set over_sampling_factor above 1, or a filter"
             )
         if self.in_flight == "continue" and not self.engine.spec.can_continue:
             yield (
-                'in_flight "continue" needs an engine that says of each token which weights sampled it, and '
+                'in_flight "continue" needs an engine that reports the weight version of each token, and '
                 f'{self.engine.spec.title} does not: set in_flight = "finish" or "abort"'
             )
 
     @property
     def is_filtered(self) -> bool:
-        """Whether there is a filter."""
+        """True if a filter is configured."""
         return bool(self.filters) or self.filter_fn != ""
 
     @property
     def max_token_age(self) -> int:
-        """How many publications the oldest token that is trained on may be behind."""
+        """Highest age of a trained token, in publications."""
         return max(self.max_staleness, self.max_partial_staleness)
 
     def engine_context(self, num_prompt_tokens: int) -> int:
-        """Tokens for which the engine must have room: of a prompt, and of its completion or conversation."""
+        """Tokens of a prompt and its completion or conversation that the engine must have room for."""
         if self.engine.context_length:
             return self.engine.context_length
         longest = num_prompt_tokens + self.sampling.max_new_tokens + self.engine.spec.reserved_tokens
@@ -186,25 +183,25 @@ class RolloutConfig(Record):
 
     @property
     def environment_name(self) -> str:
-        """The environment as a configuration writes it; "" without one."""
+        """The environment's name in a configuration; "" without one."""
         return name_of_function(self.environment)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the rewards: functions as in the configuration, services by their kind; "" if none grades."""
+        """Names of the rewards: functions as in the configuration, services by kind; "" without a reward."""
         if not self.rewards:
             return (name_of_function(self.reward_fn) or self.environment_name,)
         return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The modules of users' functions, by the settings that name them; what the library has is left out."""
+        """The modules of the user's functions, by setting; built-in functions are left out."""
         named = {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
         return named | self.taskset_modules
 
     @property
     def functions_named(self) -> dict[str, str]:
-        """Functions of users and of installed packages, as `package.module:name`, by the settings that name them."""
+        """Functions of the user and of installed packages as `package.module:name`, by setting."""
         from rollouts_core.environments import ALL_ENVIRONMENTS
         from rollouts_core.rewards import ALL_REWARDS
 
@@ -223,8 +220,8 @@ class RolloutConfig(Record):
 
     @property
     def taskset_modules(self) -> dict[str, str]:
-        """The modules that verifiers imports for the tasksets, by setting; tasksets within verifiers are left out."""
-        from rollouts_core.user_code.own_files import find_code  # imports this package
+        """The modules that verifiers imports for the tasksets, by setting; tasksets inside verifiers are left out."""
+        from rollouts_core.user_code.own_files import find_code  # it imports this package
 
         names = (each.rpartition("/")[2].partition("@")[0] for each in self.tasksets)
         modules = (name.replace("-", "_").lower() for name in names)

@@ -1,13 +1,11 @@
-"""Refuse settings with addresses that carry secrets: settings are kept with runs, shown in reports, sent to trackers.
+"""Refuse settings with secrets in addresses: settings are stored with runs, shown in reports and sent to trackers.
 
     https://user:PASSWORD@host    https://host/v1?api_key=SECRET    https://host/x?X-Amz-Signature=SECRET
     https://hooks.slack.com/services/T0/B0/SECRET    https://dl.host/SECRET/python/simple/
 
-A part of a path counts as a secret if it mixes small letters, capitals and digits as keys do. Ids in hex look like
-account numbers and commits, so they are kept, unless the address is of a kind that is a secret as a whole. Paths of
-buckets and folders are kept, too. Other queries are kept: services want `?api-version=2024-06-01`.
-
-Not here: keys by variables (rollouts_core/keys.py).
+A part of a path counts as a secret if it mixes lower-case letters, capitals and digits as keys do. Hexadecimal ids look
+like account numbers and commits and are permitted, unless addresses of this kind are always secret. Paths of buckets
+and folders, and other queries, such as `?api-version=2024-06-01`, are permitted too.
 """
 
 from __future__ import annotations
@@ -21,49 +19,50 @@ SECRET_NAME = re.compile(
     r"(?<!max)token(?!s$|iz)|secret|passw|passphrase|pwd|signature|credential|apikey|accesskey|auth(?!or(?!i[sz]))"
     r"|bearer|jwt|session|cookie|(?<!sort)key$|^(sig|sas|code|pass|pw)$"
 )
-"""In the name of a query's part, in small letters and digits alone. An author or a tokenizer is none."""
+"""Matches secret names of a query's parameter, reduced to lower-case letters and digits. Author or tokenizer do not
+match."""
 RANDOM = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9])[\w.~+/=%-]{24,}")
-"""A text of that many characters, with letters and digits, may be a key, whatever its name."""
+"""A text of this length with letters and digits may be a key."""
 SEPARATORS = re.compile(r"[-_./]+")
 KEY_PIECE = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9]).{16,}")
-"""Between separators; the words in names of models and deployments are shorter."""
+"""A part of a key between separators; words in names of models and deployments are shorter."""
 MIN_MEAN_PIECE = 8
-"""Keys in base64 have few separators, in any place."""
+"""Keys in base64 have few separators."""
 COMMIT_NAME = re.compile(r"revision|rev|commit|sha|ref")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USER_SCHEMES = ("ssh", "sftp")
-"""Ends of schemes whose addresses have the name of a login, as git+ssh://git@host, and need no password."""
+"""Ends of schemes whose addresses contain a login name, as git+ssh://git@host, and no password."""
 WEB_SCHEMES = ("http", "https")
-"""Ends of schemes of services. In a bucket or a folder, a path is a name that its owner gave."""
+"""Ends of schemes of services. In other schemes, a path is a name chosen by the owner of a bucket or folder."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
-"""An address without its scheme, with user and password."""
+"""An address without scheme, with user and password."""
 WEBHOOK = re.compile(
     r"https?://(hooks\.slack(-gov)?\.com/(services|workflows|triggers)/\S|(\w+\.)?discord(app)?\.com/api/(v\d+/)?webhooks/\S"
     r"|api\.telegram\.org/(file/)?bot\d|[\w.-]+\.webhook\.office\.com/\S|chat\.googleapis\.com/v1/spaces/\S"
     r"|hooks\.zapier\.com/\S|maker\.ifttt\.com/\S+/key/\S|events\.pagerduty\.com/integration/\S)",
     re.IGNORECASE,
 )
-"""Addresses of which each is a secret: who knows them may send."""
+"""Addresses that are secret as a whole: knowing one permits sending."""
 TOKEN_PREFIX = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|pypi-|AKIA|ASIA|AIza|eyJ)[\w.~+=-]{12,}")
-"""Beginnings of keys of well-known services."""
+"""Prefixes of keys of well-known services."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")
-"""A word with a query, with or without a scheme before it."""
+"""A word with a query, with or without a scheme."""
 _ADVICE = (
-    "and settings are kept with runs and shown in reports: leave it out, and name the environment variable with the "
-    "key as api_key_variable if the setting has one"
+    "but settings are stored with runs and shown in reports: remove it, and name the environment variable with the "
+    "key in api_key_variable if the setting has one"
 )
 
 
 def refuse_secrets(value: Any) -> None:  # Any: unchecked input
-    """Raise ValueError for an address with a secret in a text or a list of texts; nothing of it is repeated."""
+    """Raise ValueError for an address with a secret in a text or list of texts, without repeating it."""
     for text in _texts_in(value):
         if LOGIN.fullmatch(text):
-            raise ValueError(f"the address holds a user or password, {_ADVICE}")
+            raise ValueError(f"the address contains a user or password, {_ADVICE}")
         for word in text.split() if "://" in text or "?" in text else ():
             scheme, scheme_end, address = word.partition("://")
             login, is_login, _ = re.split(r"[/?#]", address, maxsplit=1)[0].rpartition("@")
             if is_login and (":" in login or not scheme.endswith(USER_SCHEMES)):
-                raise ValueError(f"the address holds a user or password, {_ADVICE}")
+                raise ValueError(f"the address contains a user or password, {_ADVICE}")
             if scheme_end or QUERY.fullmatch(word):
                 _check_query(address or word)
             if scheme.endswith(WEB_SCHEMES):
@@ -85,24 +84,24 @@ def _check_query(address: str) -> None:
         plain = re.sub(r"[^a-z0-9]", "", name.lower())
         is_commit = COMMIT_NAME.fullmatch(plain) and COMMIT.fullmatch(content)
         if SECRET_NAME.search(plain) or _is_like_a_key(name) or (_is_like_a_key(content) and not is_commit):
-            raise ValueError(f"the query of the address holds a key or password, {_ADVICE}")
+            raise ValueError(f"the query of the address contains a key or password, {_ADVICE}")
 
 
 def _check_path(word: str, address: str) -> None:
     parts = [unquote(part) for part in re.split(r"[?#]", address, maxsplit=1)[0].split("/")[1:]]
     if WEBHOOK.match(word) or any(TOKEN_PREFIX.search(part) or _is_dense(part) for part in parts):
-        raise ValueError(f"the path of the address holds a key or password, {_ADVICE}")
+        raise ValueError(f"the path of the address contains a key or password, {_ADVICE}")
 
 
 def _is_like_a_key(text: str) -> bool:
-    """Whether a text may be a key: long, of letters and digits, and not made of short words."""
+    """True if a text may be a key: long, with letters and digits, and not made of short words."""
     if not RANDOM.fullmatch(text):
         return False
     return _is_dense(text) or any(KEY_PIECE.fullmatch(piece) for piece in SEPARATORS.split(text))
 
 
 def _is_dense(text: str) -> bool:
-    """Whether a text mixes small letters, capitals and digits as keys do, with few separators."""
+    """True if a text mixes lower-case letters, capitals and digits, with few separators."""
     pieces = [piece for piece in SEPARATORS.split(text) if piece]
     is_mixed = RANDOM.fullmatch(text) and all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]"))
     return bool(is_mixed) and sum(map(len, pieces)) >= MIN_MEAN_PIECE * len(pieces)

@@ -1,7 +1,4 @@
-"""`training.sft`: supervised fine-tuning.
-
-Not here: its demonstrations (data.py), optimizer (optim.py) and precision (policy.py).
-"""
+"""`training.sft`: supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -71,6 +68,6 @@ class SFTTrainingConfig(Record):
         if self.batch_size % most:
             fitting = max(size for size in range(1, most) if self.batch_size % size == 0)
             yield (
-                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}: take "
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}: use "
                 f"micro_batch_size {fitting}, which gives the same step, or another batch_size"
             )

@@ -1,7 +1,4 @@
-"""Collect the rows of one file that do not fit, so that one error names several of them.
-
-Not here: what a row may look like (conversations.py, dataset.py).
-"""
+"""Collect the invalid rows of one file, so that one error names several of them."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from rollouts_core.errors import DataError
 MAX_REASONS = 3
 MAX_NUMBERS = 5
 MAX_KEPT = 1000
-"""Errors that are kept: a file of another kind has one in each of its millions of rows."""
+"""Limit of kept errors: a wrong file may have an error in each of its millions of rows."""
 
 
 class BadRows:
     """The errors of the rows of one file.
 
     Args:
-        source: the file, for errors.
+        source: name of the file, for messages.
     """
 
     def __init__(self, source: str) -> None:
@@ -28,18 +25,18 @@ class BadRows:
         self._errors: dict[int, DataError] = {}
         self._num_bad = 0
         self.num_rows = 0
-        """The number of the last row that was looked at."""
+        """Number of the last row that was read."""
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Note a DataError of the block with the number of the row."""
+        """Collect a DataError of the block under the row's number."""
         try:
             yield
         except DataError as error:
             self.note(number, error)
 
     def note(self, number: int, error: DataError) -> None:
-        """Note the error of a row; of several errors of a row, the first."""
+        """Collect the error of a row; only a row's first error is kept."""
         self.num_rows = max(self.num_rows, number)
         if number in self._errors:
             return
@@ -48,17 +45,17 @@ class BadRows:
             self._errors[number] = error
 
     def has(self, number: int) -> bool:
-        """Whether the error of a row was noted, and kept."""
+        """True if an error of the row is kept."""
         return number in self._errors
 
     def __bool__(self) -> bool:
         return self._num_bad > 0
 
     def check(self) -> None:
-        """Raise what was noted: the first different reasons in lines of their own, and how many rows do not fit.
+        """Raise the collected errors: the first distinct reasons, one per line, and the number of invalid rows.
 
         Raises:
-            DataError: see above; of the kind that the first row raised.
+            DataError: of the first row's type.
         """
         if not self._errors:
             return
@@ -79,7 +76,7 @@ class BadRows:
 
 @contextmanager
 def noted_rows(source: str, given: BadRows | None) -> Iterator[BadRows]:
-    """The rows that were given, which the caller checks; else new ones, which are checked at the end of the block."""
+    """Use the given collection, which the caller checks; else a new one, checked at the end of the block."""
     noted = BadRows(source) if given is None else given
     yield noted
     if given is None:

@@ -1,25 +1,22 @@
-"""Turn conversations into token ids and say which tokens belong to which turn.
+"""Turn conversations into token ids, and find the tokens of each turn.
 
-Not here: the text of a template (rendering.py), how it begins and ends turns (turns.py), what an environment answers
-(replies.py), reading rows (dataset.py, conversations.py), tensors (batch.py).
-
-A template with {% generation %} markers says itself what the assistant wrote. For any other template a turn is the text
-behind its generation prompt, and a token belongs to the turn if all of its characters do.
+A template with {% generation %} markers marks the assistant's text itself. For any other template a turn is the text
+after its generation prompt, and a token belongs to the turn if all its characters do.
 
     messages         user 1+1=?             assistant 2
     text             <|user|>1+1=?<|end|><|assistant|>2<|end|>
     tokens           3  14 20 14 25 24 1    4         15 1
     Turn(assistant)                                   [8, 10)
 
-One text serves all turns if each turn, behind its generation prompt, begins the whole conversation. Templates of
-reasoning models write earlier turns in another way than the last one. A turn then begins a text of its own:
+One text serves all turns if each turn, with its generation prompt, is a prefix of the whole conversation. Templates of
+reasoning models write earlier turns differently from the last one. Such a turn starts a text of its own:
 
     tokens           <|user|>a<|assistant|><think>x</think>b<|end|>
     Turn                                  [                       )
     then             <|user|>a<|assistant|>b<|end|><|user|>c<|assistant|><think>y</think>d<|end|>
     Turn                                                                [                       )
 
-Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
+Many conversations are encoded in one call of the tokenizer, whose fixed cost exceeds that of a short text.
 """
 
 from __future__ import annotations
@@ -53,19 +50,19 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
 Span = tuple[int, int]
-"""The first character or token, and the one behind the last."""
+"""Positions of the first character or token and of the one after the last."""
 CHUNK_TEXTS = 512
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversation(NamedTuple):
-    """Messages, the tools that they may call, and how many of the first ones are given and never trained on."""
+    """Messages, callable tools, and the number of leading messages that are given and never trained on."""
 
     messages: Sequence[Message]
     tools: Tools = None
     num_given: int = 0
     prefill: str = ""
-    """The beginning of message `num_given` that is given, too."""
+    """Beginning of message `num_given` that is also given."""
 
 
 class Turn(NamedTuple):
@@ -75,13 +72,13 @@ class Turn(NamedTuple):
     start: int
     end: int
     text_start: int = 0
-    """The first token of the text that the turn is in."""
+    """First token of the text with this turn."""
 
 
 class TokenizedConversation(NamedTuple):
-    """Token ids of a whole conversation, and those assistant turns of it that `train_on` asks for.
+    """Token ids of a whole conversation, and its assistant turns that `train_on` selects.
 
-    If the turns have texts of their own, `tokens` holds one text behind the other; see `split_texts`.
+    If turns need texts of their own, `tokens` holds the texts one after another; see `split_texts`.
     """
 
     tokens: list[int]
@@ -89,9 +86,9 @@ class TokenizedConversation(NamedTuple):
 
 
 def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-    """Token ids of a conversation that waits for the assistant's next turn.
+    """Token ids of a conversation up to the assistant's next turn.
 
-    A turn of the assistant at its end goes on: the text ends with its words.
+    If the last message is the assistant's, the text ends with its words, so that the policy continues the turn.
     """
     return encode_texts(tokenizer, [render_prompt(tokenizer, messages, tools)])[0]
 
@@ -99,7 +96,7 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
 def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]], tools: Tools = None
 ) -> Iterator[list[int]]:
-    """`tokenize_prompt` of each, many in one call of the tokenizer."""
+    """`tokenize_prompt` for many conversations, with few calls of the tokenizer."""
     texts = (render_prompt(tokenizer, messages, tools) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
@@ -115,30 +112,30 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def is_prefill(messages: Sequence[Message]) -> bool:
-    """Whether messages end with the beginning of a turn that the assistant is to go on with."""
+    """True if the last message is the beginning of an assistant turn that the policy is to continue."""
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's end of sequence, and the tokens that end a turn in the chat template.
+    """Tokens that end a completion: the tokenizer's end of sequence and the turn ends of the chat template.
 
-    Base models often have an end of sequence that no template writes; SFT teaches them the one of the template.
+    Base models often have an end of sequence that no template writes; SFT teaches them the template's end.
     """
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *find_turn_ends(tokenizer)]))
 
 
 def leaves_out_role(tokenizer: PreTrainedTokenizerBase, role: str, *, is_first: bool = False) -> bool:
-    """Whether the chat template writes nothing of what somebody says; one that refuses to be asked may write it.
+    """True if the chat template drops messages of a role; False if it refuses the test.
 
     Args:
-        is_first: where a conversation begins, else behind what an assistant said or called.
+        is_first: test the role at the start of a conversation, instead of after an assistant's answer or call.
     """
     return _leaves_out_role(tokenizer, json.dumps(tokenizer.chat_template), role, is_first)
 
 
 @lru_cache(maxsize=64)
 def _leaves_out_role(tokenizer: PreTrainedTokenizerBase, _template: str, role: str, is_first: bool) -> bool:
-    """Rendering takes longer than tokenizing a reply. A template that is changed is asked anew."""
+    """Cached: rendering takes longer than tokenizing a reply. The template is part of the cache key."""
     calls, tool = probe_call({})
     asks: Message = {"role": "user", "content": "?"}
     says: Message = {"role": role, "content": TURN_MARK, "name": "f", "tool_call_id": PROBE_CALL_ID}
@@ -159,10 +156,10 @@ def tokenize_conversation(
     tools: Tools = None,
     train_on: TrainOn = "all_assistant",
 ) -> TokenizedConversation:
-    """Token ids of a whole conversation, and the tokens of those assistant turns that `train_on` asks for.
+    """Token ids of a whole conversation, and the tokens of the assistant turns that `train_on` selects.
 
     Raises:
-        DataError: no assistant turn, or a chat template that does not tell the turns apart.
+        DataError: there is no assistant turn, or the chat template does not separate turns.
     """
     [outcome] = tokenize_conversations(tokenizer, [Conversation(messages, tools)], train_on=train_on)
     if isinstance(outcome, DataError):
@@ -173,7 +170,7 @@ def tokenize_conversation(
 def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, train_on: TrainOn
 ) -> list[TokenizedConversation | DataError]:
-    """`tokenize_conversation` of each, in one call of the tokenizer; an error takes the place of its conversation."""
+    """`tokenize_conversation` for many, in one call of the tokenizer; an error takes its conversation's place."""
     if tokenizer.chat_template is None:
         return [DataError(f"{NO_TEMPLATE}, or use rows with a `text` field") for _ in conversations]
     is_marked = train_on != "everything" and has_generation_markers(tokenizer)
@@ -207,13 +204,13 @@ def split_texts(tokenized: TokenizedConversation) -> list[TokenizedConversation]
 
 
 def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template itself marks what the assistant wrote."""
+    """True if the chat template marks the assistant's text with {% generation %}."""
     template = tokenizer.chat_template
     return isinstance(template, str) and GENERATION_MARKER.search(template) is not None
 
 
 def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn) -> list[float]:
-    """Per token 1 where it is trained on, else 0; turns that reach past `num_tokens` are cut."""
+    """Per token 1 if it is trained on, else 0; turns beyond `num_tokens` are cut."""
     if train_on == "everything":
         return [1.0] * num_tokens
     trained = turns[-1:] if train_on == "last_assistant" else turns
@@ -225,7 +222,7 @@ def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn)
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts in which a template has already written every special token."""
+    """Token ids of texts that already contain every special token."""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -233,24 +230,24 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
 
 
 def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
-    """The numbers of the messages that are trained on."""
+    """The numbers of the messages to train on."""
     messages = conversation.messages
     turns = [i for i in range(conversation.num_given, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(f"the conversation has no assistant turn, only {roles}: there is nothing to learn from it")
+        raise DataError(f"the conversation has no assistant turn, only {roles}: SFT needs at least one")
     return turns[-1:] if train_on == "last_assistant" else turns
 
 
 class _Text(NamedTuple):
-    """A text, and the characters of it that are trained on, one span per turn."""
+    """A text and its trained spans of characters, one per turn."""
 
     text: str
     spans: list[Span]
 
 
 def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
-    """The texts of a conversation: one, unless the template writes an earlier turn in another way than a last one."""
+    """The texts of a conversation: one, unless the template writes an earlier turn differently from a last turn."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
         return [_Text(render_text(tokenizer, messages, tools, add_generation_prompt=False), [])]
@@ -277,13 +274,13 @@ def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 
 
 def _with_headers(tokenizer: PreTrainedTokenizerBase, text: _Text, last: str) -> _Text:
-    """The text with the next turn's header in each span; `last` is added if the text ends with the turn."""
+    """Extend each span by the next turn's header; `last` is appended if the text ends with the turn."""
     whole = text.text if text.spans[-1][1] < len(text.text) else text.text + last
     return _Text(whole, [(start, end + len(find_header(tokenizer, whole, end))) for start, end in text.spans])
 
 
 def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
-    """A conversation with the turns that a template's own markers name."""
+    """A conversation with the spans of the template's own markers."""
     num_turns = len(trained_turns(conversation, "all_assistant"))
     text, spans = render_marked(tokenizer, conversation.messages, conversation.tools)
     if conversation.num_given:
@@ -307,9 +304,9 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
 
 
 def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[Span]) -> list[Span]:
-    """The spans of what is not given, of which there is one per turn, or else by where the text of what is given ends.
+    """Drop the spans of given messages: by count if there is one span per turn, else by the given text's length.
 
-    A template that forgets earlier thoughts writes them where what is given ends with them: it is longer alone.
+    Templates that drop earlier thoughts keep them at the end of a text, so the given part alone is longer.
     """
     given = conversation.messages[: conversation.num_given]
     num_turns, num_in_given = (
@@ -323,7 +320,7 @@ def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
 
 
 def _join_texts(texts: Sequence[TokenizedConversation]) -> TokenizedConversation:
-    """The texts of a conversation behind each other."""
+    """Concatenate the texts of a conversation."""
     tokens: list[int] = []
     turns: list[Turn] = []
     for each in texts:
@@ -334,7 +331,7 @@ def _join_texts(texts: Sequence[TokenizedConversation]) -> TokenizedConversation
 
 
 def _locate_spans(tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]) -> list[TokenizedConversation]:
-    """Token ids of each text, with a turn for each span: the tokens all of whose characters are in it."""
+    """Token ids of each text, with a turn for each span: the tokens that lie completely inside."""
     if not texts:
         return []
     if not any(each.spans for each in texts):
@@ -351,7 +348,7 @@ def _locate_spans(tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]) ->
 def _encode_with_offsets(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]
 ) -> list[tuple[list[int], list[Span]]]:
-    """Token ids of texts, and for each token the characters that it stands for."""
+    """Token ids of texts, and the characters of each token."""
     if not tokenizer.is_fast:
         return [_encode_between_borders(tokenizer, each) for each in texts]
     whole = [each.text for each in texts]
@@ -363,24 +360,24 @@ def _encode_with_offsets(
 
 
 def _encode_between_borders(tokenizer: PreTrainedTokenizerBase, text: _Text) -> tuple[list[int], list[Span]]:
-    """The same of a tokenizer without offsets: tokens stand for all characters between two borders of spans."""
+    """The same for a tokenizer without offsets: a token stands for all characters between two borders of spans."""
     borders = sorted({0, *itertools.chain(*text.spans), len(text.text)})
     prefixes = encode_texts(tokenizer, [text.text[:border] for border in borders[1:]])
     tokens, offsets = prefixes[-1], list[Span]()
     for span, prefix in zip(itertools.pairwise(borders), prefixes, strict=True):
         if tokens[: len(prefix)] != prefix:
             raise DataError(
-                "a token of the text is in two turns, and the tokenizer does not say which characters a token stands "
-                "for: use a fast tokenizer"
+                "a token belongs to two turns, and the tokenizer does not report the characters of tokens: use a fast "
+                "tokenizer"
             )
         offsets += [span] * (len(prefix) - len(offsets))
     return tokens, offsets
 
 
 def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """A copy of a tokenizer whose offsets leave out spaces; None if they do not.
+    """A copy of a tokenizer that trims spaces from offsets, without the trimming; None if it does not trim.
 
-    With such offsets a token of two line breaks cannot be told from one of the second line break.
+    With trimmed offsets, a token of two line breaks looks like a token of the second one only.
     """
     processor = tokenizer.backend_tokenizer.post_processor
     if processor is None or b'"trim_offsets":true' not in processor.__getstate__():

@@ -1,12 +1,10 @@
-"""What a row of demonstrations says: the messages, the tools and the text in it, checked.
-
-Not here: reading rows (rows.py), tokens (chat.py, dataset.py).
+"""Read a row of demonstrations: its messages, tools and text, checked.
 
     {"messages": [...], "tools": [...]}                     conversation; every assistant turn may be trained on
     {"prompt": text or [...], "completion": text or [...]}  the prompt is given and never trained on
     {"text": ...}                                           plain text, trained on whole
 
-A field that is null counts as absent: tables in which rows of several shapes lie together fill the gaps with nulls.
+A null field counts as absent, because tables with rows of several shapes fill gaps with nulls.
 """
 
 from __future__ import annotations
@@ -26,24 +24,24 @@ Row = Mapping[str, Any]  # Any: JSON values of a user's file
 COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
 PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
-"""What datasets of others call a prompt; the likelier first."""
+"""Names of the prompt in other datasets, most likely first."""
 ALPACA_PROMPT = {"instruction", "input"}
-"""What a row of Alpaca's form asks: both together."""
+"""Alpaca's two prompt fields, which belong together."""
 PREFERENCE = {"chosen", "rejected"}
 ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
-"""What datasets of others call an answer."""
+"""Names of the answer in other datasets."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
-"""What datasets of others call a completion, where Alpaca's form does not say it already."""
+"""Names of the completion in other datasets, besides Alpaca's."""
 SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
-"""What else than text a turn may hold."""
+"""Parts of a turn besides text."""
 SYSTEM_FIELDS = ("system", "system_prompt")
-"""Fields of a row in which datasets of others keep what the model is told first."""
+"""Fields of other datasets for the system message."""
 TEMPLATE_FIELD = "chat_template_kwargs"
-"""The field of a row in which TRL keeps values for the chat template."""
+"""TRL's field of a row with values for the chat template."""
 UNTRAINED_MARKS = ("weight", "train")
-"""Keys of a message by which, where they are 0 or false, OpenAI's and Axolotl's rows leave a turn out of the loss."""
+"""Keys of a message with which OpenAI's and Axolotl's rows exclude a turn from the loss (by 0 or false)."""
 OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
-"""What others call the arguments of a tool call: without them an empty call would be trained on."""
+"""Other names for the arguments of a tool call. An unknown name would train an empty call."""
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_KEYS = 20
 
@@ -52,7 +50,7 @@ def read_demonstration(row: Row) -> Conversation | str:
     """The conversation of a row, or its plain text.
 
     Raises:
-        DataError: none of the known fields, or a field of another type than it must have.
+        DataError: no known field is present, or a field has a wrong type.
     """
     completion = next((key for key in COMPLETION_KEYS if row.get(key) is not None), None)
     if row.get("messages") is not None:
@@ -67,22 +65,22 @@ def read_demonstration(row: Row) -> Conversation | str:
 
 
 def read_messages(messages: object, *, key: str = "messages") -> list[Message]:
-    """A row's list of messages, checked: texts for role and content, tool calls as objects.
+    """Check a row's list of messages: role and content are text, tool calls are objects.
 
-    Content may be null beside tool calls and becomes an empty text; a list of text parts is joined; other keys of a
-    message stay, for the template to read.
+    Null content next to tool calls becomes an empty text, and a list of text parts is joined. Other keys of a message
+    are kept for the template.
 
     Raises:
-        DataError: it is no such list; names the message.
+        DataError: the list is invalid; names the message.
     """
     if not isinstance(messages, list) or not messages:
-        found = ", found a text: if it is JSON, parse it when the file is written" if isinstance(messages, str) else ""
+        found = ", found text: if it is JSON, parse it when writing the file" if isinstance(messages, str) else ""
         raise DataError(f"`{key}` must be a list with at least one message{found}")
     return [_message(message, i) for i, message in enumerate(messages)]
 
 
 def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
-    """The tools of a row: a list of JSON schemas, or the same as JSON text; None without any."""
+    """The tools of a row, given as a list of JSON schemas or as JSON text; None without tools."""
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _parse_json(tools, "`tools`") if tools.strip() else None
@@ -96,30 +94,30 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
 
 
 def find_said(turns: Sequence[Message]) -> set[str]:
-    """The keys by which turns of the assistant say something; with `END_OF_THOUGHTS` if their text holds thoughts."""
+    """The non-empty parts of the assistant's turns by key; plus `END_OF_THOUGHTS` if their text contains thoughts."""
     found = {key for key in ("content", *SAID_BESIDE_CONTENT) if any(turn.get(key) for turn in turns)}
     return found | ({END_OF_THOUGHTS} if any(END_OF_THOUGHTS in turn["content"] for turn in turns) else set())
 
 
 def says_nothing(turn: Message) -> bool:
-    """Whether a turn of the assistant has no text, no thoughts and no tool calls."""
+    """True if an assistant turn has no text, no thoughts and no tool calls."""
     return not turn["content"].strip() and not any(map(turn.get, SAID_BESIDE_CONTENT))
 
 
 def find_unread(fields: Mapping[str, Any], messages: Sequence[Message]) -> set[str]:  # Any: JSON
-    """Which fields of a row other systems read, and nothing here does; a system message may stand there twice."""
+    """Fields of a row that other systems read and this one ignores, unless the system message is also in messages."""
     has_system = any(message["role"] == "system" for message in messages)
     told = set() if has_system else {name for name in SYSTEM_FIELDS if isinstance(fields.get(name), str)}
     return {name for name in (*told, TEMPLATE_FIELD) if fields.get(name)}
 
 
 def find_unheeded_marks(turns: Sequence[Mapping[str, Any]]) -> set[str]:  # Any: JSON
-    """Which of `UNTRAINED_MARKS` would keep some of these turns out of the loss elsewhere."""
+    """The keys of `UNTRAINED_MARKS` with which other systems would exclude some of these turns from the loss."""
     return {key for key in UNTRAINED_MARKS if any(key in turn and not turn[key] for turn in turns)}
 
 
 def describe_keys(row: Row) -> str:
-    """The fields of a row that hold something, for an error, with the name that a misspelt one may have meant."""
+    """The non-empty fields of a row, for an error, with a suggestion for a misspelt name."""
     keys = sorted(key for key, value in row.items() if value is not None)
     nulls = sorted(key for key, value in row.items() if value is None and key in KNOWN_KEYS)
     more = [f"{len(keys) - MAX_SHOWN_KEYS} more"] if len(keys) > MAX_SHOWN_KEYS else []
@@ -130,8 +128,8 @@ def describe_keys(row: Row) -> str:
         )
     if PREFERENCE.issubset(keys):
         return (
-            f"{found}; of a pair of preference SFT learns the chosen side: rename chosen to messages where it is the "
-            "whole conversation, else to completion"
+            f"{found}; SFT uses the chosen side of a preference pair: rename chosen to messages if it is the whole "
+            "conversation, else to completion"
         )
     if ALPACA_PROMPT.issubset(keys):
         return f"{found}; Alpaca's `instruction` and `input` must be put together as `prompt`; `output` is `completion`"
@@ -144,7 +142,7 @@ def describe_keys(row: Row) -> str:
 
 
 def find_answer_elsewhere(row: Row) -> str:
-    """Of a row without `answer`, which field seems to hold it, as the end of an error; "" where none does."""
+    """A hint, for an error, about the field that seems to hold the missing `answer`; "" without such a field."""
     named = next((name for name in ANSWER_ELSEWHERE if row.get(name) is not None), "")
     if not named and isinstance(row.get("reward_model"), Mapping):
         named = "ground_truth of reward_model"
@@ -152,7 +150,7 @@ def find_answer_elsewhere(row: Row) -> str:
 
 
 def _find_completion_elsewhere(row: Row) -> str:
-    """Of a demonstration without `completion`, which field seems to be it, as the end of an error; "" for none."""
+    """A hint, for an error, about the field that seems to hold the missing `completion`; "" without such a field."""
     is_asked = any(row.get(key) is not None for key in ("prompt", *PROMPT_ELSEWHERE))
     if not is_asked or row.keys() >= ALPACA_PROMPT or row.keys() >= PREFERENCE:
         return ""
@@ -161,7 +159,7 @@ def _find_completion_elsewhere(row: Row) -> str:
 
 
 def _join(prompt: list[Message], completion: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:  # JSON
-    """A prompt and its completion. The assistant's turn at the end of a prompt goes on in the completion."""
+    """Join a prompt and its completion. The completion continues an assistant turn at the end of the prompt."""
     if not is_prefill(prompt) or completion[0]["role"] != "assistant":
         return Conversation([*prompt, *completion], tools, len(prompt))
     *given, begun = prompt
@@ -189,7 +187,7 @@ def _message(message: object, number: int) -> Message:
         fields["content"] = _join_parts(fields["content"], number)
     if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
         raise DataError(f"message {number} must have `role` and `content`, both text; found {_show(message)}")
-    return cast(Message, fields)  # checked above; a template may read further keys
+    return cast(Message, fields)  # checked above; other keys are for the template
 
 
 def _as_list(calls: object, number: int) -> Sequence[object]:
@@ -199,7 +197,7 @@ def _as_list(calls: object, number: int) -> Sequence[object]:
 
 
 def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
-    """A tool call with its arguments as an object: templates write objects as JSON, and text as a quoted text."""
+    """A tool call with its arguments as an object: templates would quote arguments given as text."""
     call = _without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -218,9 +216,9 @@ def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
 
 
 def _without_nulls(value: Any) -> Any:  # Any: JSON
-    """A value without the keys that are null: tables give each object the keys of all others of its column.
+    """Remove null keys: tables give each object the keys of all others in its column.
 
-    JSON text stays as it is, with its nulls.
+    JSON text is left unchanged.
     """
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
@@ -231,7 +229,7 @@ def _join_parts(parts: list[object], number: int) -> str:
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(
-            f"message {number} has content that is no text: only text can be trained on, found {_show(parts)}"
+            f"message {number} has content other than text, and only text can be trained on; found {_show(parts)}"
         )
     return "".join(str(text) for text in texts)
 

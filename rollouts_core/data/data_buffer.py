@@ -1,7 +1,4 @@
-"""Hand out prompts over epochs in a seeded order, with a cursor that survives restarts.
-
-Not here: reading them from a file (dataset.py), sampling completions (generate.py).
-"""
+"""Hand out prompts over epochs in a seeded order, with a cursor that survives restarts."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ class DataBufferState(TypedDict):
 
 
 class DataBuffer:
-    """A cursor over prompts: each epoch visits all of them once, in an order that the seed decides.
+    """A cursor over prompts: each epoch visits all prompts once, in a seeded order.
 
     Raises:
-        DataError: no prompt at all.
+        DataError: there is no prompt.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0) -> None:
@@ -40,16 +37,16 @@ class DataBuffer:
         self.epoch_id = 0
         """Finished passes over the prompts."""
         self.sample_offset = 0
-        """Prompts of this epoch that were handed out."""
+        """Prompts handed out in this epoch."""
         self.num_drawn = 0
-        """Prompts handed out since the start: the next group's index."""
+        """Prompts handed out since the start; the next group's index."""
         self._order = self._shuffled(0)
         self._other_order: dict[int, list[int]] = {}
-        """That of one other epoch: of the one before it while groups of it, perhaps a thousand, are under way."""
+        """The order of one other epoch: usually the previous one, whose groups may still be generated."""
         self._digest = _digest_prompts(self.prompts)
 
     def get_prompts(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; the order is drawn anew when an epoch is over."""
+        """The next `n` prompts; a new order is drawn after each epoch."""
         drawn: list[Prompt] = []
         for _ in range(n):
             if self.sample_offset == len(self.prompts):
@@ -62,7 +59,7 @@ class DataBuffer:
         return drawn
 
     def prompt_of(self, draw: int) -> Prompt:
-        """The prompt that was, or will be, handed out as number `draw` since the start."""
+        """The prompt of draw number `draw` since the start, past or future."""
         epoch_id, place = divmod(draw, len(self.prompts))
         if epoch_id == self.epoch_id:
             return self.prompts[self._order[place]]
@@ -81,20 +78,21 @@ class DataBuffer:
         )
 
     def load_state_dict(self, state: DataBufferState) -> None:
-        """Go on from a saved cursor.
+        """Restore a saved cursor.
 
         Raises:
-            DataError: the prompts are not those that the cursor was saved for.
+            DataError: the cursor belongs to other prompts or another seed.
         """
         saved = state["prompts_digest"]
         if saved != self._digest and saved != _digest_without_metadata(self.prompts):
             raise DataError(
-                "the prompts changed since the checkpoint was written, so its place in them means nothing: "
+                "the prompts changed since the checkpoint was written, so its position in them is meaningless: "
                 "restore the file, or start a new run"
             )
         if state["seed"] != self.seed:
             raise DataError(
-                f"the checkpoint was written with seed {state['seed']}, now it is {self.seed}: the order would change"
+                f"the checkpoint was written with seed {state['seed']}, now the seed is {self.seed}: restore the seed, "
+                "or start a new run"
             )
         self.epoch_id = state["epoch_id"]
         self.sample_offset = state["sample_offset"]
@@ -108,7 +106,7 @@ class DataBuffer:
 
 
 def _digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """One digest of what the policy is asked and of all that grades its completions."""
+    """A digest of the prompts and of everything that rewards read."""
     total = hashlib.sha256()
     for prompt in prompts:
         content = [prompt.id, prompt.messages, prompt.answer, dict(prompt.metadata)]
@@ -117,7 +115,7 @@ def _digest_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def _digest_without_metadata(prompts: Sequence[Prompt]) -> str:
-    """What earlier versions wrote into checkpoints, which go on."""
+    """The digest in checkpoints of earlier versions, which can still be resumed."""
     total = hashlib.sha256()
     for prompt in prompts:
         total.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())

@@ -1,11 +1,9 @@
-"""Turn rows into the samples of SFT and the prompts of RL, and name the row that does not fit.
-
-Not here: reading rows (rows.py), what a row may look like (conversations.py), which rows an epoch visits (mixture.py).
+"""Turn rows into the samples of SFT and the prompts of RL; errors name the row.
 
     demonstrations   {"messages": [...]} | {"prompt": ..., "completion": ...} | {"text": ...}  -> Sample
     prompts          {"prompt": ... | "messages": [...], "answer": ..., "id": ...}             -> Prompt
 
-Rows are tokenized `CHUNK_ROWS` at a time: one call of the tokenizer for all texts of a chunk.
+Rows are tokenized `CHUNK_ROWS` at a time, with one call of the tokenizer per chunk.
 """
 
 from __future__ import annotations
@@ -53,28 +51,27 @@ OnOverlong = Literal["cut", "cut_or_drop", "drop"]
 CHUNK_ROWS = 512
 MAX_LOGGED_DROPS = 10
 PROMPT_FIELDS = ("messages", "prompt", *TEXT_FIELDS)
-"""Fields of a row that are no metadata of its prompt."""
+"""Fields of a row that do not become metadata of its prompt."""
 ROLLOUT_FIELDS = ("conversation", "outcomes")
-"""What a rollout adds to the metadata of its samples (agent.py), beside the fields of the prompt's row."""
+"""Metadata that a rollout (`rollout/agent.py`) adds to its samples, besides the fields of the prompt's row."""
 
 
 RowSamples = tuple[Sample, ...]
-"""The samples of a row: one; several if turns need texts of their own (chat.py); none if the rules leave it out."""
+"""The samples of a row: one; several if turns need texts of their own (chat.py); empty if the row is left out."""
 
 
 class SampleRules(NamedTuple):
-    """What makes a sample of a row."""
+    """How a row becomes a sample."""
 
     max_length: int
-    """Tokens of a sample at most."""
+    """Highest number of tokens of a sample."""
     train_on: TrainOn = "all_assistant"
-    """Which tokens enter the loss."""
+    """Tokens that enter the loss."""
     on_overlong: OnOverlong = "cut"
-    """What happens to a row of more than `max_length` tokens."""
+    """Treatment of a row longer than `max_length` tokens."""
 
 
 def sample_rules(config: SFTTrainingConfig) -> SampleRules:
-    """The rules that the settings of SFT give."""
     return SampleRules(config.max_length, config.train_on, config.on_overlong)
 
 
@@ -91,13 +88,13 @@ def load_sft_dataset(
     """Demonstrations as samples of at most `max_length` tokens, in the order of the file.
 
     Args:
-        on_overlong: `cut` longer ones, where nothing to train on may not be all that is left; `cut_or_drop`, which
-            leaves those out; or `drop` every longer one.
-        max_rows: only so many from the start.
-        columns: types of columns of CSV that are not text.
+        on_overlong: for longer rows: `cut` them (an error if no trained token remains), `cut_or_drop` (drop the row in
+            that case), or `drop` them all.
+        max_rows: read only so many rows.
+        columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: a row without the needed fields, or with nothing to train on, named by its number.
+        DataError: a row lacks needed fields or has nothing to train on; names the row.
     """
     rules = SampleRules(max_length, train_on, on_overlong)
     rows = iterate_samples(load_rows(path, columns=columns), str(path), tokenizer, rules, max_rows=max_rows)
@@ -113,11 +110,11 @@ def iterate_samples(
     max_rows: int | None = None,
     bad: BadRows | None = None,
 ) -> Iterator[RowSamples]:
-    """The samples of each row in order; a chunk of rows is in memory at a time.
+    """The samples of each row in order; one chunk of rows is in memory at a time.
 
     Args:
-        source: what errors call the place the rows come from.
-        bad: takes the errors of rows, which give no sample; without it the first one is raised.
+        source: name of the rows' origin, for messages.
+        bad: collects errors of rows, which then give no sample; without it the first error is raised.
 
     Raises:
         DataError: see `load_sft_dataset`.
@@ -128,7 +125,7 @@ def iterate_samples(
 
 
 def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
-    """The rows of each dataset; nothing of them is checked but that there is one."""
+    """Open each dataset; the only check is that it has rows."""
     return [
         open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision, columns=each.columns)
         for each in datasets
@@ -136,10 +133,10 @@ def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
 
 
 def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
-    """How many rows of a dataset are used, from its start.
+    """The number of rows used, from the dataset's start.
 
     Raises:
-        DataError: so few that an epoch would visit none.
+        DataError: an epoch would visit no row.
     """
     size = len(table) if dataset.max_samples is None else min(len(table), dataset.max_samples)
     if size * dataset.repeat < 1:
@@ -148,17 +145,17 @@ def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
 
 
 class SFTDataset:
-    """The samples of several datasets, visited epoch by epoch in an order that the seed decides.
+    """The samples of several datasets, visited epoch by epoch in a seeded order.
 
-    Tokens are kept after the rows were read once, 5 bytes each; or, `streaming`, made again whenever a row is
-    visited, so that only a chunk of rows is in memory. Order and samples are the same.
+    Tokens are kept after one pass over the rows, 5 bytes each. With `streaming` they are computed at each visit, so
+    only a chunk of rows is in memory. Order and samples are the same.
 
     Args:
-        tables: what `open_datasets` opened.
+        tables: result of `open_datasets`.
 
     Raises:
-        DataError: data that cannot be read, too few rows for a `repeat`, a row with nothing to train on (when it is
-            read: at once, or while streaming), or no row that is not left out.
+        DataError: data cannot be read, `repeat` selects no row, a row has nothing to train on (raised when the row is
+            read: at once, or while streaming), or all rows are left out.
     """
 
     def __init__(
@@ -186,18 +183,18 @@ class SFTDataset:
                 raise DataError(f"all {len(self)} rows are longer than max_length {rules.max_length}: raise it")
 
     def __len__(self) -> int:
-        """Rows of all datasets, also those that are left out."""
+        """Number of rows of all datasets, including rows that are left out."""
         return sum(self.sizes)
 
     def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[RowSamples]:
-        """The samples of each visit of an epoch, from the visit `start` on."""
+        """The samples of each visit of an epoch, starting at visit `start`."""
         order = epoch_order(self.sizes, self._repeats, seed=seed, epoch=epoch)
         if self._kept is not None:
             return map(self._kept.__getitem__, itertools.islice(order, start, None))
         return itertools.chain.from_iterable(map(self._read_chunk, _chunks(order, start)))
 
     def _read_chunk(self, numbers: Sequence[int]) -> list[RowSamples]:
-        """The samples of rows, numbered through all datasets."""
+        """The samples of rows, numbered over all datasets."""
         samples: dict[int, RowSamples] = {}
         first_row = 0
         for table, size in zip(self._tables, self.sizes, strict=True):
@@ -224,7 +221,7 @@ class SFTDataset:
 
 
 class _CompactSamples:
-    """Tokens and masks of many samples, one behind the other."""
+    """Tokens and masks of many samples in flat arrays."""
 
     def __init__(self, chunks: Iterable[Sequence[RowSamples]]) -> None:
         self._tokens = array("i")
@@ -232,7 +229,7 @@ class _CompactSamples:
         self._ends = array("q", [0])
         self._is_cut = bytearray()
         self._row_ends = array("q", [0])
-        """How many samples there are up to the end of each row."""
+        """Number of samples up to the end of each row."""
         for samples in itertools.chain.from_iterable(chunks):
             for sample in samples:
                 self._tokens.extend(sample.tokens)
@@ -265,15 +262,15 @@ def load_prompts_from_jsonl(
     columns: Mapping[str, ColumnType] | None = None,
     bad: BadRows | None = None,
 ) -> list[Prompt]:
-    """Prompts of a JSONL file (or another format that `load_rows` reads), at most `max_rows` from its start.
+    """Prompts of a JSONL file (or another format of `load_rows`), at most `max_rows` from its start.
 
     Args:
-        columns: types of columns of CSV that are not text.
-        bad: takes the errors of rows, which are left out; without it they are raised when all rows were read.
+        columns: types of CSV columns that are not text.
+        bad: collects errors of rows, which are left out; without it they are raised after reading all rows.
 
     Raises:
-        DataError: rows without `prompt` or `messages`, named by their numbers, or an id that occurs twice.
-        DemonstrationError: the first of these rows is a demonstration.
+        DataError: rows lack `prompt` and `messages`, or an id occurs twice; names the rows.
+        DemonstrationError: the first such row is a demonstration.
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}
@@ -290,7 +287,7 @@ def load_prompts_from_jsonl(
 
 
 def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
-    """Raise DataError for a prompt of both lists: the same turns of the user, or after an opening the same row."""
+    """Raise DataError for a common prompt: the same user turns, or the same row if prompts share an opening."""
     openings = find_openings(first) | find_openings(second)
 
     def key_of(prompt: Prompt) -> str:
@@ -302,14 +299,14 @@ def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: 
         if (other := seen.get(key_of(prompt))) is not None:
             raise DataError(
                 f"prompt {prompt.id!r} of {names[1]} is also prompt {other!r} of {names[0]}: "
-                "what chooses a checkpoint must not also grade it; remove it from one of them"
+                "selection and evaluation need different prompts; remove it from one of them"
             )
 
 
 def find_openings(prompts: Sequence[Prompt]) -> set[str]:
-    """The conversations that tell no prompt from another, as JSON: several begin so and have other answers.
+    """Conversations (as JSON) that several prompts share while their answers differ.
 
-    A game begins with the same words whatever is to be guessed. Where no prompt has an answer other fields count.
+    A game, for example, begins with the same words whatever the solution. Without answers, other fields are compared.
     """
     tasks: dict[str, set[str]] = {}
     for prompt in prompts:
@@ -318,12 +315,12 @@ def find_openings(prompts: Sequence[Prompt]) -> set[str]:
 
 
 def is_opening(prompt: Prompt, openings: set[str]) -> bool:
-    """Whether a prompt's conversation is one of `find_openings`."""
+    """True if the prompt's conversation is one of `find_openings`."""
     return _conversation(prompt) in openings
 
 
 def describe_task(prompt: Prompt) -> str:
-    """What a prompt's row says besides its conversation and its id."""
+    """The row's content besides conversation and id."""
     return json.dumps([prompt.answer, dict(prompt.metadata)], sort_keys=True, default=str)
 
 
@@ -342,7 +339,7 @@ def _build_chunk(
     rules: SampleRules,
     bad: BadRows | None = None,
 ) -> list[RowSamples]:
-    """The samples of each row; the first row that does not fit is an error, or is noted and has none."""
+    """The samples of each row. The first invalid row is raised, or collected in `bad`."""
     read: list[Conversation | str | DataError] = []
     for _, row in rows:
         try:
@@ -374,7 +371,7 @@ def _build_chunk(
 
 
 def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids with what the tokenizer itself puts before a text, and with an end."""
+    """Token ids with the tokenizer's own beginning and one end."""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, return_attention_mask=False)["input_ids"]
@@ -382,10 +379,10 @@ def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
 
 
 def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
-    """The tokens with one end, and with one beginning where they have any.
+    """The tokens with exactly one end, and at most one beginning.
 
-    Texts may hold these tokens already, those that a chat template wrote for instance, with a line break behind the
-    end of the last turn; and some tokenizers add an end.
+    A text may already contain these tokens, for example from a chat template, with a line break after the last end.
+    Some tokenizers also add an end.
     """
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     has_begun_twice = begin is not None and tokens[:2] == [begin, begin]
@@ -400,7 +397,7 @@ def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -
 def _conversation_samples(
     conversation: Conversation, tokenized: TokenizedConversation | DataError, rules: SampleRules
 ) -> RowSamples:
-    """The samples of a conversation. Of several, one whose trained turn is cut away is left out, unless all are."""
+    """The samples of a conversation. A sample whose trained turn was cut off is dropped, unless all would be."""
     if isinstance(tokenized, DataError):
         raise tokenized
     messages = conversation.messages
@@ -426,7 +423,7 @@ def _build_sample(
     is_overlong = len(tokens) > max_length
     if is_overlong and rules.on_overlong == "drop":
         return None
-    # The first token of a row has nothing before it to be predicted from.
+    # The first token of a row has no context to be predicted from.
     if not any(loss_mask[1:max_length]):
         if is_overlong and rules.on_overlong == "cut_or_drop" and any(loss_mask[1:]):
             return None
@@ -445,11 +442,11 @@ def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     """The prompt of a row.
 
     Raises:
-        DataError: the row is none.
+        DataError: the row has no valid prompt.
     """
     for name in ROLLOUT_FIELDS:
         if name in row:
-            raise DataError(f"the field `{name}` of a sample is what a rollout writes there: rename it in the data")
+            raise DataError(f"the field `{name}` is reserved for rollouts: rename it in the data")
     if row.get("messages") is not None:
         messages = read_messages(row["messages"])
     elif isinstance(row.get("prompt"), list):
@@ -464,9 +461,8 @@ def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     is_begun = is_prefill(messages) and row.get("messages") is None
     if messages[-1]["role"] == "assistant" and not is_begun:
         raise DemonstrationError(
-            "the prompt ends with a turn of the assistant, which the policy is to give: remove that turn, or put it "
-            "into `answer` where graders compare with it; if the policy is to go on with that turn, call the field "
-            "`prompt`"
+            "the prompt ends with an assistant turn, but the policy must give that turn: remove it, or move it to "
+            "`answer` for graders. If the policy is to continue the turn, name the field `prompt`"
         )
     answer, own_id = (as_text(row.get(name)) for name in TEXT_FIELDS)
     return Prompt(
@@ -479,11 +475,11 @@ def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     )
 
 
-def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; JSON
-    """What samples and checkpoints can be written with: tables have times and decimal numbers, too.
+def _as_json(value: Any, key: str) -> Any:  # Any: a value of a table's column; JSON
+    """A value for JSON; tables also contain times and decimal numbers, which become text.
 
     Raises:
-        DataError: the field holds something that no text stands for.
+        DataError: the value has no text form.
     """
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
@@ -494,6 +490,4 @@ def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; 
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
     found = value if isinstance(value, float) else type(value).__name__
-    raise DataError(
-        f"the field `{key}` holds {found}, and samples are written as JSON: leave the column out, or make it text"
-    )
+    raise DataError(f"the field `{key}` holds {found}, which JSON cannot store: drop the column, or make it text")

@@ -1,7 +1,4 @@
-"""The text of what a policy sampled, for environments, rewards and people.
-
-Not here: token ids of texts (chat.py).
-"""
+"""Decode sampled tokens to text, for environments, rewards and readers."""
 
 from __future__ import annotations
 
@@ -20,19 +17,19 @@ if TYPE_CHECKING:
 def decode_turn(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], status: Status, *, ends: Collection[int] = ()
 ) -> str:
-    """The text of a completion with its special tokens, but without ends of turn and padding.
+    """The text of a completion with its special tokens, but without turn ends and padding.
 
-    Many tokenizers have tags as special tokens that tools and graders look for, such as `<tool_call>`.
+    Many tokenizers have special tokens for tags that tools and graders look for, such as `<tool_call>`.
 
     Args:
-        status: a completion that ended by itself has an end of turn as its last token, which may be the engine's own.
+        status: a completed turn ends with an end token, possibly the engine's own.
         ends: further tokens that end a turn.
     """
     left_out = {*_ends_and_padding(tokenizer, json.dumps(tokenizer.chat_template)), *ends}
     kept = list(tokens)
     if status is Status.COMPLETED and kept and kept[-1] not in left_out:
         last = tokenizer.added_tokens_decoder.get(kept[-1])
-        # A closing tag is part of the answer, also where the user lets it end completions.
+        # A closing tag is part of the answer, even if the user made it a stop token.
         kept = kept[:-1] if last is not None and last.special and not last.content.startswith("</") else kept
     text: str = tokenizer.decode([token for token in kept if token not in left_out], skip_special_tokens=False)
     return text
@@ -40,6 +37,6 @@ def decode_turn(
 
 @lru_cache(maxsize=16)
 def _ends_and_padding(tokenizer: PreTrainedTokenizerBase, _template: str) -> frozenset[int]:
-    """Rendering takes longer than decoding. A template that is changed is asked anew."""
+    """Cached: rendering takes longer than decoding. The template is part of the cache key."""
     padding = [] if tokenizer.pad_token_id is None else [int(tokenizer.pad_token_id)]
     return frozenset([*stop_token_ids(tokenizer), *padding])

@@ -1,10 +1,8 @@
-"""Read the tool calls in a policy's turn, in the dialect that its chat template writes.
+"""Parse the tool calls in a policy's turn, in the dialect of its chat template.
 
-Not here: checking and answering calls (environments/tools.py), what the policy is answered (replies.py).
-
-A dialect is one `response_template` of transformers, which parses by it. The tokenizer may bring its own, the settings
-may give one, and `DIALECTS` has those of common models. The dialect is found by a probe: the chat template renders a
-call, and the first dialect that reads the same call back is the model's.
+A dialect is a `response_template` of transformers, which does the parsing. It comes from the settings, the tokenizer,
+or `DIALECTS` for common models. A probe selects it: the chat template renders a call, and the first dialect that parses
+the same call back is used.
 
     probe call --chat template--> <tool_call>{"name": ...}</tool_call><|im_end|> --dialect--> the same call?
 """
@@ -53,13 +51,13 @@ THINK: ResponseTemplate = {"open": "<think>", "close": "</think>", "content": "t
 
 
 def _dialect(calls: ResponseTemplate, thoughts: ResponseTemplate = THINK) -> ResponseTemplate:
-    """A response template in which everything but thoughts and calls is content; its prefix is given cut."""
+    """A response template in which everything but thoughts and calls is content; its prefix is passed already cut."""
     fields = {"reasoning_content": thoughts, "tool_calls": {"repeats": True, **calls}, "content": {"content": "text"}}
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\A", "fields": fields}
 
 
 def _tagged(open_pattern: str, close_pattern: str, tag_pattern: str) -> ResponseTemplate:
-    """Calls whose arguments have a tag each; the tools' schemas say which of them are no texts."""
+    """Calls with one tag per argument; the tools' schemas tell which arguments are not text."""
     return {
         "open_pattern": open_pattern,
         "close_pattern": close_pattern,
@@ -149,11 +147,11 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     ),
 }
 HERMES = "hermes"
-"""What most models are taught."""
+"""The dialect that most models are trained on."""
 
 
 class CallError(Exception):
-    """A tool call that cannot be read; the sentence is for the policy."""
+    """A tool call that cannot be parsed; the policy gets this message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,47 +182,47 @@ class Dialect:
     """How a policy writes tool calls."""
 
     name: str
-    """A name of `DIALECTS`, or whose response template it is."""
+    """A key of `DIALECTS`, or the origin of the response template."""
     template: ResponseTemplate
-    """What transformers parses by."""
+    """Response template for transformers' parser."""
     prefix: str = ""
-    """The part of the generation prompt that parsing depends on, such as the beginning of thoughts."""
+    """Part of the generation prompt that affects parsing, such as the start of thoughts."""
     end_id: int | None = None
-    """The special token that ends a turn of calls; None if it is not known."""
+    """Special token that ends a turn of calls; None if unknown."""
     closing: str = ""
-    """The end of the turn, if the dialect needs it to end a call: texts of environments leave it out."""
+    """Text of the turn's end, if the dialect needs it to end a call: decoded turns do not contain it."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The token ids that end a turn of calls, as far as they are known."""
+        """The known token ids that end a turn of calls."""
         return () if self.end_id is None else (self.end_id,)
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> list[ToolCall]:  # Any: JSON schemas
-        """The calls in a turn, in order; those in thoughts are none.
+        """The calls in a turn, in order; calls inside thoughts do not count.
 
         Args:
-            tools: their schemas tell numbers from texts where the dialect does not.
+            tools: schemas that tell numbers from text if the dialect does not.
 
         Raises:
-            CallError: a call cannot be read.
+            CallError: a call cannot be parsed.
         """
         reader = TurnReader(self, tools)
         return [piece for piece in reader.feed(text) + reader.finish() if isinstance(piece, ToolCall)]
 
 
 DEFAULT_DIALECT = Dialect(name=HERMES, template=DIALECTS[HERMES])
-"""That of chat templates that write no calls."""
+"""Used if the chat template does not write calls."""
 
 
 def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Dialect:
-    """The dialect in which the chat template writes tool calls.
+    """The dialect of the chat template's tool calls.
 
     Args:
-        setting: a name of `DIALECTS`, or a response template as JSON; empty takes the tokenizer's own or the first of
-            `DIALECTS` that reads a call as the chat template writes it.
+        setting: a key of `DIALECTS`, or a response template as JSON. Empty tries the tokenizer's own template, then
+            `DIALECTS` in order.
 
     Raises:
-        DataError: no dialect, or not the one that is set, reads what the chat template writes.
+        DataError: no candidate parses the chat template's call.
     """
     own = getattr(tokenizer, "response_template", None)
     return _find_dialect(tokenizer, json.dumps([tokenizer.chat_template, own]), setting)
@@ -232,7 +230,7 @@ def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Diale
 
 @lru_cache(maxsize=64)
 def _find_dialect(tokenizer: PreTrainedTokenizerBase, _templates: str, setting: str) -> Dialect:
-    """A probe takes longer than reading a turn. A template that is changed is probed anew."""
+    """Cached: a probe takes longer than parsing a turn. The templates are part of the cache key."""
     candidates = _candidates(tokenizer, setting)
     probe = render_probe(tokenizer)
     if probe is None:
@@ -246,14 +244,14 @@ def _find_dialect(tokenizer: PreTrainedTokenizerBase, _templates: str, setting: 
             return _with_end(tokenizer, whole, dialect, probe)
     tried = f"{candidates[0].name} does not read" if setting else f"none of the dialects {', '.join(DIALECTS)} reads"
     raise DataError(
-        f"the chat template writes a tool call as {probe.text!r}, which {tried} back, so the policy's calls would not "
-        "be seen: give the model's response template as JSON, or the name of its dialect, in "
-        "rollout.multi_turn.response_template"
+        f"the chat template writes a tool call as {probe.text!r}, which {tried} back, so the policy's calls would be "
+        "missed: set rollout.multi_turn.response_template to the model's response template as JSON, or to the name of "
+        "its dialect"
     )
 
 
 def find_call_end(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> int | None:
-    """The special token that ends a turn of calls; None where it is not known."""
+    """The special token that ends a turn of calls; None if unknown."""
     try:
         return find_dialect(tokenizer, setting).end_id
     except DataError:
@@ -265,17 +263,17 @@ class Probe:
     """A call as a chat template writes it."""
 
     text: str
-    """The turn behind its generation prompt."""
+    """The turn after its generation prompt."""
     prefix: str
-    """The part of the generation prompt with which the rendered turn begins, too."""
+    """The end of the generation prompt that the rendered turn also begins with."""
     generation_prompt: str
-    """The beginning of a turn of the policy."""
+    """Text before a turn of the policy."""
     behind: str
-    """The text behind the turn when a tool answers; empty if the answer changes the turn."""
+    """Text after the turn if a tool answers; "" if the answer changes the turn."""
 
 
 def count_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many elements at their beginnings are the same."""
+    """Length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -287,7 +285,7 @@ def probe_turn() -> Message:
 
 
 def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
-    """A call as the chat template writes it; None where the template writes none."""
+    """A call as rendered by the chat template; None if the template does not write calls."""
     asks: list[Message] = [{"role": "user", "content": "?"}]
     answer: Message = {"role": "tool", "content": "280", "name": "compute", "tool_call_id": "call00000"}
     said = [*asks, probe_turn()]
@@ -300,7 +298,7 @@ def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
     start = count_shared(asked, whole)
     tag = whole.rfind("<", 0, start)
     if len(asked) > start and tag >= 0 and ">" not in whole[tag:start]:
-        start = tag  # both go on with a tag, of which they share the beginning
+        start = tag  # both continue with tags that share a beginning
     if str(PROBE_NUMBER) not in whole[start:]:
         return None
     try:
@@ -327,7 +325,7 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, setting: str) -> list[Dialec
 
 
 def _checked(name: str, written: str) -> Dialect:
-    """The dialect of a response template that is given as JSON."""
+    """The dialect of a response template given as JSON."""
     from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
 
     try:
@@ -335,14 +333,14 @@ def _checked(name: str, written: str) -> Dialect:
         load_response_template(template)
     except (ValueError, KeyError) as error:
         raise DataError(
-            f"{name} is no response template of transformers ({error}): give one as JSON, or one of "
+            f"{name} is not a response template of transformers ({error}): give one as JSON, or the name "
             f"{', '.join(DIALECTS)}"
         ) from error
     return Dialect(name=name, template=template)
 
 
 def _cut_prefix(dialect: Dialect, prefix: str) -> str:
-    """The part of a generation prompt that a dialect parses; for ours the thoughts that it begins."""
+    """The part of a generation prompt that affects parsing; for built-in dialects only the start of thoughts."""
     if dialect.template not in DIALECTS.values():
         return prefix
     from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
@@ -359,7 +357,7 @@ def _reads_probe(dialect: Dialect, text: str) -> bool:
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, str] | None:
-    """The special token at the end of a turn and the text before it; None if there is none."""
+    """The special token at the end of a turn and the text before it; None without such a token."""
     written = text.rstrip()
     for token in encode_texts(tokenizer, [written])[0][-1:]:
         known = tokenizer.added_tokens_decoder.get(token)
@@ -369,7 +367,7 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, st
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, whole: Dialect, probed: Dialect, probe: Probe) -> Dialect:
-    """The dialect with the special token that ends a turn of calls: the last one of it, or the first one behind it."""
+    """Add the special token that ends a turn of calls: the last token of the turn, or the first token after it."""
     if (ended := _without_end(tokenizer, probe.text)) is not None:
         token, text = ended
         if _reads_probe(probed, text):
@@ -486,7 +484,7 @@ def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the poli
     arguments = function.get("arguments", function.get("parameters", {}))
     if not isinstance(arguments, dict):
         raise CallError('the "arguments" of a tool call are an object')
-    try:  # NaN is no JSON, and half of an escaped emoji is no text to tokenize
+    try:  # JSON has no NaN, and half of a surrogate pair cannot be tokenized
         json.dumps(function, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise CallError(f"the tool call is not valid JSON: {error}") from error
@@ -494,7 +492,7 @@ def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the poli
 
 
 def _read_python(text: str) -> list[dict[str, Any]]:  # Any: JSON
-    """The calls of a list as Python writes it: [add(a=1, said='x'), now()]."""
+    """Parse a list of calls in Python syntax: [add(a=1, said='x'), now()]."""
     try:
         listed = ast.parse(text.strip(), mode="eval").body
         calls = listed.elts if isinstance(listed, ast.List) else [listed]
@@ -513,7 +511,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:  # Any: JSON
 
 
 class _JSONWords(ast.NodeTransformer):
-    """Puts Python's words in the place of those of JSON."""
+    """Replaces JSON's words by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}

@@ -1,16 +1,14 @@
-"""Find rows that are trained on among those that models and checkpoints are compared on.
+"""Find held-out rows that are also trained on.
 
-Not here: whether selection and evaluation have rows in common (dataset.py, validate.py).
+    metric       a held-out row counts as trained on if
+    accuracy     its prompt is an RL prompt, or stands before an answer of a demonstration. If several rows share a
+                 prompt but have different answers, as in games, the whole RL row must be equal
+    loss         a demonstration has the same content
 
-    compared by          a row that is held out is trained on when there is
-    accuracy             its prompt among those of RL, or before an answer of a demonstration; where several rows begin
-                         alike and have other answers, as games do, the same row among those of RL
-    loss                 a demonstration that says the same as a whole
-
-Rows of data.sft_eval are compared by their loss, whatever the metric of the evaluation is. Prompts are compared by the
-folded turns of the user: system messages, case, spaces and closing punctuation do not count, and a plain text has a
-prompt if one of its lines, or what stands between two tags, is that prompt. Rows that share a long run of words are
-only reported, because texts of the same kind share such runs, too. Nothing of the training data is kept.
+Rows of data.sft_eval are always compared by loss. Prompts are compared by the user's turns without regard to system
+messages, case, spaces and closing punctuation. A plain text contains a prompt if one of its lines, or the text between
+two tags, equals the prompt. Rows that share a long run of words are only reported, because similar texts share such
+runs by chance. The training data are not kept in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from rollouts_core.types import Prompt
 
 Metric = Literal["accuracy", "loss"]
 MAX_LEAKED_SHARE = 0.01
-"""Crawled data repeat themselves: so few of the rows change a mean score by no more than this."""
+"""Permitted share of leaked rows: crawled data contain repetitions, and so few change a mean score by 1 % at most."""
 MAX_NAMED = 3
 MAX_SHOWN_CHARS = 80
 TOLD_FIRST = ("system", "developer")
@@ -42,12 +40,12 @@ TOLD_FIRST = ("system", "developer")
 
 
 class HeldOutRows:
-    """The rows of one file that models are compared on, and which of them were found in training data.
+    """The held-out rows of one file, and which of them were found in training data.
 
     Args:
-        name: the setting that names the file.
-        metric: what is compared on them.
-        number_of: the number of each row, by its key.
+        name: setting of the file.
+        metric: metric of the comparison.
+        number_of: row number by key.
     """
 
     def __init__(
@@ -60,14 +58,14 @@ class HeldOutRows:
         self._shown = {number: " ".join(said)[:MAX_SHOWN_CHARS] for number, said in texts.items()}
         self._found: dict[int, str] = {}
         self._alike: dict[int, tuple[str, str]] = {}
-        """By their number, rows that share words with a row that is trained on: that row, and the words."""
+        """By held-out row: a training row that shares a long run of words, and the words."""
         self._phrases = LongPhrases()
         for number, said in texts.items():
             for text in said:
                 self._phrases.add(number, text)
 
     def look_for(self, keys: Iterable[bytes], source: str, number: int, texts: Iterable[str] = ()) -> None:
-        """Note which of these rows the keys of a row that is trained on are, and which share words with its texts."""
+        """Compare a training row, given by its keys and texts, with the held-out rows."""
         place = f"row {number} of {source}"
         for key in keys:
             if (held_out := self._number_of.get(key)) is not None:
@@ -77,10 +75,10 @@ class HeldOutRows:
                 self._alike.setdefault(held_out, (place, words))
 
     def check(self) -> list[Caution]:
-        """Sentences where a few of these rows are trained on, or some share long runs of words with such rows.
+        """Warnings about held-out rows that are trained on or share long runs of words.
 
         Raises:
-            DataError: more than a few are trained on.
+            DataError: more than `MAX_LEAKED_SHARE` of the rows are trained on.
         """
         return [*self._check_found(), *self._warn_of_alike()]
 
@@ -92,8 +90,8 @@ class HeldOutRows:
         return [
             Caution(
                 f"{len(alike)} of {self._num_rows} rows of {self.name} ({len(alike) / self._num_rows:.0%}) share a "
-                f"long run of words with a row that is trained on: row {number} and {place} have {words!r}; look "
-                "whether they ask the same (nothing is left out for this)"
+                f"long run of words with a training row: row {number} and {place} both have {words!r}. Check whether "
+                "they ask the same (such rows are not left out)"
             )
         ]
 
@@ -106,8 +104,7 @@ class HeldOutRows:
         sentence = (
             f"{len(self._found)} of {self._num_rows} rows of {self.name} are also trained on "
             f"({', '.join(places[:MAX_NAMED])}{more}): {len(self._found) / self._num_rows:.0%} of them, for example "
-            f"{self._shown[first]!r}; what a model has learnt by heart says nothing about other rows; "
-            "remove them from one of the files"
+            f"{self._shown[first]!r}. Memorized rows say nothing about other rows: remove them from one of the files"
         )
         if len(self._found) > MAX_LEAKED_SHARE * self._num_rows:
             raise DataError(sentence)
@@ -122,10 +119,10 @@ def read_held_out(
     max_rows: int | None = None,
     columns: Mapping[str, ColumnType] | None = None,
 ) -> HeldOutRows:
-    """The rows of a file that models are compared on: all of them, or the first `max_rows`.
+    """Read a held-out file, or its first `max_rows` rows.
 
     Raises:
-        DataError: a row that is no prompt, or no demonstration.
+        DataError: a row is not a prompt, or not a demonstration.
     """
     number_of: dict[bytes, int] = {}
     texts: dict[int, list[str]] = {}
@@ -149,9 +146,9 @@ def read_held_out(
 def watch_rows(
     rows: Iterable[tuple[int, Row]], source: str, held_out: Sequence[HeldOutRows]
 ) -> Iterator[tuple[int, Row]]:
-    """The same rows of demonstrations, after each was looked for among those that are held out."""
+    """Yield the rows of demonstrations unchanged, after comparing each with the held-out rows."""
     for number, row in rows:
-        with suppress(DataError):  # the caller says what is wrong with the row
+        with suppress(DataError):  # the caller reports invalid rows
             read = read_demonstration(row) if held_out else ""
             for each in held_out:
                 keys = [_whole_of(read)] if each.metric == "loss" else _prompts_of(read)
@@ -160,20 +157,20 @@ def watch_rows(
 
 
 def key_of_prompt(prompt: Prompt) -> bytes:
-    """What two prompts have in common whose users say the same."""
+    """Equal for prompts whose users say the same."""
     return _digest(key_of_turns(said_by_user(prompt.messages)))
 
 
 def key_of_task(prompt: Prompt) -> bytes:
-    """What two prompts have in common that say and ask the same, where their conversations do not tell."""
+    """Equal for prompts with the same conversation and the same task."""
     return hashlib.sha256(key_of_prompt(prompt) + describe_task(prompt).encode()).digest()
 
 
 def key_of_demonstration(row: Row) -> bytes:
-    """What two demonstrations have in common that say the same, whatever else their rows hold.
+    """Equal for demonstrations with the same content, whatever other fields the rows have.
 
     Raises:
-        DataError: the row is none.
+        DataError: the row is not a demonstration.
     """
     return _whole_of(read_demonstration(row))
 
@@ -186,7 +183,7 @@ def _whole_of(read: Conversation | str) -> bytes:
 
 
 def _prompts_of(read: Conversation | str) -> list[bytes]:
-    """What users say before each answer that may be trained on; of a plain text, what may be a user's turn."""
+    """The user's turns before each answer that may be trained on; for plain text, each possible user turn."""
     if isinstance(read, str):
         return [_digest(key_of_turns([turn])) for turn in dict.fromkeys(turns_of_text(read))]
     answers = range(max(read.num_given, 1), len(read.messages))

@@ -1,11 +1,9 @@
-"""Which rows of several datasets an epoch visits, and in which order: a function of sizes, repeats and the seed.
+"""Compute which rows of several datasets an epoch visits, and their order, from sizes, repeats and seed.
 
-Not here: reading rows (rows.py), what follows from them (dataset.py).
-
-    dataset   rows   repeat   visits per epoch
-    a         100    1        each row once
-    b          10    3        each row three times
-    c         100    0.25     25 rows; four epochs visit each row once
+dataset   rows   repeat   visits per epoch
+a         100    1        each row once
+b          10    3        each row three times
+c         100    0.25     25 rows; four epochs visit each row once
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from collections.abc import Sequence
 
 
 def epoch_order(sizes: Sequence[int], repeats: Sequence[float], *, seed: int, epoch: int) -> array[int]:
-    """The rows of an epoch, shuffled; rows are numbered through all datasets. 8 bytes per visit.
+    """The rows of an epoch, shuffled, numbered over all datasets. 8 bytes per visit.
 
-    No row of a dataset is visited a second time more often than another: visits of its rows go round by round, and
-    an epoch takes up where the one before it ended.
+    Each row of a dataset is visited once before any is visited again; an epoch continues where the previous one ended.
     """
     assert len(sizes) == len(repeats), f"{len(sizes)} sizes, {len(repeats)} repeats"
     order = array("q")

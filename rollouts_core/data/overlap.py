@@ -1,7 +1,4 @@
-"""Compare texts as people would: folded, by what users say, and by long runs of words.
-
-Not here: which rows are compared (held_out.py, dataset.py).
-"""
+"""Compare texts as a reader would: without case and spaces, by the user's turns, and by long runs of words."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ import numpy as np
 from rollouts_core.types import Message
 
 NUM_WORDS = 13
-"""Words in a row that two texts hardly share by chance (GPT-3, arXiv:2005.14165, appendix C)."""
+"""Length of a run of words that two texts rarely share by chance (GPT-3, arXiv:2005.14165, appendix C)."""
 MIN_WORDS = 8
-"""A text of at least so many words, but fewer than `NUM_WORDS`, is looked for as a whole."""
+"""Shorter texts are ignored; texts of `MIN_WORDS` to `NUM_WORDS` words are compared whole."""
 PIECES = re.compile(r"\w+|[^\w\s]")
 WORDS = re.compile(r"\w+")
 ENDS = frozenset(".,;:!?")
 TAGS = re.compile(r"<[^<>\s]{1,40}>|\[/?INST\]|\n")
-"""What separates turns in a text that a chat template, or a person, wrote."""
+"""Separators of turns in plain text, by a chat template or by hand."""
 SPEAKER = re.compile(r"^\s*(?:user|human|question|problem|q)\s*[:\n]\s*", re.IGNORECASE)
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def fold(text: str) -> str:
-    """The text without differences in case, spaces, width of characters, and punctuation at its end."""
+    """The text without case, spaces, character width, and punctuation at the end."""
     pieces = PIECES.findall(unicodedata.normalize("NFKC", text).casefold())
     last = len(pieces)
     while last and pieces[last - 1] in ENDS:
@@ -37,19 +34,19 @@ def fold(text: str) -> str:
 
 
 def said_by_user(messages: Sequence[Message]) -> list[str]:
-    """The turns of the user; where there are none, all turns."""
+    """The user's turns; all turns if the user has none."""
     return [message["content"] for message in messages if message["role"] == "user"] or [
         message["content"] for message in messages
     ]
 
 
 def key_of_turns(turns: Iterable[str]) -> str:
-    """What two conversations have in common whose turns say the same."""
+    """Equal for conversations whose turns say the same."""
     return json.dumps([fold(turn) for turn in turns])
 
 
 def turns_of_text(text: str) -> Iterator[str]:
-    """The parts of a plain text that may be a user's turn: between tags, the lines, and the whole."""
+    """The parts of a plain text that may be a user's turn: the whole, parts between tags, and lines."""
     yield text
     between_tags = re.split(r"<[^<>\s]{1,40}>|\[/?INST\]", text)
     for part in [*between_tags, *TAGS.split(text)]:
@@ -59,14 +56,13 @@ def turns_of_text(text: str) -> Iterator[str]:
 
 
 class LongPhrases:
-    """The long runs of words in numbered texts; those in several of the texts tell nothing and are left out."""
+    """The long runs of words in numbered texts. Runs in several texts are ignored."""
 
     def __init__(self) -> None:
         self._number_of: dict[int, dict[int, int]] = {}
-        """By length in words: the number of the text that has a run, by its hash; 0 if several have it."""
+        """By length in words: run's hash -> number of the text with the run, or 0 if several texts have it."""
 
     def add(self, number: int, text: str) -> None:
-        """Note the runs of a text."""
         words = WORDS.findall(text.casefold())
         length = min(len(words), NUM_WORDS)
         if length < MIN_WORDS:
@@ -76,7 +72,7 @@ class LongPhrases:
             known[run] = number if known.get(run, number) == number else 0
 
     def find(self, text: str) -> dict[int, str]:
-        """The numbers of the texts that share a run of words with this one, each with such a run."""
+        """The numbers of the texts that share a run of words with this text, each with one such run."""
         words = WORDS.findall(text.casefold())
         found: dict[int, str] = {}
         for length, known in self._number_of.items():
@@ -87,7 +83,7 @@ class LongPhrases:
 
 
 def _hash_runs(words: Sequence[str], length: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """A hash of each run of so many words, in their order."""
+    """A hash of each run of `length` words, in order."""
     num_runs = max(0, len(words) - length + 1)
     hashes = np.fromiter(map(hash, words), np.int64, len(words)).astype(np.uint64)
     runs = np.zeros(num_runs, np.uint64)

@@ -1,9 +1,7 @@
-"""Fill the rows of a batch with several samples each, so that little of a row is padding.
+"""Pack several samples into each row of a batch, to reduce padding.
 
-Not here: tensors (batch.py), which rows form a step (sft.py).
-
-Best-fit decreasing: the samples of a window, longest first, each go to the row with the least space that still takes
-them. The rows of a window are then shuffled, so that long samples do not come first.
+Best-fit decreasing: the samples of a window are placed longest first, each into the fullest row with enough space. The
+rows of a window are then shuffled, so that long samples do not come first.
 
     lengths in order    4 6 1 10 3      max_length 10
     longest first       10 | 6 4 | 3 1
@@ -19,15 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from rollouts_core.types import Sample
 
 PACKING_WINDOW = 1024
-"""Samples that are packed together. On log-normal lengths larger windows fill less than 1 % more and hold more samples
-in memory."""
+"""Number of samples packed together. With log-normal lengths, larger windows fill less than 1 % more and need more
+memory."""
 
 
 def pack_rows(samples: Iterable[Sample], *, max_length: int, window: int = PACKING_WINDOW) -> Iterator[list[Sample]]:
-    """Rows of at most `max_length` tokens that hold every sample once, undivided; `window` samples are read ahead.
+    """Rows of at most `max_length` tokens with every sample once, undivided; reads `window` samples ahead.
 
-    A sample longer than `max_length` gets a row of its own. The rows are a function of the samples alone, and those
-    of a window of its samples alone.
+    A sample longer than `max_length` gets its own row. The rows of a window depend only on its samples.
     """
     assert window >= 1, f"a window holds at least one sample, found {window}"
     stream = iter(samples)
@@ -36,16 +33,15 @@ def pack_rows(samples: Iterable[Sample], *, max_length: int, window: int = PACKI
 
 
 def pack_lengths(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Which of the lengths share a row: lists of their indices, each in order and at most `max_length` in sum.
+    """Assign lengths to rows: lists of indices, each in order and with a sum of at most `max_length`.
 
-    The rows come in an order that looks random and is a function of the lengths.
-    n lengths take O(n log n) comparisons. Source: best-fit decreasing, Johnson 1973; its use on token sequences
-    arXiv:2404.10830.
+    The rows come in a pseudo-random order that depends only on the lengths. n lengths take O(n log n) comparisons.
+    Source: best-fit decreasing, Johnson 1973; on token sequences arXiv:2404.10830.
     """
     num = len(lengths)
     rows: list[list[int]] = []
-    # Space left and number of each row that is not full, as one integer: the smallest that is not below
-    # `length * num` is the tightest fit, and of several the row that was begun first.
+    # Space and number of each open row as one integer: the smallest value >= `length * num` is the tightest fit, and
+    # the oldest row among equals.
     open_rows: list[int] = []
     for i in sorted(range(num), key=lambda i: -lengths[i]):
         place = bisect_left(open_rows, lengths[i] * num)
@@ -57,6 +53,6 @@ def pack_lengths(lengths: Sequence[int], max_length: int) -> list[list[int]]:
             rows.append([i])
         if space > lengths[i]:
             insort(open_rows, (space - lengths[i]) * num + row)
-    # The order of the stream cannot serve: of equal samples the later ones begin the last, short rows.
+    # Not in the order of the stream: among equal samples the later ones start the last, short rows.
     random.Random(",".join(map(str, lengths))).shuffle(rows)
     return [sorted(row) for row in rows]

@@ -1,9 +1,7 @@
-"""Token ids of conversations in which texts of a policy or of an environment are text alone.
+"""Tokenize conversations so that texts of a policy or an environment cannot contain special tokens.
 
-Such a text may hold what looks like a special token, as `<|end|>`. Encoded as one it would end a turn, and begin a turn
-of any role: in what a policy reads of its environment, and in what a judge or a classifier reads of a policy.
-
-Not here: whole conversations that are trusted, as prompts of data are (chat.py).
+Such a text may contain a string like `<|end|>`. Encoded as a special token, it would end the turn and could start a
+turn of any role, in a policy's input from its environment or in a judge's input from a policy.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT = "\ue000"
-"""Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
+"""Private-use character that marks where a text is split before tokenizing, to break special tokens in it."""
 KNOWN_MARKS = re.compile(
     r"(?=<[|｜][^<>|｜]{1,60}[|｜]>"
     r"|</?(?:s|bos|eos|pad|unk|sop|eop|start_of_turn|end_of_turn|start_of_image|image_soft_token|begin_of_text)>"
     r"|<<?/?SYS>>?|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|gMASK|sMASK)\])(.)",
     re.IGNORECASE,
 )
-"""The first letter of what ends or begins turns in the templates of published models."""
+"""Matches the first letter of a marker that begins or ends turns in templates of published models."""
 INVISIBLE = "\u200b"
 
 
 def split_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """The messages with SPLIT within every special token that their texts hold, and nowhere else.
+    """Insert SPLIT into every special token in the messages' texts, and nowhere else.
 
     A tokenizer that normalizes texts may read `<|END|>` or `<| end |>` as `<|end|>`. A text that becomes a special
-    token in this way is split after each character.
+    token by normalization is split after each character.
     """
     is_special = _special_tokens(tokenizer, len(tokenizer))
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
@@ -55,23 +53,22 @@ def split_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def encode_split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a rendered text, each part between two SPLIT by itself."""
+    """Token ids of a rendered text; the parts between SPLIT are tokenized separately."""
     return list(itertools.chain(*encode_texts(tokenizer, text.split(SPLIT))))
 
 
 def tokenize_plainly(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool
 ) -> list[int]:
-    """Token ids of a conversation whose only special tokens are those of the chat template."""
+    """Token ids of a conversation that contains no special tokens besides the chat template's."""
     split = split_special(tokenizer, messages)
     return encode_split(tokenizer, render_text(tokenizer, split, None, add_generation_prompt=add_generation_prompt))
 
 
 def hide_known_marks(text: str) -> str:
-    """The text with an invisible character in what is a special token for many models.
+    """Insert an invisible character into special tokens of common models.
 
-    For a server that makes token ids of text by itself: its tokenizer is not known here, and it takes a special token
-    wherever it is written.
+    For servers that tokenize text themselves: their tokenizer is unknown, and they encode special tokens in any text.
     """
     return KNOWN_MARKS.sub(rf"\1{INVISIBLE}", text)
 
@@ -80,12 +77,12 @@ def hide_known_marks(text: str) -> str:
 def _special_tokens(
     tokenizer: PreTrainedTokenizerBase, num_tokens: int, is_normalized: bool = False
 ) -> re.Pattern[str]:
-    """What finds the first character of its special tokens, of which one that is added later makes another number.
+    """A pattern for the first character of the tokenizer's special tokens; `num_tokens` is part of the cache key.
 
-    Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
+    Cached, because listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
 
     Args:
-        is_normalized: find in normalized texts the tokens that the tokenizer looks for there.
+        is_normalized: match normalized texts, for tokens that the tokenizer finds after normalization.
     """
     added = [each for each in tokenizer.added_tokens_decoder.values() if each.special]
     normalizer = tokenizer.backend_tokenizer.normalizer if is_normalized else None

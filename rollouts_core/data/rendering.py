@@ -1,15 +1,13 @@
-"""Turn messages into text with a tokenizer's chat template.
+"""Render messages to text with a tokenizer's chat template.
 
-Not here: tokens and masks (chat.py), where a turn begins and ends in the text (turns.py).
-
-Templates take messages in several forms. `find_form` asks a template once which one it takes:
+Templates accept messages in several forms. `find_form` tests a template once:
 
     content      "text"                   or   [{"type": "text", "text": "text"}]      idefics, LLaVA
     no content   ""                       or   null, beside tool calls                 DeepSeek-R1's distilled models
     arguments    {"a": 1}                 or   "{\\"a\\": 1}", to join with other text    DeepSeek
 
-A template that writes the day's date writes the same on all days, so that a training goes on tomorrow with the prompts
-that it began with, and scores of two days compare.
+Templates that write the current date get a fixed one, so that a resumed training sees the same prompts, and scores of
+different days are comparable.
 """
 
 from __future__ import annotations
@@ -33,43 +31,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_RENDER_S = 10.0
-"""How long a chat template may compute for a conversation."""
+"""Time limit for rendering one conversation, seconds."""
 MAX_TEMPLATE_CHARS, MAX_GROWTH = 1 << 20, 8
-"""Characters that a chat template may write by itself, and for each character of a conversation."""
+"""Limit of a template's own characters, and of its output per input character."""
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
-"""Placeholder for a message's text in a probe of the template."""
+"""Placeholder for a message's text when testing a template."""
 QUESTION_MARK = "a user asked this"
-"""Placeholder for a question in a probe of the template."""
+"""Placeholder for a question when testing a template."""
 PROBE_CALL_ID = "call00000"
-"""Nine letters and digits, as Mistral's templates demand."""
+"""Nine letters and digits, as Mistral's templates require."""
 TODAY = datetime(2024, 7, 26)
-"""The date that templates are given: what those of Llama 3 write where there is no clock."""
+"""The fixed date; Llama 3's templates use it if they have no clock."""
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 Tools = Sequence[dict[str, Any]] | None  # Any: JSON schemas of a user's tools
 
 
 class MessageForm(NamedTuple):
-    """The form in which a chat template takes messages."""
+    """The form of messages that a chat template accepts."""
 
     has_user_parts: bool = False
-    """The content of all roles but the assistant's is a list of parts."""
+    """Content is a list of parts for all roles except the assistant."""
     has_assistant_parts: bool = False
-    """The content of the assistant's turns is a list of parts."""
+    """Content of the assistant's turns is a list of parts."""
     has_null_content: bool = False
-    """A turn that only calls tools has null as content."""
+    """Content is null in a turn that only calls tools."""
     has_text_arguments: bool = False
-    """The arguments of calls are JSON text."""
+    """Arguments of calls are JSON text."""
 
 
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool
 ) -> str:
-    """The text of a conversation.
+    """Render a conversation.
 
     Raises:
-        DataError: no template, or one that refuses the messages.
+        DataError: there is no template, or it refuses the messages.
     """
     if tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE)
@@ -81,25 +79,25 @@ def render_text(
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A whole conversation, and which of its characters the template's generation markers hold."""
+    """Render a whole conversation; also returns the spans inside the template's generation markers."""
     prepared = prepare_messages(tokenizer, messages)
     with _named_refusal(messages):
         return _render(tokenizer, prepared, tools, has_spans=True)
 
 
 def prepare_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """The messages in the form that the chat template takes. A call without arguments gets an empty object."""
+    """Convert messages to the template's form. A call without arguments gets an empty object."""
     form = find_form(tokenizer)
     return [_in_form(form, message) for message in messages]
 
 
 def find_form(tokenizer: PreTrainedTokenizerBase) -> MessageForm:
-    """The form of messages that the chat template takes. The answer is kept until the template changes."""
+    """The form of messages that the chat template accepts; cached per template."""
     return _find_form(tokenizer, json.dumps(tokenizer.chat_template))
 
 
 def probe_call(arguments: Mapping[str, Any], **fields: object) -> tuple[Message, dict[str, Any]]:  # Any: JSON
-    """A turn of the assistant that calls a tool, and that tool, to ask templates what they write.
+    """A turn of the assistant that calls a tool, and that tool, for tests of templates.
 
     Args:
         fields: further fields of the turn.
@@ -114,11 +112,11 @@ def with_template_values(
     template: str | dict[str, str] | None,
     values: Mapping[str, Any],  # Any: JSON
 ) -> str | dict[str, str] | None:
-    """A chat template that has the values by itself, so that they reach everything that renders or saves it.
+    """Add default values for variables to a chat template, so that they also apply when the template is saved.
 
-    A value that is given when the template is rendered counts more, and so do values that are added later.
+    Values given when rendering, and values added later, take precedence.
     """
-    # The line break ends with the statement (trim_blocks), and the template's own first line still begins a line.
+    # trim_blocks drops the line break after the statement, so the template's first line still begins a line.
     lines = [
         f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}\n" for name, value in values.items()
     ]
@@ -141,7 +139,7 @@ def undated_template(
     tokenizer: PreTrainedTokenizerBase,
     tools: list[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> str:
-    """The chat template for these tools, which writes `TODAY` in the place of the day's date."""
+    """The chat template for these tools, with `TODAY` in place of the current date."""
     return _without_clock(tokenizer.get_chat_template(None, tools))
 
 
@@ -158,9 +156,9 @@ def _render(
     add_generation_prompt: bool = False,
     has_spans: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation as text, and the spans of its generation markers if they are asked for.
+    """Render a conversation, and return the spans of its generation markers if requested.
 
-    Not by the method of tokenizers, which leaves out a content of null.
+    The tokenizer's own method is not used because it drops null content.
     """
     from transformers.utils.chat_template_utils import render_jinja_template  # heavy
 
@@ -176,19 +174,20 @@ def _render(
                 **tokenizer.special_tokens_map,
             )
     except OutOfTimeError as error:
-        raise DataError(f"the chat template does not end within {MAX_RENDER_S:g} s: take another one") from error
+        raise DataError(f"the chat template did not end within {MAX_RENDER_S:g} s: use another template") from error
     if len(texts[0]) > MAX_TEMPLATE_CHARS:
         given = len(str(list(messages))) + len(str(tools_or_none))
         if len(texts[0]) > MAX_TEMPLATE_CHARS + MAX_GROWTH * given:
             raise DataError(
-                f"the chat template makes {len(texts[0]):,} characters of a conversation of {given:,}: take another one"
+                f"the chat template writes {len(texts[0]):,} characters for a conversation of {given:,}: "
+                "use another one"
             )
     return texts[0], spans[0] if has_spans else []
 
 
 @lru_cache(maxsize=64)
 def _find_form(tokenizer: PreTrainedTokenizerBase, _template: str) -> MessageForm:
-    """Ask the template with marks in the place of texts: the first form with which it writes them is the one."""
+    """Render placeholders in each form; the first form whose output contains them is used."""
     asks: Message = {"role": "user", "content": QUESTION_MARK}
     answers: Message = {"role": "assistant", "content": TURN_MARK}
     calls, tool = probe_call({"said": TURN_MARK})
@@ -205,7 +204,7 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, _template: str) -> MessageFor
     content = next((form for form in contents if writes(form, answers)), MessageForm())
     for has_null, has_text in ((True, False), (True, True), (False, False), (False, True)):
         form = content._replace(has_null_content=has_null, has_text_arguments=has_text)
-        # A template that expects another form writes the null, or an object as Python spells it.
+        # A template that expects another form writes the word null, or an object in Python's spelling.
         if writes(form, calls, *(("None", "null") if has_null else ("{'said'",))):
             return form
     return content
@@ -237,7 +236,7 @@ def _call_in_form(call: dict[str, Any], *, is_text: bool) -> dict[str, Any]:  # 
 
 @contextmanager
 def _named_refusal(messages: Sequence[Message]) -> Iterator[None]:
-    """Raise DataError for what a chat template raises in the block."""
+    """Turn a chat template's exceptions into DataError."""
     try:
         yield
     except (TemplateError, TypeError, ValueError) as error:

@@ -1,10 +1,7 @@
-"""Token ids of what an environment answers in the middle of a conversation.
+"""Token ids of an environment's reply in the middle of a conversation.
 
-Not here: whole conversations (chat.py), holding one (rollout/conversation.py).
-
-A conversation that the policy is in the middle of grows by token ids: what it sampled stays as it is, and what an
-environment answers is what the template writes behind an assistant's turn. It is never rendered from the start again,
-because a text that a policy sampled may be tokenized into other tokens than those.
+A running conversation grows by token ids: sampled tokens are kept, and a reply adds the tokens that the template writes
+after an assistant's turn. The conversation is never rendered again, because sampled text may be tokenized differently.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT_IN_JSON = json.dumps(SPLIT)[1:-1]
-"""How a template that writes JSON in ASCII spells SPLIT."""
+"""SPLIT in a template's ASCII JSON output."""
 
 
 class UnseenReplyError(DataError):
-    """The chat template does not show the policy what it is answered."""
+    """The chat template hides a reply from the policy."""
 
 
 def tokenize_reply(
@@ -38,22 +35,22 @@ def tokenize_reply(
     sampled: Sequence[int],
     calls: Sequence[ToolCall] = (),
 ) -> list[int]:
-    """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
+    """Token ids after a sampled turn: the turn's end, the replies, and the start of the next turn.
 
-    The end of the turn is left out as far as the policy has sampled it. A special token in the text of a reply, such as
-    a page that a tool fetched, stays text: it neither ends nor begins a turn.
+    Tokens of the turn's end that the policy already sampled are left out. A special token in a reply's text, such as in
+    a fetched page, stays text: it neither ends nor begins a turn.
 
-    Many templates write what a tool says only behind a turn that calls tools, so the replies are rendered behind the
-    calls of the turn. A turn whose calls could not be read is rendered as one that calls.
+    Many templates show a tool's reply only after a turn that calls tools, so replies are rendered after the turn's
+    calls. A turn with unreadable calls is rendered as if it had called a tool.
 
     Args:
-        replies: what an environment answers.
-        sampled: the tokens of the policy's turn.
-        calls: the calls in the turn, as they were read.
+        replies: the environment's messages.
+        sampled: tokens of the policy's turn.
+        calls: the parsed calls of the turn.
 
     Raises:
-        UnseenReplyError: the policy would not see the text of a reply.
-        DataError: a chat template that refuses the replies, or that loses what an assistant says.
+        UnseenReplyError: the template hides the text of a reply.
+        DataError: the chat template refuses the replies, or drops the assistant's text.
     """
     answers_calls = any(reply["role"] == "tool" for reply in replies)
     turns = [_calling(calls), _calling(calls[-1:])] if answers_calls and calls else [[]]
@@ -68,12 +65,12 @@ def tokenize_reply(
             failure = failure or error
         else:
             return tokens
-    assert failure is not None, "each turn that was tried failed"
+    assert failure is not None, "each tried turn failed"
     raise failure
 
 
 def _calling(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:  # Any: JSON
-    """Calls as chat templates take them; ids have the nine letters and digits that some demand."""
+    """Calls in the form of chat templates; ids have nine letters and digits, which some templates require."""
     return [
         {"id": f"call{i:05}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for i, call in enumerate(calls)
@@ -90,7 +87,7 @@ def _render_behind(
     replies: Sequence[Message],
     sampled: Sequence[int],
 ) -> tuple[str, list[int]]:
-    """The text that a template writes behind a turn with these calls, and its tokens that the policy did not sample."""
+    """The text that a template writes after a turn with these calls, and its tokens without the sampled ones."""
     asks: Message = {"role": "user", "content": ""}
     split = split_special(tokenizer, replies)
     if not calls:
@@ -98,7 +95,7 @@ def _render_behind(
         text = render_text(tokenizer, [*before, *split], None, add_generation_prompt=True)
         _, mark, rest = text.partition(TURN_MARK)
         if not mark:
-            raise DataError("the chat template does not write what an assistant said: use another template")
+            raise DataError("the chat template drops the assistant's text: use another template")
         tokens = encode_split(tokenizer, rest)
         return rest, tokens[_count_sampled(tokenizer, tokens, sampled) :]
     before = [asks, {"role": "assistant", "content": "", "tool_calls": list(calls)}]
@@ -112,12 +109,12 @@ def _render_behind(
 
 
 def _find_turn(turn: str, text: str, name: str) -> int:
-    """The place in a conversation's text at which the turn ends that it begins with.
+    """The position in a conversation's text after its first turn.
 
-    Templates write a last turn otherwise: Qwen3's has empty thoughts there, and Gemma's another end.
+    Templates write a last turn differently: Qwen3's adds empty thoughts, and Gemma's another end.
 
     Args:
-        name: of the last call in the turn.
+        name: name of the last call in the turn.
     """
     shared = count_shared(turn, text)
     called = turn.rfind(name)
@@ -128,7 +125,7 @@ def _find_turn(turn: str, text: str, name: str) -> int:
 
 
 def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> Message:  # Any: JSON
-    """The reply with the id of the call that it answers; replies of tools come in the order of the calls."""
+    """The reply with the id of its call; replies of tools come in the order of the calls."""
     if reply["role"] != "tool":
         return reply
     call = calls[min(number, len(calls) - 1)]
@@ -136,10 +133,10 @@ def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> 
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shared: int, sampled: Sequence[int]) -> int:
-    """The place in a conversation's tokens behind all that the policy sampled in a turn of calls.
+    """The position in a conversation's tokens after all that the policy sampled in a turn of calls.
 
     Args:
-        shared: how many tokens are those of the turn alone.
+        shared: number of tokens of the turn alone.
     """
 
     def is_space(start: int, end: int) -> bool:
@@ -159,7 +156,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shar
 
 
 def _check_seen(replies: Sequence[Message], text: str) -> None:
-    """Raise UnseenReplyError for a reply whose text is not in what the template wrote, up to white space."""
+    """Raise UnseenReplyError if the template's output lacks the text of a reply, up to white space."""
     written = _fold(text.replace(SPLIT, "").replace(SPLIT_IN_JSON, ""))
     for reply in replies:
         said: object = reply["content"]
@@ -168,8 +165,8 @@ def _check_seen(replies: Sequence[Message], text: str) -> None:
         forms = (said, *(json.dumps(said, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
         if not any(_fold(form) in written for form in forms):
             raise UnseenReplyError(
-                f"the chat template writes nothing of what the role {reply['role']!r} says, or not all of it, so the "
-                "policy would not see what it is answered: use another template, or answer in a role that it writes"
+                f"the chat template drops text of the role {reply['role']!r}, so the policy would not see its reply: "
+                "use another template, or reply in a role that it writes"
             )
 
 
@@ -178,10 +175,10 @@ def _fold(text: str) -> str:
 
 
 def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled: Sequence[int]) -> int:
-    """How much of what the template writes behind a turn is left out: its end, if the policy has sampled one.
+    """Number of tokens after a turn that the policy already sampled: the end of the turn, if any.
 
-    The policy need not sample the template's own end: models have several (gpt-oss: `<|return|>`, `<|call|>`), and
-    Llama 2's template writes a space before its end.
+    The sampled end may differ from the template's: models have several (gpt-oss: `<|return|>`, `<|call|>`), and Llama
+    2's template writes a space before its end.
     """
     if not sampled or not is_end(tokenizer, sampled[-1]):
         return 0

@@ -1,16 +1,13 @@
-"""Read the rows of data files and of Hugging Face datasets: in order, or any of them by number.
+"""Read the rows of data files and of Hugging Face datasets, in order or by number.
 
-Not here: what a row says (conversations.py, dataset.py), CSV and compressed files as JSONL (text_files.py).
+    JSONL             one pass records each row's offset and checksum; rows are read again when needed
+    CSV, JSON arrays, compressed files, and folders and hub datasets of such files: copied to one JSONL file in the
+                      cache of the `datasets` library (`text_files.py`)
+    Parquet, arrow    rows of a table that the `datasets` library memory-maps from disk
 
-    JSONL             one pass notes where each row begins, and its checksum; rows are read again when they are needed
-    CSV, JSON arrays, compressed files, and folders and hub datasets of such files: written as one JSONL file into the
-                      cache of the `datasets` library
-    Parquet, arrow    rows of a table that the `datasets` library keeps on disk and maps into memory
+The rows are not kept in memory: a row of JSONL costs 16 bytes, a row of a table nothing.
 
-Neither holds the rows in memory: a row of JSONL costs 16 bytes, one of a table nothing.
-
-Files that are changed while they are in use are an error at the next read: their content would not be the one that the
-digest names.
+A file that changes while it is in use is an error at the next read, because its digest no longer matches.
 """
 
 from __future__ import annotations
@@ -60,34 +57,34 @@ COPY_VERSION = 1
 """Raised when the same files are copied to other rows than before."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEPT_BESIDE = frozenset({"__pycache__", ".git", ".cache"})
-"""Folders in which Python, git and the hub's client keep what is theirs: when a model was downloaded, for instance."""
+"""Folders that Python, git and the hub's client add to a folder, for example when a model is downloaded."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""How the names of files with weights, or with the state of a training, end."""
+"""Suffixes of files with weights or training state."""
 
 
 class RowTable(Protocol):
     """Rows that can be read in any order."""
 
     path: str
-    """Where they come from, for errors."""
+    """Origin of the rows, for messages."""
     digest: str
-    """`digest_path` of what was opened."""
+    """`digest_path` of the opened data."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
-        """The rows at these places from 0, each with the number from 1 that errors call it.
+        """The rows at these places from 0, each with its number from 1 for messages.
 
         Args:
-            bad: takes the errors of rows, which are left out; without it the first one is raised.
+            bad: collects errors of rows, which are left out; without it the first error is raised.
         """
         ...
 
 
 class _Watch:
-    """Notices that the file, or the files of the folder, at a path are not what they were.
+    """Detects changes of a file, or of the files in a folder.
 
-    A dataset of the hub has none: its commit is its content.
+    A dataset of the hub needs no watching: its commit fixes its content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,25 +92,25 @@ class _Watch:
         self._stamps = _stamp_files(path)
 
     def check(self, digest: str) -> None:
-        """Raise DataError when files were changed and what lies there is not the content of `digest` any more."""
+        """Raise DataError if files changed and their content no longer has the digest."""
         stamps = _stamp_files(self._path)
         if stamps == self._stamps:
             return
         if not stamps or digest_path(self._path) != digest:
             raise DataError(f"{self._path} changed while it was in use: start again")
-        self._stamps = stamps  # touched, copied back, or moved to another disk
+        self._stamps = stamps  # only touched, copied back, or moved to another disk
 
 
 class JsonlRows:
     """The rows of a JSONL file by number.
 
     Args:
-        path: the file, or what the rows of `copy` were made from.
-        copy: a JSONL file with those rows; None reads `path` itself.
-        digest: of `path`, if `copy` is given.
+        path: the file, or the source of `copy`.
+        copy: a JSONL file with the rows; None reads `path`.
+        digest: digest of `path`; required with `copy`.
 
     Raises:
-        DataError: no such file or no row in it; from `read`, a row that is no JSON object or is not what it was.
+        DataError: the file is missing or empty; `read` raises it for a row that is not a JSON object or has changed.
     """
 
     def __init__(self, path: Path, *, copy: Path | None = None, digest: str = "") -> None:
@@ -154,21 +151,21 @@ class JsonlRows:
                     rows += _parse_noted(line, self.path, self._numbers[i], bad)
             self._watch.check(self.digest)
         except OSError as error:
-            raise DataError(f"{self.path} cannot be read any more ({error.strerror}): start again") from error
+            raise DataError(f"{self.path} can no longer be read ({error.strerror}): start again") from error
         return rows
 
 
 class TableRows:
     """The rows of a table of the `datasets` library by number.
 
-    Pictures and sounds are not decoded, which takes packages and time, and may fail where nobody asks for them: in the
-    place of one stands its column's type.
+    Images and audio are not decoded, which needs packages and time and may fail without being needed. Their place holds
+    the column's type.
 
     Args:
-        digest: of what `watch` watches, from which the table was made.
+        digest: digest of the watched source of the table.
 
     Raises:
-        DataError: the table has no row; from `read`, its files are not what they were, or hold pictures within others.
+        DataError: the table has no rows; `read` raises it for changed files, or images nested inside other values.
     """
 
     def __init__(self, path: str, table: Any, digest: str, watch: _Watch) -> None:  # Any: datasets has no types
@@ -186,12 +183,12 @@ class TableRows:
         return len(self._table)
 
     def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
-        """The rows at these places; a table has no row that cannot be read alone."""
+        """The rows at these places; `bad` is unused, because a table has no unreadable rows."""
         try:
             columns = self._table[list(indices)]
         except (ImportError, OSError) as error:
             raise DataError(
-                f"{self.path} has pictures or sounds within a column that cannot be read here ({first_line(error)}): "
+                f"{self.path} has images or audio inside a column that cannot be read here ({first_line(error)}): "
                 "write the rows without them"
             ) from error
         for name, kind in self._media.items():
@@ -205,11 +202,11 @@ class TableRows:
         ]
 
     def _as_stored(self, name: str, value: Any) -> Any:  # Any: a column's value
-        """The value with as many digits as its column's format has: float32's 0.1 comes as 0.10000000149011612."""
+        """The value with the digits of its column's format: float32's 0.1 arrives as 0.10000000149011612."""
         dtype = getattr(self._table.features[name], "dtype", "")
         if dtype not in SHORT_FLOATS or value is None:
             return value
-        import numpy as np  # heavy for a process that reads no table
+        import numpy as np  # slow to import, and only needed for tables
 
         return float(str(np.dtype(dtype).type(value)))
 
@@ -222,20 +219,20 @@ def open_rows(
     revision: str = "",
     columns: Mapping[str, ColumnType] | None = None,
 ) -> RowTable:
-    """Rows of a file, of a folder, or of a dataset of the hub, to be read in any order.
+    """Open the rows of a file, folder, or dataset of the hub, for reading in any order.
 
     Args:
-        split, subset: of a folder or of the hub.
+        split, subset: part of a folder or hub dataset.
         revision: commit or tag of the hub.
-        columns: types of columns of CSV that are not text.
+        columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: no such data, data of another kind, or no row at all.
+        DataError: the data are missing, of another kind, or without rows.
     """
     if _is_plain_jsonl(Path(path)):
         return JsonlRows(Path(path))
     if Path(path, "config.json").is_file() and not _is_saved(Path(path)):
-        raise DataError(f"{path} is no dataset (it holds a model): give a data file, or a folder of `save_to_disk`")
+        raise DataError(f"{path} holds a model, not a dataset: give a data file, or a folder of `save_to_disk`")
     watch = _Watch(Path(path))
     digest = digest_path(path, revision=revision)
     source = _Source(Path(path), digest, split, subset, revision, columns or {})
@@ -251,14 +248,14 @@ def open_rows(
 def load_rows(
     path: str | Path, *, columns: Mapping[str, ColumnType] | None = None, bad: BadRows | None = None
 ) -> Iterator[tuple[int, Row]]:
-    """Rows of a file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
+    """The rows of a file or Hugging Face dataset, each with its number from 1 (in JSONL its line).
 
     Args:
-        columns: types of columns of CSV that are not text.
-        bad: takes the errors of lines, which are left out; without it the first one is raised.
+        columns: types of CSV columns that are not text.
+        bad: collects errors of lines, which are left out; without it the first error is raised.
 
     Raises:
-        DataError: no such file, a line that is no JSON object, or no row at all.
+        DataError: the file is missing, a line is not a JSON object, or there are no rows.
     """
     keep_private(path)
     if not _is_plain_jsonl(Path(path)):
@@ -281,13 +278,13 @@ def load_rows(
 
 
 def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...] = ()) -> str:
-    """sha256 of a file, or of the names and contents of all files below a folder, as hex.
+    """sha256 of a file, or of the names and contents of all files in a folder, as hex.
 
-    Without what lies in folders of `KEPT_BESIDE`: a model that was downloaded or cloned once more is the same. A hub id
-    (no such path) has no content here; its digest is that of its name and revision.
+    Folders of `KEPT_BESIDE` are left out, so a second download or clone of a model has the same digest. A hub id (no
+    such path) has no content here; its digest covers its name and revision.
 
     Args:
-        without: how the names of files end that are left out of a folder.
+        without: suffixes of files to leave out of a folder.
     """
     root = Path(path)
     if root.is_file():
@@ -302,10 +299,10 @@ def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...
 
 
 def digest_files(files: Mapping[Path, Path]) -> str:
-    """sha256 of the contents of files and of what they are called, as hex.
+    """sha256 of the names and contents of files, as hex.
 
     Args:
-        files: where they lie, by their names below a folder.
+        files: paths by their names below a folder.
     """
     total, names = hashlib.sha256(), sorted(files)
     paths = [files[name] for name in names]
@@ -317,13 +314,13 @@ def digest_files(files: Mapping[Path, Path]) -> str:
 def _count_bytes(files: Sequence[Path]) -> int:
     total = 0
     for file in files:
-        with suppress(OSError):  # gone meanwhile: who reads it says so
+        with suppress(OSError):  # removed meanwhile: the reader reports it
             total += file.stat().st_size
     return total
 
 
 def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
-    """What changes when a file is written or replaced, by file; empty where there is none."""
+    """File attributes that change when a file is written or replaced, by file; empty without files."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     stamps: dict[str, tuple[int, ...]] = {}
     for file in files:
@@ -333,27 +330,27 @@ def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def resolve_revision(path: str, revision: str) -> str:
-    """The commit of a dataset of the hub; "" for files and folders.
+    """The current commit of a hub dataset; files and folders keep `revision`.
 
     Raises:
-        DataError: the hub does not know it, or cannot be asked.
+        DataError: the hub does not know the dataset, or is unreachable.
     """
     if Path(path).exists() or Path(path).is_absolute() or COMMIT.fullmatch(revision):
         return revision
-    from huggingface_hub import HfApi  # heavy, and only for the hub
+    from huggingface_hub import HfApi  # slow to import, and only needed for the hub
 
     try:
         commit: str | None = HfApi().dataset_info(path, revision=revision or None).sha
-    except Exception as error:  # its own errors, and those of the HTTP library that its version has
+    except Exception as error:  # the library's errors, and those of its HTTP client
         raise DataError(
-            f"{path} is no file or folder, and the hub does not name its commit ({first_line(error)}): "
-            "correct the path, or give the commit as `revision`, or start again when the hub can be reached"
+            f"{path} is not a file or folder, and its commit on the hub is unknown ({first_line(error)}): correct the "
+            "path, set `revision` to a commit, or start again when the hub is reachable"
         ) from error
     return commit or ""
 
 
 class _Source(NamedTuple):
-    """Where rows come from that are not read in place."""
+    """Origin of rows that are not read in place."""
 
     path: Path
     digest: str
@@ -364,17 +361,17 @@ class _Source(NamedTuple):
 
     @property
     def cache(self) -> Path:
-        """The folder for copies of this content.
+        """Folder for copies of this content.
 
-        The `datasets` library takes a file of the same name and time for the same file, so copies lie under the digest.
+        Named by digest, because the `datasets` library treats files with equal names and times as the same file.
         """
-        import datasets  # heavy, and only for data that is not JSONL
+        import datasets  # slow to import, and only needed for data other than JSONL
 
         return Path(datasets.config.HF_DATASETS_CACHE) / self.digest
 
     @property
     def copy(self) -> Path:
-        """The JSONL file that the rows are copied to if they are text."""
+        """Path of the JSONL copy, for rows from text files."""
         chosen = json.dumps([COPY_VERSION, self.split, self.subset, sorted(self.columns.items())])
         return self.cache / f"rows-{hashlib.sha256(chosen.encode()).hexdigest()[:16]}.jsonl"
 
@@ -397,7 +394,7 @@ def _find_copy(source: _Source) -> Path | None:
 
 
 def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets, which has no types
-    """The copy of rows that are text, else the table."""
+    """A JSONL copy for rows from text files, else a table."""
     path = source.path
     kind, _ = find_kind(path)
     if kind and not path.is_dir():
@@ -408,9 +405,9 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
         _check_parquet(path)
     elif path.is_file():
         raise DataError(
-            f"{path} is of no kind that is known by its name: it must end in {', '.join(SUFFIXES)} (also with "
-            f"{', '.join(OPENERS)} behind that) or .parquet, or lie alone in a folder, which is read as "
-            "`datasets.load_dataset` reads it"
+            f"{path} has an unknown file type: its name must end in {', '.join(SUFFIXES)} (optionally followed by "
+            f"{', '.join(OPENERS)}) or .parquet. Other types must be alone in a folder, which "
+            "`datasets.load_dataset` reads"
         )
     elif path.is_absolute() and not path.is_dir():
         raise DataError(
@@ -418,11 +415,8 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
         )
     is_saved = _is_saved(path)
     if path.is_dir() and not is_saved and glob.has_magic(str(path)):
-        raise DataError(
-            f"{path} has *, ? or [ in it, and the `datasets` library would take it for a pattern of other folders: "
-            "rename it"
-        )
-    import datasets  # heavy, and only for data that is not JSONL
+        raise DataError(f"{path} contains *, ? or [, which the `datasets` library would treat as a pattern: rename it")
+    import datasets  # slow to import, and only needed for data other than JSONL
 
     datasets.disable_progress_bars()  # a log is no terminal
     try:
@@ -433,19 +427,19 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
         raise _explain_dataset_error(source, error) from error
     if isinstance(found, dict) and source.split not in found:
         raise DataError(
-            f"{path} has the splits {', '.join(sorted(found))}, not {source.split}: give the folder of one of them, "
-            f"{path / min(found)}, or where `split` can be set one of them as that"
+            f"{path} has the splits {', '.join(sorted(found))}, not {source.split}: give the folder of one split, "
+            f"{path / min(found)}, or set `split` if the section has it"
         )
     return found[source.split] if isinstance(found, dict) else found
 
 
 def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of datasets, which has no types
-    """What the `datasets` library finds at a path or on the hub; rows that are text are copied as they are."""
+    """Load a path or hub dataset with the `datasets` library; rows of text files are copied instead."""
     import datasets
 
     path, cache = source.path, str(source.cache) if source.path.exists() else None
     if path.suffix == ".parquet":
-        name = glob.escape(str(path))  # or rows[1].parquet means rows1.parquet
+        name = glob.escape(str(path))  # otherwise rows[1].parquet would match rows1.parquet
         return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=cache)
     chosen = {"revision": source.revision or None, "cache_dir": cache}
     builder = datasets.load_dataset_builder(str(path), source.subset or None, **chosen)
@@ -458,7 +452,7 @@ def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of dataset
 
 
 def _check_kinds(builder: Any, source: _Source) -> None:  # Any: datasets has no types
-    """Raise DataError for a folder with rows of several kinds: the `datasets` library reads the most frequent kind."""
+    """Raise DataError for a folder with several kinds of rows: the `datasets` library reads only the most common."""
     readme = source.path / "README.md"
     chosen = {str(name) for names in (builder.config.data_files or {}).values() for name in names}
     if not source.path.is_dir() or (readme.is_file() and "data_files" in readme.read_text(errors="replace")):
@@ -470,13 +464,13 @@ def _check_kinds(builder: Any, source: _Source) -> None:  # Any: datasets has no
         is_hidden = any(part.startswith(".") for part in file.relative_to(source.path).parts)
         if is_rows and not is_hidden and kind not in kinds and str(file) not in chosen:
             raise DataError(
-                f"{source.path} has rows of several kinds ({Path(min(chosen)).name} and {file.name}), and only one "
-                "kind would be read: give one of the files, or write all of them in one kind"
+                f"{source.path} has several kinds of row files ({Path(min(chosen)).name} and {file.name}), but only "
+                "one kind would be read: give one of the files, or write all in one kind"
             )
 
 
 def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: datasets has no types
-    """The files of the split, downloaded and unpacked, if the builder reads JSON or CSV; [] for other builders."""
+    """The split's files, downloaded and unpacked, if the builder reads JSON or CSV; [] for other builders."""
     import datasets
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
@@ -493,7 +487,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     files: list[TextFile] = []
     for name in splits[source.split]:
         separator, field = (builder.config.sep, "") if kind == "csv" else ("", builder.config.field or "")
-        if find_kind(name)[1]:  # unpacked as it is read, also with what `datasets` has no package for
+        if find_kind(name)[1]:  # unpacked while reading, also formats that `datasets` lacks a package for
             files.append(TextFile(Path(manager.download(name)), kind, str(name), separator, field))
             continue
         for file in manager.iter_files([manager.download_and_extract(name)]):
@@ -502,7 +496,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
 
 
 def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets has no types
-    """Raise DataError for options in the dataset's README by which its CSV would be read otherwise than here."""
+    """Raise DataError for CSV options in the dataset's README that are not supported here."""
     usual = type(config)()
     own = ("name", "version", "data_dir", "data_files", "description", "sep", "delimiter", "features", "chunksize")
     for field in dataclasses.fields(config):
@@ -514,37 +508,36 @@ def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets h
 
 
 def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
-    """What the `datasets` library raised, as a sentence; the error itself if it is not about the data."""
+    """A sentence for an error of the `datasets` library; the error itself if it is not about the data."""
     import datasets
 
     path = source.path
-    if not path.exists():  # errors of whichever HTTP library asks the hub
+    if not path.exists():  # errors come from several HTTP libraries
         return DataError(
-            f"{path} is no file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
-            "path, `split`, `subset` or `revision`, or start again when the hub can be reached"
+            f"{path} is not a file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
+            "path, `split`, `subset` or `revision`, or start again when the hub is reachable"
         )
     if not isinstance(error, OSError | ValueError | datasets.exceptions.DatasetsError):
         return error
     cause = first_line(error.__cause__ or error)
     if cause.startswith("Unknown split"):
         return DataError(
-            f"{path} has no split {source.split} ({cause}): give a file of another one, or where `split` can be set "
-            "that"
+            f"{path} has no split {source.split} ({cause}): give the file of another split, or set `split` if the "
+            "section has it"
         )
-    return DataError(f"{path} is no dataset ({cause}): give a data file, or a folder of `save_to_disk`")
+    return DataError(f"{path} is not a dataset ({cause}): give a data file, or a folder of `save_to_disk`")
 
 
 def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: datasets has no types
-    """The table of a hub dataset; DataError where it is of another commit than the one that `revision` names.
+    """Raise DataError if a hub dataset's table has another commit than `revision`; returns the table.
 
-    Where the hub cannot be reached, `datasets` takes whatever commit it has in its cache; its tables lie in a folder
-    named after their commit.
+    If the hub is unreachable, `datasets` uses any cached commit. Cached tables are in a folder named by commit.
     """
     commits = {Path(file["filename"]).parent.name for file in table.cache_files}
     if COMMIT.fullmatch(revision) and not path.exists() and commits - {revision}:
         raise DataError(
-            f"{path} is no file or folder, and cannot be read from the hub (only another commit than {revision} is in "
-            "the cache of this machine): start again when the hub can be reached"
+            f"{path} is not a file or folder, and cannot be read from the hub (this machine's cache has only another "
+            f"commit than {revision}): start again when the hub is reachable"
         )
     return table
 
@@ -559,7 +552,7 @@ def _is_empty(path: str | Path) -> DataError:
 
 
 class _NoLinesError(DataError):
-    """A file that is no JSONL at all."""
+    """The file is not JSONL at all."""
 
 
 def _is_array(path: str) -> DataError:
@@ -569,10 +562,10 @@ def _is_array(path: str) -> DataError:
 
 
 def _opened(path: Path) -> BufferedReader:
-    """The file, to be read.
+    """Open the file for reading.
 
     Raises:
-        DataError: it may not be.
+        DataError: it cannot be opened.
     """
     try:
         return open_file(path)
@@ -581,22 +574,22 @@ def _opened(path: Path) -> BufferedReader:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raise DataError when a file is missing or was cut: a whole one begins and ends with its magic number."""
+    """Raise DataError for a missing or truncated file: an intact one begins and ends with its magic number."""
     _check_exists(path)
     with _opened(path) as file:
         head = file.read(len(PARQUET_MAGIC))
         file.seek(max(0, path.stat().st_size - len(PARQUET_MAGIC)))
         tail = file.read()
     if head != PARQUET_MAGIC or tail != PARQUET_MAGIC:
-        raise DataError(f"{path} is not a Parquet file, or was cut: write it again")
-    from pyarrow.parquet import read_metadata  # comes with datasets, and is as heavy
+        raise DataError(f"{path} is not a Parquet file, or is truncated: write it again")
+    from pyarrow.parquet import read_metadata  # slow to import; a dependency of datasets
 
     if read_metadata(path).num_rows == 0:
         raise _is_empty(path)
 
 
 def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> list[tuple[int, Row]]:
-    """The row with its number; [] for one whose error was noted."""
+    """The row with its number; [] if its error was collected."""
     try:
         return [(number, _parse_line(line, path, number))]
     except _NoLinesError:
@@ -610,7 +603,7 @@ def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> li
 
 def _parse_line(line: bytes, path: str, number: int) -> Row:
     try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # editors of Windows mark it
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows editors add a byte order mark
         row = STRICT_JSON.decode(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
@@ -635,19 +628,19 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
 
 
 def _describe_broken(error: ValueError | RecursionError) -> str:
-    """What is wrong with a line; json's own words count lines in it, which would be taken for those of the file."""
+    """The problem of a line; json's own messages count lines inside it, which would be misleading."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
-        return "it ends amid an object: expected a whole JSON object in each line"
+        return "it ends inside an object: expected a whole JSON object in each line"
     return f"{error.msg} at column {error.colno}"
 
 
 def _check_text(row: Row, path: str, number: int) -> None:
-    """Raise DataError for half of a character: JSON can say it, but no tokenizer reads it and no file takes it."""
+    """Raise DataError for half of a surrogate pair, which JSON can express but no tokenizer or file accepts."""
     if half := find_half_character(row):
         raise DataError(
-            f"{path}, row {number}: {half} is half of a character, as where a text was cut: mend it or leave it out"
+            f"{path}, row {number}: {half} is half of a character, as in truncated text: repair it or remove it"
         )
 
 
@@ -655,10 +648,7 @@ _SPELLED_JSON = json.JSONDecoder(parse_float=SpelledNumber, parse_int=SpelledNum
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value
-    """A table gives every struct all keys of its column: those that a row did not have come back as null.
-
-    A number that is missing may come back as NaN, which no JSON can say.
-    """
+    """Remove null keys, which a table adds to every struct of a column; a missing number may be NaN instead of null."""
     if isinstance(value, dict):
         cleaned = {key: _without_nulls(each) for key, each in value.items()}
         return {key: each for key, each in cleaned.items() if each is not None}

@@ -1,8 +1,5 @@
-"""Render rows as they are trained on: the text with the trained part marked, the tokens, and what was left out.
-
-Not here: which rows are shown (checks/shown.py), how rows become samples (dataset.py).
-
-    <|user|>1+1=?<|end|><|assistant|>[[2<|end|>]]
+"""Render rows as training sees them: the text with the trained part marked, the tokens, and cut parts.
+<|user|>1+1=?<|end|><|assistant|>[[2<|end|>]]
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "[[", "]]"
-"""What stands around text that is trained on."""
+"""Marks around trained text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +23,25 @@ class ShownRow:
     """A row as training sees it."""
 
     source: str
-    """The file."""
+    """Name of the file."""
     row: int
-    """Its number from 1; its line in JSONL."""
+    """Number from 1; in JSONL the line."""
     outcome: str
-    """trained, cut, dropped, prompt (of RL: nothing in it is trained on), or error."""
+    """trained, cut, dropped, prompt (RL trains on no token of it), or error."""
     reason: str = ""
-    """What was cut, or why the row is left out or refused."""
+    """The cut part, or why the row was left out or refused."""
     text: str = ""
-    """The decoded tokens, with special tokens; what is trained on stands between `[[` and `]]`."""
+    """Decoded tokens with special tokens; trained text is between `[[` and `]]`."""
     num_tokens: int = 0
     num_trained: int = 0
     tokens: tuple[int, ...] = ()
     loss_mask: tuple[int, ...] = ()
     answer: str = ""
-    """Of a prompt: what graders compare with."""
+    """Reference answer of a prompt."""
 
 
 def mark_trained(tokens: Sequence[int], loss_mask: Sequence[float], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of the tokens, the parts that enter the loss between `[[` and `]]`."""
+    """The text of the tokens, with `[[` and `]]` around trained parts."""
     parts: list[str] = []
     for is_trained, run in itertools.groupby(zip(tokens, loss_mask, strict=True), key=lambda pair: bool(pair[1])):
         text = str(tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
@@ -58,14 +55,14 @@ def show_sample(
     """A demonstration as SFT sees it.
 
     Args:
-        num_cut: tokens behind `max_length`.
+        num_cut: number of tokens beyond `max_length`.
     """
     is_cut = sample.status is Status.TRUNCATED
     return ShownRow(
         source=source,
         row=row,
         outcome="cut" if is_cut else "trained",
-        reason=f"{num_cut} tokens behind the first {len(sample.tokens)} are cut" if is_cut else "",
+        reason=f"{num_cut} tokens after the first {len(sample.tokens)} are cut" if is_cut else "",
         text=mark_trained(sample.tokens, sample.loss_mask, tokenizer),
         num_tokens=len(sample.tokens),
         num_trained=sum(map(bool, sample.loss_mask)),
@@ -75,7 +72,7 @@ def show_sample(
 
 
 def describe_row(shown: ShownRow) -> str:
-    """The row for a terminal: a line about it, then its text."""
+    """Text for a terminal: a line about the row, then its content."""
     counts = f", {shown.num_tokens} tokens, {shown.num_trained} trained on" if shown.num_tokens else ""
     reason = f": {shown.reason}" if shown.reason else ""
     answer = f"\nanswer: {shown.answer}" if shown.answer else ""

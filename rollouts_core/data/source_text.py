@@ -1,12 +1,10 @@
-"""Give the fields of a row that are compared as text the text of their source, whatever kind of file holds the row.
+"""Convert fields that are compared as text to the text in their source, for every kind of file.
 
-Not here: reading files (rows.py), what a prompt is (dataset.py).
-
-    source                            `answer` of the row
-    JSON    1.50   007 is no JSON     "1.50"     as the number is spelled
-    CSV     007                       "007"      the cell
-    table   1.5 (float32), 72.0       "1.5" "72" the shortest text of the same number
-    any     [1.50, "x"]               '[1.50, "x"]', marked as `JsonText`
+source                            `answer` of the row
+JSON    1.50  (007 is invalid)    "1.50"     as the number is spelled
+CSV     007                       "007"      the cell
+table   1.5 (float32), 72.0       "1.5" "72" the shortest text of the same number
+any     [1.50, "x"]               '[1.50, "x"]', marked as `JsonText`
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from decimal import Decimal
 from typing import Any
 
 TEXT_FIELDS = ("answer", "id")
-"""Fields of a row that are text here, whatever they are in the file."""
+"""Fields of a row that always become text."""
 
 
 class SpelledNumber(str):
-    """A number of a JSON file as it is written there."""
+    """A number of a JSON file in its original spelling."""
 
     __slots__ = ()
 
@@ -36,7 +34,7 @@ class JsonText(str):
 def as_text(value: Any) -> str | None:  # Any: a value of JSON or of a table
     """The text of a value; None for a missing one.
 
-    Floating-point numbers get the shortest text that reads back as the same number, without ".0".
+    Floats get the shortest text that reads back as the same number, without ".0".
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None

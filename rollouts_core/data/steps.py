@@ -1,12 +1,10 @@
-"""Which rows of demonstrations each SFT step trains on, and where a resumed training goes on.
-
-Not here: tokens (dataset.py), packing (packing.py), the loop (sft.py).
+"""Group rows of demonstrations into SFT steps, with a cursor for resuming.
 
     epoch 0   visits  |----- window -----|----- window -----|--|     epoch 1   ...
               rows     packed, shuffled
     Cursor(epoch, position of the window's first visit, rows of the window that were taken)
 
-A cursor names a place by itself: to go on there, one window is read again, not all that was trained on.
+A cursor identifies a place by itself: to resume there, only one window of rows is read again.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ from rollouts_core.types import Sample
 
 
 class Cursor(NamedTuple):
-    """How far training went through its rows."""
+    """The position of training in its rows."""
 
     epoch: int = 0
     position: int = 0
     """Visits of the epoch before the current window."""
     num_rows: int = 0
-    """Rows of the window that were taken."""
+    """Rows already taken from the window."""
 
 
 Visit = Sample | Sequence[Sample] | None
-"""What a visit of a row gives: a sample, several, or none (also None) if the row is left out."""
+"""Result of visiting a row: one sample, several, or none (also None) if the row is left out."""
 
 
 @runtime_checkable
@@ -41,22 +39,21 @@ class EpochSource(Protocol):
     """Samples that can be visited from any place of any epoch."""
 
     def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Visit]:
-        """The samples of each visit of an epoch, from the visit `start` on."""
+        """The samples of each visit of an epoch, starting at visit `start`."""
         ...
 
 
 Samples = EpochSource | Sequence[Sample] | Iterable[Sample]
-"""Demonstrations; a sequence is shuffled anew each epoch, a stream is taken as it comes, once."""
+"""Demonstrations. A sequence is shuffled each epoch; a stream is read once in its order."""
 
 
 class SFTSteps:
-    """The rows of step after step; `cursor` says where the next step begins.
+    """The rows of each step; `cursor` is the position of the next step.
 
-    A function of samples, settings and the first cursor alone. The last step of a stream may be missing: it has
-    `batch_size` rows or is none.
+    They depend only on samples, settings and the first cursor. At the end of a stream an incomplete step is dropped.
 
     Raises:
-        DataError: an epoch without any sample.
+        DataError: an epoch has no samples.
     """
 
     def __init__(self, samples: Samples, config: SFTTrainingConfig, cursor: Cursor | None = None) -> None:
@@ -76,12 +73,12 @@ class SFTSteps:
 
 
 def iterate_sft_steps(samples: Samples, config: SFTTrainingConfig, cursor: Cursor | None = None) -> SFTSteps:
-    """The rows of step 1, 2, ...: a function of samples and settings alone, so a resumed run sees the same."""
+    """The rows of steps 1, 2, ...; they depend only on samples and settings, so a resumed run sees the same rows."""
     return SFTSteps(samples, config, cursor)
 
 
 def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
-    """All samples over and over, each epoch in an order of its own that the seed decides."""
+    """All samples repeatedly, in a new seeded order each epoch."""
     source = _ShuffledSequence(samples)
     return itertools.chain.from_iterable(source.iterate_epoch(epoch, seed=seed) for epoch in itertools.count())
 
@@ -120,7 +117,7 @@ def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) ->
 def _pack_epoch(
     visits: Iterator[Visit], config: SFTTrainingConfig, start: Cursor
 ) -> Iterator[tuple[list[Sample], Cursor]]:
-    """The rows of an epoch from a cursor on, each with the cursor behind it. Rows hold samples of one window."""
+    """The rows of an epoch after a cursor, each with the cursor after it. A row holds samples of one window."""
     position, num_taken = start.position, start.num_rows
     while window := list(itertools.islice(visits, PACKING_WINDOW)):
         kept = [sample for visit in window for sample in _samples_of(visit)]

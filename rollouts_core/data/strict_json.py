@@ -1,7 +1,4 @@
-"""Read JSON without what its standard leaves open: keys that occur twice, NaN and infinities, halves of characters.
-
-Not here: files of JSON (rows.py, text_files.py).
-"""
+"""Read JSON strictly: duplicate keys, NaN, infinities and halves of surrogate pairs are errors."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from typing import Any
 
 
 def read_strict_json(text: str) -> Any:  # Any: JSON
-    """The value that a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: no JSON, a key occurs twice in one object, NaN, or half of a character.
+        ValueError: it is invalid, or has a duplicate key, NaN, or half of a surrogate pair.
     """
     value = STRICT_JSON.decode(text.strip())
     if half := find_half_character(value):
@@ -22,7 +19,7 @@ def read_strict_json(text: str) -> Any:  # Any: JSON
 
 
 def find_half_character(value: Any) -> str:  # Any: JSON
-    """The first half of a character in the texts of a value, as Python writes it; "" for none."""
+    """The first half of a surrogate pair in a value's texts, in Python's notation; "" without any."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -39,7 +36,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value; write null or leave the field out")
+    raise ValueError(f"{name} is not a JSON value; write null or leave the field out")
 
 
 STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

@@ -1,9 +1,7 @@
-"""Rewrite CSV, JSON arrays and compressed files as one JSONL file, so that every row is read in the same way.
+"""Convert CSV, JSON arrays and compressed files to one JSONL file, so that all rows are read the same way.
 
-Not here: reading JSONL (rows.py), which files of a folder or of the hub belong to a split (rows.py).
-
-The `datasets` library would guess a type for each column of such files: "2024-07-26" becomes a time, 1 beside 2.5
-becomes 1.0, and 007 becomes 7.
+The `datasets` library would guess column types: "2024-07-26" becomes a time, 1 next to 2.5 becomes 1.0, and 007
+becomes 7.
 """
 
 from __future__ import annotations
@@ -32,62 +30,62 @@ from rollouts_core.system.regular_files import open_file
 
 FileKind = Literal["json", "csv"]
 SUFFIXES: dict[str, FileKind] = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
-"""How the names of files end whose rows are text, and how they are read."""
+"""File suffixes of text rows, and their format."""
 OPENERS: dict[str, Callable[..., IO[bytes]]] = {
     ".gz": cast(Callable[..., IO[bytes]], gzip.open),
     ".bz2": cast(Callable[..., IO[bytes]], bz2.open),
     ".xz": cast(Callable[..., IO[bytes]], lzma.open),
     ".zst": lambda path: _open_zstd(path),
 }
-"""How the names of compressed files end."""
+"""Suffixes of compressed files."""
 MAX_CELL_CHARS = 1 << 30
-"""The longest text in a cell of CSV: a long conversation fits."""
+"""Longest text in a CSV cell; long conversations fit."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BOOLEANS = {"true": True, "false": False}
 _DECODER = json.JSONDecoder()
 ONE_LINE = str.maketrans("\r\n", "  ")
-"""Line breaks of JSON outside of its texts mean nothing; within its texts they are written as \\n."""
+"""JSON line breaks outside of strings have no meaning; inside strings they are escaped as \\n."""
 
 
 class TextFile(NamedTuple):
-    """A file whose rows are text."""
+    """A file with rows as text."""
 
     path: Path
     kind: FileKind
     name: str
-    """What errors call the file: its content may lie in a cache."""
+    """Name of the file in messages: its content may be in a cache."""
     separator: str = ","
-    """Between the cells of CSV."""
+    """Separator of CSV cells."""
     field: str = ""
-    """The field of a JSON object that has the rows; empty takes the whole file."""
+    """Field of a JSON object with the rows; empty uses the whole file."""
 
 
 def find_kind(path: str | Path) -> tuple[FileKind | None, str]:
-    """The kind of a file by its name, and the ending that says how it is compressed; None for files of another kind."""
+    """The format of a file by its name (None if unknown), and its suffix of compression."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     packing = suffixes.pop() if suffixes and suffixes[-1] in OPENERS else ""
     return SUFFIXES.get(suffixes[-1] if suffixes else ""), packing
 
 
 def find_separator(path: str | Path) -> str:
-    """What a CSV file of this name has between its cells."""
+    """The separator of a CSV file's cells by its name."""
     return "\t" if ".tsv" in Path(path).suffixes else ","
 
 
 def is_array(path: Path) -> bool:
-    """Whether a JSON file is one array instead of a row per line."""
+    """True if a JSON file is one array instead of a row per line."""
     with open_file(path) as file:
         return file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def write_lines(files: Iterable[TextFile], target: Path, columns: Mapping[str, ColumnType]) -> None:
-    """Write the rows of these files, in their order, as the JSONL file `target`, which appears whole.
+    """Write the rows of files, in order, to the JSONL file `target`, atomically.
 
     Args:
-        columns: the types of columns of CSV that are not text.
+        columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: a file that cannot be read, or a row of CSV that does not fit.
+        DataError: a file cannot be read, or a CSV row is invalid.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with appearing_whole(target) as partial, partial.open("wb") as out:
@@ -108,7 +106,7 @@ def _unpacked(file: TextFile) -> IO[bytes]:
 
 
 def _open_zstd(path: Path) -> IO[bytes]:
-    import pyarrow  # comes with datasets, and is as heavy
+    import pyarrow  # slow to import; a dependency of datasets
 
     stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
     return io.BufferedReader(cast(io.RawIOBase, stream))
@@ -129,7 +127,7 @@ def _lines_of(file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnTy
 
 
 def _lines_in(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text that comes in pieces."""
+    """Split a text that arrives in pieces into lines."""
     begun = b""
     for chunk in chunks:
         *lines, begun = (begun + chunk).split(b"\n")
@@ -144,7 +142,7 @@ def _json_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _array_elements(file: TextFile, content: bytes) -> Iterator[bytes]:
-    """The elements of a JSON array as they are written there, each on one line."""
+    """The elements of a JSON array in their original spelling, each on one line."""
     text = _decoded(file, content)
     place = text.index("[")
     end = place
@@ -152,11 +150,11 @@ def _array_elements(file: TextFile, content: bytes) -> Iterator[bytes]:
         yield _on_one_line(text[start:end])
     end = _skip_space(text, end if end > place else place + 1)
     if text[end + 1 :].strip():
-        raise DataError(f"{file.name}: not valid JSON: something stands behind the end of the array")
+        raise DataError(f"{file.name}: not valid JSON: there is text after the end of the array")
 
 
 def _rows_below(file: TextFile, content: bytes) -> Iterator[bytes]:
-    """The rows that a JSON object has as an array, or as arrays of columns, under the field that the README names."""
+    """The rows in the README's field of a JSON object: an array of rows, or arrays of columns."""
     text = _decoded(file, content)
     place = dict(_values_of(file, text, _skip_space(text, 0))).get(file.field)
     if place is None:
@@ -184,7 +182,7 @@ def _on_one_line(text: str) -> bytes:
 
 
 def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, int]]:
-    """The beginning and end of each element of the array at a place."""
+    """Start and end of each element of the array at a position."""
     if text[place : place + 1] != "[":
         raise DataError(f"{file.name}: not valid JSON: expected an array at character {place}")
     number, place = 1, _skip_space(text, place + 1)
@@ -195,13 +193,13 @@ def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, i
         if text[place : place + 1] == "]":
             return
         if text[place : place + 1] != ",":
-            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] behind it")
+            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] after it")
         place = _skip_space(text, place + 1)
         number += 1
 
 
 def _values_of(file: TextFile, text: str, place: int) -> Iterator[tuple[str, int]]:
-    """The keys of the object at a place, each with the beginning of its value."""
+    """The keys of the object at a position, each with the start of its value."""
     if text[place : place + 1] != "{":
         return
     place = _skip_space(text, place + 1)
@@ -209,7 +207,7 @@ def _values_of(file: TextFile, text: str, place: int) -> Iterator[tuple[str, int
         end = _end_of_value(file, text, place)
         key, place = json.loads(text[place:end]), _skip_space(text, end)
         if text[place : place + 1] != ":":
-            raise DataError(f"{file.name}: not valid JSON: expected : behind {key!r}")
+            raise DataError(f"{file.name}: not valid JSON: expected : after {key!r}")
         place = _skip_space(text, place + 1)
         yield key, place
         place = _skip_space(text, _end_of_value(file, text, place))
@@ -232,7 +230,7 @@ def _skip_space(text: str, place: int) -> int:
 def _csv_rows(
     file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnType]
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
-    """The rows of a CSV file as objects: cells are text, or what `columns` says; empty ones are left out."""
+    """The rows of a CSV file as objects: cells are text unless `columns` has a type; empty cells are left out."""
     csv.field_size_limit(MAX_CELL_CHARS)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     reader = csv.reader(lines, delimiter=file.separator, strict=True)
@@ -263,15 +261,15 @@ def _csv_row(
 ) -> dict[str, Any]:  # Any: JSON
     if len(cells) != len(header):
         raise DataError(
-            f"{file.name}, row {number}: found {len(cells)} cells for the {len(header)} columns of the first "
-            "line: quote cells in which the separator or a line break stands"
+            f"{file.name}, row {number}: found {len(cells)} cells, but the first line has {len(header)} columns: quote "
+            "cells that contain the separator or a line break"
         )
     filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""}
     return {name: _typed(file, number, name, cell, columns.get(name, "text")) for name, cell in filled.items()}
 
 
 def _check_header(file: TextFile, header: list[str], columns: Mapping[str, ColumnType]) -> None:
-    """Raise DataError for a header that names a column twice, or lacks one whose type is given."""
+    """Raise DataError for duplicate columns, or a typed column that is missing."""
     if twice := next((name for name in header if header.count(name) > 1), None):
         raise DataError(f"{file.name}: the column {twice!r} occurs twice in the first line: rename one of them")
     for name in columns:
@@ -282,12 +280,12 @@ def _check_header(file: TextFile, header: list[str], columns: Mapping[str, Colum
 
 
 def _typed(file: TextFile, number: int, name: str, cell: str, kind: ColumnType) -> Any:  # Any: JSON
-    """The value of a cell; of a field that is compared as text, the text of that value."""
+    """The value of a cell; fields that are compared as text get the value's text."""
     try:
         value = _READERS[kind](cell)
     except (ValueError, KeyError) as error:
         raise DataError(
-            f"{file.name}, row {number}: {name} is {cell[:80]!r}, and `columns` says that it is {kind}"
+            f"{file.name}, row {number}: {name} is {cell[:80]!r}, but `columns` sets its type to {kind}"
         ) from error
     return as_text(value) if name in TEXT_FIELDS and not isinstance(value, list | dict) else value
 

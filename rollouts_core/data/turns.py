@@ -1,18 +1,16 @@
-"""Where the turns of an assistant begin and end in the text of a chat template.
+"""Find the beginning and end of an assistant's turn in a chat template's text.
 
-Not here: the text itself (rendering.py), tokens and masks (chat.py).
-
-A turn is seen behind the generation prompt, as inference shows it:
+A turn is the text after the generation prompt, as at inference:
 
     before    <|user|>1+1=?<|end|><|assistant|>
     turn                                       2<|end|>
 
 Templates differ in four ways, which `find_turn_form` learns from two short conversations:
 
-* The generation prompt writes more than a turn in the conversation has (DeepSeek: `<think>`).
-* The end of a conversation has one more token behind the end of the last turn (Phi-3: `<|endoftext|>`).
-* The end of a turn is the next turn's header (GLM-4: `<|user|>`).
-* A turn that calls a tool ends by another token (gpt-oss: `<|call|>`).
+* The generation prompt contains more than the beginning of a turn (DeepSeek: `<think>`).
+* The end of a conversation has one more token after the last turn's end (Phi-3: `<|endoftext|>`).
+* The next turn's header ends a turn (GLM-4: `<|user|>`).
+* A turn that calls a tool has another end token (gpt-oss: `<|call|>`).
 """
 
 from __future__ import annotations
@@ -33,34 +31,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_THOUGHTS = "</think>"
-"""Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
+"""Follows thoughts at the beginning of a turn's text; many templates search for it, and some cut there."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys by which different templates read thoughts that lie apart from the text."""
+"""Keys of different templates for thoughts outside of the text."""
 OPENS_THOUGHTS = re.compile(r"([<\[])([\w:]+)([>\]])\s*\Z")
-"""A tag at the end of a generation prompt, and nothing behind it that closes it."""
+"""A tag at the end of a generation prompt that is not closed."""
 
 TAG = re.compile(r"[<\[]/?\w+[>\]]")
 
 
 class TurnForm(NamedTuple):
-    """How a chat template begins and ends a turn of the assistant."""
+    """The beginning and end of an assistant's turn in a chat template."""
 
     is_known: bool = False
-    """The template writes the assistant's words, so it can be asked."""
+    """True if the template writes the assistant's text, so that it can be tested."""
     cue: str = ""
-    """The end of the generation prompt, as far as a turn in a conversation does not have it."""
+    """The end of the generation prompt that turns inside a conversation lack."""
     rest: str = ""
-    """The text behind the assistant's words at the end of a conversation."""
+    """Text after the assistant's words at the end of a conversation."""
     surplus: str = ""
-    """The end of `rest` that is written only at the end of a conversation, behind the end of the turn."""
+    """The end of `rest` that is written only at the end of a conversation, after the turn's end."""
     end_within: str = ""
-    """The special token that ends a turn within a conversation; empty if the next turn's header ends it."""
+    """Special token that ends a turn inside a conversation; empty if the next turn's header ends it."""
     end_of_call: str = ""
-    """The special token at the end of a turn that calls a tool."""
+    """Special token at the end of a turn that calls a tool."""
     header: str = ""
-    """The special token of a user's turn, if it is all that ends a turn of the assistant."""
+    """Special token of a user's turn, if nothing else ends an assistant's turn."""
     header_of_answer: str = ""
-    """The same for the answer of a tool."""
+    """The same for a tool's answer."""
 
 
 class RenderedTurn(NamedTuple):
@@ -69,16 +67,16 @@ class RenderedTurn(NamedTuple):
     before: str
     """The conversation before the turn, with the generation prompt."""
     turn: str
-    """The rest: words and the end of the turn."""
+    """The rest: the words and the end of the turn."""
 
 
 def find_turn_form(tokenizer: PreTrainedTokenizerBase) -> TurnForm:
-    """How the chat template begins and ends turns. The answer is kept until the template or the tokens change."""
+    """The chat template's form of turns; cached until the template or the tokens change."""
     return _find_turn_form(tokenizer, json.dumps(tokenizer.chat_template), len(tokenizer))
 
 
 def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The special tokens by which turns of the assistant end in the chat template; empty if it ends them by text."""
+    """Special tokens that end assistant turns in the chat template; empty if it uses plain text."""
     if tokenizer.chat_template is None:
         return ()
     form = find_turn_form(tokenizer)
@@ -92,9 +90,9 @@ def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Whether a token at the end of a text ends it: the template's ends of turns, and those of other models.
+    """True if a token ends a text: a turn end of the template or of other models.
 
-    A special token counts as an end (`<|return|>`, `<|eom_id|>`, `<|endoftext|>`), a tag (`</answer>`) does not.
+    Special tokens count as ends (`<|return|>`, `<|eom_id|>`, `<|endoftext|>`), tags (`</answer>`) do not.
     """
     key = (json.dumps(tokenizer.chat_template), len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     return token in _find_ends(tokenizer, *key)
@@ -103,10 +101,10 @@ def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 def render_turn(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, tools: Tools
 ) -> RenderedTurn:
-    """The turn `number` of a conversation behind its generation prompt, without the messages after it.
+    """Turn `number` of a conversation after its generation prompt, without later messages.
 
     Raises:
-        DataError: the template refuses the messages, or writes the conversation before the turn in two ways.
+        DataError: the template refuses the messages, or writes the text before the turn in two ways.
     """
     form = find_turn_form(tokenizer)
     before = render_text(tokenizer, messages[:number], tools, add_generation_prompt=True) if number else ""
@@ -122,38 +120,38 @@ def render_turn(
 
 
 def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: str, given: str) -> int:
-    """The character behind the beginning of a turn's content that is given.
+    """The position after the given beginning of a turn's content.
 
     Args:
-        turn: the text of the turn; a template may leave out space around the content.
+        turn: text of the turn; templates may strip spaces around the content.
 
     Raises:
         DataError: the template writes other words.
     """
     form = find_turn_form(tokenizer)
-    # Looked for from the end: a header may hold the same letters as a short beginning.
+    # Searched from the end: a header may contain the same letters as a short beginning.
     body = turn.removesuffix(form.rest.removesuffix(form.surplus))
     for words, beginning in ((content, given), (content.strip(), given.lstrip())):
         start = len(body) - len(words) if body.endswith(words) else body.rfind(words)
         if start >= 0:
             return start + min(len(beginning), len(words))
     raise DataError(
-        f"the chat template does not write the beginning of the assistant's turn ({given[:60]!r}) as it is given, so "
-        "the turn cannot go on behind it: leave the beginning out, or set model.chat_template_kwargs"
+        f"the chat template changes the given beginning of the assistant's turn ({given[:60]!r}), so the turn cannot "
+        "be continued: remove the beginning, or set model.chat_template_kwargs"
     )
 
 
 def find_header(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> str:
-    """The special token at a place of a text, or an empty text."""
+    """The special token at a position of a text, or ""."""
     found = _special_pattern(tokenizer).match(text, start)
     return found[0] if found else ""
 
 
 def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str) -> str:
-    """The turn's text behind a generation prompt with a cue that the template leaves out of turns.
+    """The turn's text after a generation prompt whose cue the template leaves out of turns.
 
-    A cue that opens the thoughts is followed by those of the message, or by none, and by their end: behind it a model
-    can only answer when it has closed them.
+    After a cue that opens thoughts come the message's thoughts, or none, and their closing tag: a model must close its
+    thoughts before it can answer.
     """
     opening = OPENS_THOUGHTS.search(cue)
     if not opening:
@@ -164,7 +162,7 @@ def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str
             turn = turn.lstrip("\n")
         return turn
     closing = f"{opening[1]}/{opening[2]}{opening[3]}"
-    if turn.lstrip().startswith(opening[0].strip()):  # the template writes the tag, and other space behind it
+    if turn.lstrip().startswith(opening[0].strip()):  # the template writes the tag with other spacing
         return turn.lstrip().removeprefix(opening[0].strip()).lstrip("\n")
     if closing in turn:
         return turn
@@ -176,28 +174,28 @@ def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str
 
 
 def _render_beginning(tokenizer: PreTrainedTokenizerBase, tools: Tools, written: str) -> str:
-    """What a template writes before a turn that begins a conversation: up to where other turns' text begins."""
+    """The text before a turn that begins a conversation: up to the usual beginning of a turn."""
     asks: list[Message] = [{"role": "user", "content": "?"}]
     question, asked = (render_text(tokenizer, asks, tools, add_generation_prompt=each) for each in (False, True))
     beginning = asked.removeprefix(question)
     before, found, _ = written.partition(beginning or asked)
     if not found:
         raise DataError(
-            "the conversation begins with a turn of the assistant, and the chat template does not tell where its text "
-            "begins: put a turn of the user before it, or use train_on = last_assistant or everything"
+            "the conversation begins with an assistant turn, and the start of its text in the chat template is "
+            "ambiguous: put a user turn before it, or use train_on = last_assistant or everything"
         )
     return before + found
 
 
 def _not_behind(before: str, written: str) -> DataError:
-    """The error for a turn that the template does not write behind its generation prompt."""
+    """Error for a turn that the template does not write after its generation prompt."""
     place = len(_common_prefix(before, written))
     shown, found = (repr(text[place : place + 60]) for text in (before, written))
     return DataError(
-        f"the chat template writes {shown} before a turn of the assistant is sampled, and {found} in the place of it "
-        "once the turn is part of the conversation, so the turn cannot be trained as inference shows it: set "
-        "model.chat_template_kwargs so that the two agree (say enable_thinking = true for rows with thoughts), use "
-        "train_on = everything, or a template with generation markers"
+        f"the chat template writes {shown} before an assistant turn is sampled, but {found} once the turn is part of "
+        "the conversation, so training would differ from inference: set model.chat_template_kwargs so that both agree "
+        "(for example enable_thinking = true for rows with thoughts), use train_on = everything, or use a template "
+        "with generation markers"
     )
 
 
@@ -205,7 +203,7 @@ def _not_behind(before: str, written: str) -> DataError:
 def _find_ends(
     tokenizer: PreTrainedTokenizerBase, _template: str, _num_tokens: int, begin: int | None, end: int | None
 ) -> frozenset[int]:
-    """The tokens of `is_end`. Listing the special tokens takes longer than a tokenization."""
+    """The tokens of `is_end`; cached, because listing special tokens takes longer than tokenizing a text."""
     added = tokenizer.added_tokens_decoder.items()
     special = {token for token, each in added if each.special and not TAG.fullmatch(each.content)} - {begin}
     return frozenset(special | {*find_turn_ends(tokenizer)} | ({end} if end is not None else set()))
@@ -236,7 +234,7 @@ def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tok
     question = render(asks)
     if not rest.strip():
         header = find_header(tokenizer, middle, 0)
-        # A token that also begins the assistant's turns does not tell that a turn is over.
+        # A token that also begins assistant turns does not show that a turn is over.
         if header == find_header(tokenizer, asked.removeprefix(question), 0):
             return TurnForm(True, cue, rest)
         behind = behind_call[len(_common_prefix(behind_call, rest_of_call)) :]
@@ -245,14 +243,14 @@ def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tok
     between = render(asks, cast(Message, {**calls, "tool_calls": calls["tool_calls"] * 2})).split(TURN_MARK)[1:-1]
     surplus = rest[_end_of_turn(tokenizer, rest, middle) :]
     end_of_call = _end_of_call(tokenizer, rest_of_call, "".join(between))
-    # gpt-oss ends the last turn by another token than earlier ones, which end as questions do.
+    # gpt-oss ends the last turn with another token than earlier turns, which end like questions.
     behind_question = question.rpartition("?")[2]
     end, *known = (find_header(tokenizer, each.lstrip(), 0) for each in (middle, rest, behind_question))
     return TurnForm(True, cue, rest, surplus, end if end in known else "", end_of_call)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, rest: str, middle: str) -> int:
-    """The length of a last turn's end without special tokens that are written only at the end of a conversation."""
+    """Length of a last turn's end without special tokens that only the end of a conversation has."""
     end = 0
     for found in _special_pattern(tokenizer).finditer(rest):
         if not middle.startswith(rest[: found.end()]):
@@ -262,7 +260,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, rest: str, middle: str) -> 
 
 
 def _end_of_call(tokenizer: PreTrainedTokenizerBase, rest: str, between: str) -> str:
-    """The special token at the end of a turn that calls a tool; empty if it also stands between two calls."""
+    """Special token at the end of a turn that calls a tool; empty if it also separates two calls."""
     found = [each[0] for each in _special_pattern(tokenizer).finditer(rest)]
     return found[-1] if found and rest.rstrip().endswith(found[-1]) and found[-1] not in between else ""
 
@@ -278,6 +276,6 @@ def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 @lru_cache(maxsize=16)
 def _find_special_pattern(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> re.Pattern[str]:
-    """A pattern of the added tokens, which takes long to make: some tokenizers reserve hundreds."""
+    """A pattern of the added tokens; cached, because some tokenizers reserve hundreds."""
     added = sorted((each.content for each in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, filter(str.strip, added))) or r"(?!)")

@@ -1,11 +1,9 @@
-"""Prove by what an engine computes that it serves the published weights, where its tensors cannot be compared.
+"""Verify an engine's weights by its log-probs, if its tensors cannot be compared.
 
-Not here: when that is so (content.py), publishing (weight_sync.py).
-
-The engine samples a few tokens, as RL will ask it to, and the trainer says how likely they are under the weights it
-published. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32,
+The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the weights that
+it published. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32,
 some 0.02 in bfloat16. An engine with a stale output head, another temperature or another rotary embedding is off by
-more than a nat.
+more than a nat. Which tensors can be compared is decided in checksums.py.
 """
 
 from __future__ import annotations
@@ -48,10 +46,10 @@ ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """How an engine is asked, and who knows the right answer."""
+    """The requests to the engine, and the model that knows the right log-probs."""
 
     temperature: float
-    """Of the rollouts: an engine that applies none is caught, too."""
+    """The rollouts' temperature, so that an engine that ignores it is detected too."""
     score: ScoreFn
     """The right answer."""
     num_tokens: int | None = None
@@ -59,11 +57,11 @@ class Canary:
 
 
 def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, temperature: float) -> Canary:
-    """A canary that a backend answers as long as it has the weights that it was created with, and is not training.
+    """A canary answered by a backend, as long as it has the weights of its creation and is not training.
 
     Args:
-        weights: these weights as they were published: their model answers afterwards.
-        temperature: the one that the backend was created with.
+        weights: these weights as they were published: their model answers later canaries.
+        temperature: the backend's temperature.
     """
     published = backend.weight_version
     num_tokens = getattr(backend, "num_tokens", None)  # backends of others may not say it
@@ -116,7 +114,7 @@ def checkpoint_canary(directory: Path, *, temperature: float = 1.0, num_tokens: 
 
 
 def canary_requests(temperature: float, num_tokens: int | None = None) -> list[GenerationRequest]:
-    """What an engine is asked to prove itself."""
+    """The requests for an engine's proof."""
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=NUM_TOKENS)
     return [
         GenerationRequest(
@@ -127,11 +125,11 @@ def canary_requests(temperature: float, num_tokens: int | None = None) -> list[G
 
 
 async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
-    """The mean gap between an engine's log-probs and the right ones, nats.
+    """The mean gap between an engine's log-probs and the right ones, in nats.
 
     Raises:
-        WeightSyncError: it is larger than number formats explain.
-        EngineUnavailableError: somebody broke the canary's requests off; they are to be asked again.
+        WeightSyncError: the gap is larger than number formats explain.
+        EngineUnavailableError: another call interrupted the canary's requests; repeat them.
     """
     completions = await complete(canary_requests(canary.temperature, canary.num_tokens))
     if num_aborted := sum(completion.status is Status.ABORTED for completion in completions):

@@ -1,9 +1,9 @@
-"""Engines that a job starts for itself, as child processes, and ends when it has sampled from them.
+"""Start engines as child processes of a job, and end them after sampling.
 
-Not here: the engines of RL, which are jobs of their own (tasks/engine.py), command lines (launch.py).
+The engines of RL are jobs of their own (tasks/engine.py); command lines are built in launch.py.
 
-    start ── answer ── sample ── end      they serve one checkpoint, so they cannot answer with the weights of another
-      └────────┴── one ended before that: the reason found in its log
+    start ── answer ── sample ── end      they serve one checkpoint, so all answers come from its weights
+      └────────┴── an engine ended early: the reason is taken from its log
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LOOPBACK = "127.0.0.1"
 LOOK_S = 2.0
 """How often an engine that does not answer yet is looked at."""
 RESTART_TIMEOUT_S = 5.0
-"""Nobody starts an engine anew that ended: whoever asks it learns of that soon."""
+"""Short, because an engine that ended is not restarted, and its clients should learn of that soon."""
 GRACE_S = 10.0
 """Between asking an engine to end and killing it."""
 TAIL_BYTES, TAIL_LINES = 65_536, 20
-"""Where the reason for an early end is looked for, and how much of it is shown."""
+"""Which part of the log is searched for the reason of an early end, and how much of it is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class ChildEngine:
 
     job: ServeJob
     directory: RunDirectory
-    """Where its own files lie while it runs."""
+    """Folder for its own files while it runs."""
     log: Path
-    """What it printed, behind what others printed before it."""
+    """The log file, which also has the output of earlier engines."""
     log_start: int
-    """Where in the log that begins, bytes."""
+    """Position in the log at which its output begins, in bytes."""
     process: subprocess.Popen[bytes]
 
     def client(self, rollout: RolloutConfig) -> EngineClient:
@@ -117,7 +117,7 @@ def start_engine(
     *,
     max_tokens: int,
 ) -> ChildEngine:
-    """Start one engine; it does not answer yet. It ends with this thread, so only the main one may start it."""
+    """Start one engine, without waiting for its answer. It ends with the calling thread, so call in the main thread."""
     own = RunDirectory(directory.weights / f"engine-{index}")
     shutil.rmtree(own.root, ignore_errors=True)  # a job that was killed left it
     own.root.mkdir(parents=True)
@@ -184,7 +184,7 @@ def stop_engines(children: list[ChildEngine]) -> None:
 
 
 def _explain_end(child: ChildEngine) -> ConfigError | EngineError:
-    """What is known of an engine that ended by itself."""
+    """Describe an engine that ended unexpectedly."""
     events = read_json_lines(child.directory.events) if child.directory.events.exists() else []
     if refused := [event["message"] for event in events if event["event"] == "failed"]:
         return ConfigError(refused[-1])

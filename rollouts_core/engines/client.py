@@ -1,6 +1,6 @@
 """The client of one server, whichever it is: what RL calls, over the few calls in which servers differ.
 
-Not here: those calls (sglang.py, vllm.py), restarts and retries (keeper.py), several servers (pool.py).
+Not here: those calls (sglang.py, vllm.py), restarts and retries (recovery.py), several servers (pool.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import httpx
 
 from rollouts_core.embedded.architecture import read_end_token_ids
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.checksums import HeldTensors
 from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection
-from rollouts_core.engines.keeper import WeightKeeper
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.recovery import RecoveringEngine
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S, SilenceWatch
@@ -33,13 +33,13 @@ class EngineClient(ClosedOnExit):
     """The client of one server; owns its connections, and closes them at the end of `async with`.
 
     Args:
-        request_timeout_s: how long a request may take.
-        restart_timeout_s: how long a server that vanished may take to answer again.
-        silence_timeout_s: how long a server that took requests may give no sign of life before it counts as gone.
-        start_timeout_s: the same before a first request has ended, where that is longer: servers compile amid it.
-        model_dir: the model that it must serve; token ids and shapes are checked by it, and it says by which tokens of
-            its own the server ends completions.
-        api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
+        request_timeout_s: limit on a request.
+        restart_timeout_s: limit on the absence of a server that vanished.
+        silence_timeout_s: limit on the silence of a server with running requests, before it counts as gone.
+        start_timeout_s: the same limit until a first request has ended, if longer, because servers compile then.
+        model_dir: the model that the server must serve: token ids and shapes are checked against it, and it tells which
+            tokens end completions on the server's own initiative.
+        api_key: sent with every request as `Authorization: Bearer KEY`; nothing is sent if empty.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EngineClient(ClosedOnExit):
         self._connection = EngineConnection(
             url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
         )
-        self._keeper = WeightKeeper(
+        self._keeper = RecoveringEngine(
             self,
             restart_timeout_s=restart_timeout_s,
             silence_timeout_s=silence_timeout_s,
@@ -79,7 +79,7 @@ class EngineClient(ClosedOnExit):
 
     @property
     def watch(self) -> SilenceWatch:
-        """Notices that the server fell silent amid requests, those of a router in front of it included."""
+        """Detects that the server, or a router in front of it, fell silent during requests."""
         return self._keeper.watch
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -96,15 +96,15 @@ class EngineClient(ClosedOnExit):
         return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Serve published weights; returns when the server proved that it does.
+        """Load published weights; returns when the server has proved that it serves them.
 
         Args:
-            weights: a directory, segments that the server has access to, or weights that are sent to it.
-            canary: proves tensors that cannot be compared; by default a forward pass of the model that was published.
+            weights: a directory, segments that the server can map, or weights to send.
+            canary: verifies tensors that cannot be compared; by default a forward pass of the published model.
 
         Raises:
-            WeightSyncError: it refused, or serves another version or other tensors.
-            EngineUnavailableError: it vanished and stayed away.
+            WeightSyncError: the server refused, or serves another version or other tensors.
+            EngineUnavailableError: the server vanished and did not return.
         """
         await self._keeper.load_weights(weights, version, canary)
 
@@ -126,13 +126,13 @@ class EngineClient(ClosedOnExit):
         await self._keeper.resume_memory()
 
     async def abort_running(self) -> None:
-        """End all requests with the tokens that they have.
+        """End all requests with the tokens sampled so far.
 
-        Nothing while weights are being loaded, also into a server that came back: the requests of this client wait for
-        that, and those by which the server proves its weights must not be ended.
+        Does nothing while weights are being loaded, including into a restarted server: this client's requests wait for
+        the load then, and the requests that prove the weights must not be ended.
 
         Raises:
-            EngineUnavailableError: it vanished.
+            EngineUnavailableError: the server vanished.
         """
         if not self._keeper.is_recovering:
             await self.end_running()
@@ -158,7 +158,7 @@ class EngineClient(ClosedOnExit):
         """Close the connections."""
         await self._connection.aclose()
 
-    # What a server's client adds: each is one attempt, whichever weights the server has.
+    # Parts of a server's client that each make one attempt, whatever weights the server has.
 
     @abstractmethod
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -182,7 +182,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def hand_over(self) -> None:
-        """Free weights and cache once, when nothing is under way any more; EngineError where that frees nothing."""
+        """Free weights and cache once, when no request is running; EngineError if nothing can be freed."""
 
     @abstractmethod
     async def take_back(self) -> None:
@@ -202,7 +202,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def end_pause(self) -> None:
-        """Tell a paused server once that it generates again; nothing where it is not paused."""
+        """Tell a paused server once to generate again; does nothing if it is not paused."""
 
     @abstractmethod
     async def show_life(self) -> None:

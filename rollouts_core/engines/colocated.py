@@ -26,10 +26,10 @@ from rollouts_core.system.concurrency import gather
 async def memory_handed_over(
     backend: TrainingBackend, engines: Sequence[InferenceEngine], *, is_colocated: bool
 ) -> AsyncIterator[None]:
-    """The engines hold no memory in the block, and must be given weights after it; nothing where they are apart.
+    """Let the engines release their memory during the block; load weights afterwards. Does nothing for separate GPUs.
 
     Raises:
-        EngineError: an engine cannot hand memory over, or did not come back.
+        EngineError: an engine cannot release memory, or did not take it back.
     """
     if not is_colocated:
         yield
@@ -38,7 +38,7 @@ async def memory_handed_over(
     try:
         yield
     except BaseException:
-        with anyio.CancelScope(shield=True), suppress(EngineError):  # whoever uses them next finds them at work
+        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next user of the engines expects them awake
             await _take_back(backend, engines)
         raise
     await _take_back(backend, engines)

@@ -12,7 +12,7 @@ from rollouts_core.types import Status
 LEFT_OUT_BIAS = -100.0
 """The least that vLLM takes: less than 1e-20 of the probability is left to such tokens."""
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""What the finish reasons of all engines mean."""
+"""Meaning of the finish reasons of all engines."""
 
 
 def status_of_finish(name: str, reason: str, message: str = "") -> Status:
@@ -46,8 +46,8 @@ class GenerationRequest:
     num_tokens: int | None = None
     """The tokenizer has the ids below it; others of the model are left out. None leaves out none."""
     affinity: int | None = None
-    """Requests of one number, the turns of a group's conversations, share the beginnings of their prompts: of several
-    engines the same one is asked, as far as it has not much more to do than the others."""
+    """Requests with the same number, the turns of a group's conversations, share the beginnings of their prompts. They
+    go to the same engine unless it is much busier than the others."""
 
 
 def left_out_tokens(request: GenerationRequest, vocab_size: int | None) -> range:
@@ -64,7 +64,7 @@ def logit_bias_against(token_ids: range) -> dict[str, Any]:  # Any: JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one request."""
+    """An engine's answer to one request."""
 
     tokens: list[int]
     """The sampled tokens, the stop token included."""

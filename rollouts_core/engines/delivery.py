@@ -1,11 +1,10 @@
-"""Deliver weights to one server, and have it prove that it serves them: digests, checksums, or a canary.
+"""Deliver weights to one server and let it prove that it serves them: by digests, checksums, or a canary.
 
-Not here: when weights are delivered, and again (keeper.py), the endpoints of a server (sglang.py, vllm.py), how its
-tensors are compared (content.py), what a canary is (canary.py).
+When weights are delivered is decided in recovery.py; servers' endpoints are in sglang.py and vllm.py.
 
-    segments in shared memory   digests of all tensors                      -> compared
-    a directory, or tensors     checksums, where they can be compared       -> compared
-    that are sent               where not: those of what changed differ     -> and a canary's log-probs are right
+    segments in shared memory   digests of all tensors                       -> compared
+    a directory, or tensors     checksums, if they can be compared           -> compared
+    that are sent               else: checksums of changed tensors differ    -> and a canary's log-probs are right
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines.canary import Canary, prove, published_canary
-from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.content import (
+from rollouts_core.engines.checksums import (
     EMPTY_DIGEST,
     HeldTensors,
     check_digests,
@@ -29,6 +27,7 @@ from rollouts_core.engines.content import (
     read_config,
     sample_content,
 )
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights, find_kept
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, TrainingError, WeightSyncError
@@ -47,7 +46,7 @@ class ServedWeights:
     weights: Weights
     version: str
     canary: Canary | None
-    """What proves them where tensors cannot be compared; None takes a forward pass of the directory's model."""
+    """Verifies tensors that cannot be compared; None uses a forward pass of the directory's model."""
 
     @property
     def model_dir(self) -> Path:
@@ -56,7 +55,7 @@ class ServedWeights:
 
 
 class ServerCalls(Protocol):
-    """What the loops need of one server's client: each call is made once, and fails with a typed error."""
+    """The functions of one server's client that the loops use: each makes one call, and fails with a typed error."""
 
     @property
     def name(self) -> str:
@@ -80,7 +79,7 @@ class ServerCalls(Protocol):
         ...
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Load weights that are sent, but for those that it has, and check the version; raises WeightSyncError."""
+        """Send weights, except those that the server has, and check the version; raises WeightSyncError."""
         ...
 
     async def hand_over(self) -> None:
@@ -92,7 +91,7 @@ class ServerCalls(Protocol):
         ...
 
     async def end_pause(self) -> None:
-        """Generate again; nothing where it is not paused."""
+        """Generate again; does nothing if the server is not paused."""
         ...
 
     async def show_life(self) -> None:
@@ -105,29 +104,29 @@ class ServerCalls(Protocol):
 
 
 class WeightDelivery:
-    """Delivers weights to one server, each time with the proof that it serves them; knows what it proved last."""
+    """Delivers weights to one server and verifies them each time; remembers the last verified version."""
 
     def __init__(self, server: ServerCalls) -> None:
         self.server = server
         self._takes_parts = True
-        """False after it was sent what changed, and refused that or did not prove the whole: it is sent everything."""
+        """False after changed tensors were sent and refused, or not verified: then all tensors are sent."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
-        """A version that a canary proved, and the checksums that the server gave for it."""
+        """A version that a canary verified, and the server's checksums for it."""
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
-        """What that version's tensors were made of (`sample_content`), and the same checksums."""
+        """Samples of that version's published tensors (`sample_content`), and the same checksums."""
 
     async def deliver(
         self, served: ServedWeights, before: ServedWeights | None, *, can_sample: Callable[[], bool]
     ) -> None:
-        """Have the server load weights, once, and prove that it serves them.
+        """Let the server load weights, once, and prove that it serves them.
 
         Args:
-            before: what the server was proved to serve until now; None where nobody knows.
-            can_sample: whether it answers completions by now; a paused one cannot be asked for a canary's.
+            before: the verified version served until now; None if unknown.
+            can_sample: whether the server answers completions; a paused server cannot answer a canary.
 
         Raises:
-            EngineUnavailableError: it vanished.
-            WeightSyncError: it refused, or serves another version or other tensors.
+            EngineUnavailableError: the server vanished.
+            WeightSyncError: the server refused, or serves another version or other tensors.
         """
         try:
             if isinstance(served.weights, SegmentedWeights):
@@ -181,7 +180,7 @@ class WeightDelivery:
     async def _prove(
         self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors, can_sample: Callable[[], bool]
     ) -> None:
-        """Compare what the server says it holds with what was published; where that says too little, ask a canary."""
+        """Compare the server's tensors with the published ones; if it reports too little, ask a canary."""
 
         def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
             tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
@@ -196,11 +195,11 @@ class WeightDelivery:
         if not unproven or (is_identified and self._proven == proof):
             return
         content = (sampled, held.digests)
-        # After a small step of training a canary finds the weights before it as right as those after it.
+        # After a small training step, a canary would accept the previous weights as well.
         if left := find_left_behind(self._proven_content, content):
             raise WeightSyncError(
                 f"{self.server.name} says it serves {served.version}, but its checksums of {len(left)} tensors "
-                f"that changed are those of the version before, {left[0]} first: its update left them as they were, "
+                f"that changed are those of the version before, {left[0]} first: its update left them unchanged, "
                 "restart it"
             )
         if not can_sample():

@@ -1,9 +1,7 @@
-"""Where and how completions are generated, as a small record, and the client for it.
+"""Describe where and how completions are generated, as a small record, and create the client for it.
 
-Not here: starting the server (launch.py).
-
-    async with connect(Endpoint(provider="vllm", url="http://127.0.0.1:8000")) as engine:
-        completions = await engine.generate(endpoint.requests([prompt_tokens], stop_token_ids=(eos,)))
+async with connect(Endpoint(provider="vllm", url="http://127.0.0.1:8000")) as engine:
+    completions = await engine.generate(endpoint.requests([prompt_tokens], stop_token_ids=(eos,)))
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from rollouts_core.keys import read_key
 
 
 class Endpoint(Record):
-    """Where and how completions are generated."""
+    """Address and settings of an engine for completions."""
 
     provider: EngineKind = "embedded"
     """Which server it is."""
@@ -34,7 +32,7 @@ class Endpoint(Record):
     model: str = ""
     """Folder of the model that it must serve, by which shapes and token ids are checked; empty checks nothing."""
     api_key_variable: str = ""
-    """Environment variable that holds the key that it asks for; empty sends none."""
+    """Name of the environment variable with the engine's API key; empty sends no key."""
     sampling: SamplingConfig = SamplingConfig()
     """How a completion is sampled."""
 
@@ -56,10 +54,10 @@ def create_engine(
     silence_timeout_s: float = SILENCE_TIMEOUT_S,
     start_timeout_s: float = 0.0,
 ) -> EngineClient:
-    """The client of an endpoint; whoever asks for it closes it.
+    """The client of an endpoint; the caller closes it.
 
     Raises:
-        ConfigError: the variable that holds its key is not set.
+        ConfigError: the environment variable with the key is not set.
     """
     module, _, name = ENGINES[endpoint.provider].client.partition(":")
     create: type[EngineClient] = getattr(import_module(module), name)

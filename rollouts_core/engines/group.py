@@ -1,18 +1,16 @@
 """The trainer's end of a process group with the ranks of one server: rank 0 sends, the server's ranks receive.
 
-Not here: what the server is told meanwhile (sending.py).
+    WeightGroup     a store listens at an address that the server can reach
+    connect         runs during the server's own call; returns when the server's ranks have joined
+    broadcast       runs during the server's own call; sends the bytes of one bucket
+    close           may interrupt a broadcast: the server's end fails, and the trainer stops waiting; may interrupt a
+                    connect before the first rank joins, for instance if the server refuses
 
-    WeightGroup     a store listens where the server reaches it
-    connect         beside the server's own call; returns when its ranks are there
-    broadcast       beside the server's own call; the bytes of one bucket
-    close           also amid a broadcast: the server's end fails, and nobody waits for it; amid a connect before the
-                    first rank came, as where the server refuses: that ends
+Each server has its own group, so a dead or hanging server does not delay the others, and a restarted one gets a new
+group by itself. The price is that the weights leave the trainer once per server.
 
-Each server has a group of its own: one that dies or stands still holds no other up, and one that comes back gets a new
-group without the others. Its price is that the weights leave the trainer once for each server.
-
-The groups are made of torch's backends alone, beside the group of the trainer's own ranks: torch's functions for groups
-would make an NCCL group out of that one.
+The groups consist of torch's backend objects without the global group of the trainer's ranks, because torch's functions
+for groups would turn that one into an NCCL group.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ GroupBackend = Literal["gloo", "nccl"]
 JOIN_POLL_S = 0.02
 LEFT = "it was given up"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
-"""Where the trainer sends from; also the name under which torch's groups begin to find each other."""
+"""The trainer's address; also the name under which torch's groups find each other."""
 
 
 class WeightGroup:
@@ -65,7 +63,7 @@ class WeightGroup:
         """What the server calls it."""
         self.device = DEVICES[backend]
         self.address = find_address_towards(url)
-        """Where the server finds the trainer."""
+        """The trainer's address for the server."""
         with self._failures_named("can be offered no group"):
             self._store, self.port = open_store(self.address)
         self._group: Any = None  # Any: ProcessGroupGloo or ProcessGroupNCCL, which only builds for CUDA have
@@ -111,7 +109,7 @@ class WeightGroup:
     def _wait_for_a_rank(self) -> None:
         """Return when a rank of the server has come; gloo's own wait cannot be given up before its timeout."""
         deadline = time.monotonic() + TIMEOUT_S
-        while self._store.num_keys() == 0:  # whoever comes counts itself there
+        while self._store.num_keys() == 0:  # each joining rank adds a key
             if self._is_left:
                 raise RuntimeError(LEFT)
             if time.monotonic() > deadline:

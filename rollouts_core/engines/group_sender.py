@@ -1,7 +1,4 @@
-"""A process group with one server, owned by whoever sends it weights: made at the first update, left where one fails.
-
-Not here: the group itself (group.py), what each kind of server is told (sending.py, sending_to_vllm.py).
-"""
+"""Own a process group with one server: create it at the first update, and abandon it after a failed update."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class GroupSender(ABC):
         """Leave the group, and tell the server so."""
         if self._group is not None:
             group, self._group = self._group, None
-            group.close()  # the end of a server that waits for a bucket fails by that, and it answers again
+            group.close()  # a server that waits for a bucket fails by this, and answers again
             with anyio.CancelScope(shield=True), suppress(EngineError):
                 await self._tell_left(group)
 
@@ -48,15 +45,15 @@ class GroupSender(ABC):
 
     @abstractmethod
     async def _tell_left(self, group: WeightGroup) -> None:
-        """Tell the server that the group is no more, within `CLEAN_UP_TIMEOUT`."""
+        """Tell the server to leave the group, within `CLEAN_UP_TIMEOUT`."""
 
     @asynccontextmanager
     async def _joined(self, backend: GroupBackend, num_ranks: int) -> AsyncIterator[WeightGroup]:
-        """The group with the ranks of the server, for one update; it is left where that fails.
+        """The group with the server's ranks for one update; abandoned if the update fails.
 
         Raises:
-            EngineUnavailableError: the server vanished, or its end of the group did.
-            EngineError: it refused.
+            EngineUnavailableError: the server, or its end of the group, vanished.
+            EngineError: the server refused.
         """
         is_reused = self._group is not None
         try:
@@ -81,5 +78,5 @@ class GroupSender(ABC):
 async def broadcast_bucket(group: WeightGroup, bucket: Mapping[str, Tensor]) -> None:
     """Send the bytes of some tensors to the server's ranks, which have to be waiting for them."""
     flat = await in_short_thread(partial(flatten, bucket, group.device))
-    # The first one makes NCCL's connections, and returns when all ranks are there: never, where one refused or is gone.
+    # The first call creates NCCL's connections and returns when all ranks joined: never, if a rank refused or is gone.
     await in_daemon_thread(partial(group.broadcast, flat))

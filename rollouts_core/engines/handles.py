@@ -40,7 +40,7 @@ def share(bucket: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def render_handles(shared: Mapping[str, Tensor]) -> bytes:
-    """What one rank of a server unpickles; each rank needs one of its own, since memory counts who was told of it."""
+    """The data for one rank of a server to unpickle; not shared between ranks, because memory counts its readers."""
     buffer = io.BytesIO()
     _HandlePickler(buffer).dump(list(shared.items()))
     return buffer.getvalue()

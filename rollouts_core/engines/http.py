@@ -1,6 +1,6 @@
 """One HTTP call to a server with typed errors, and what its answer must have to be a completion.
 
-Not here: which calls there are (sglang.py, vllm.py, sending.py, router.py), when a call is made again (keeper.py).
+Not here: which calls there are (sglang.py, vllm.py, sending.py, router.py), when a call is made again (recovery.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ IDLE_CONNECTION_S = 5.0
 LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A machine that acknowledges nothing for 30 s is gone, whatever its server is about to answer."""
 DONE_OR_QUEUED = (200, 202)
-"""What a server answers that has done what it was asked, or, as a router, is about to."""
+"""Status codes of a successful answer, or of a router that is about to give one."""
 NO_NUMBERS = (b"Out of range float values are not JSON compliant", b"log-probs of the next token are no finite numbers")
-"""What vLLM and the embedded engine answer where weights give log-probs that are no numbers. SGLang answers those."""
+"""Status with which vLLM and the embedded engine report NaN log-probs. SGLang returns the NaN instead."""
 
 
 class EngineConnection:
@@ -65,14 +65,14 @@ class EngineConnection:
         )
 
     async def sample(self, path: str, body: Any) -> Any:  # Any: JSON both ways
-        """The JSON answer to a request for completions, which may be long in coming.
+        """The JSON answer to a request for completions, which may take long.
 
-        Of these only so many are under way as the process may have connections open. The others wait here: that is no
-        part of the time that one may take, and keeps nobody from asking or telling the server anything else.
+        The number of these requests is limited by the process's open connections. Waiting for a free connection does
+        not count towards the request's time limit, and does not delay other kinds of requests.
 
         Raises:
-            EngineUnavailableError: no whole answer came, or one that says that the server is busy or broken.
-            EngineError: the server refused, or its answer is no JSON.
+            EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
+            EngineError: the server refused, or its answer is not JSON.
         """
         async with request_places().completions:
             return await self.call("POST", path, json=body)
@@ -80,11 +80,11 @@ class EngineConnection:
     async def call(
         self, method: str, path: str, *, is_answered: bool = True, **arguments: Any
     ) -> Any:  # Any: JSON both ways
-        """The JSON answer to a request, None where it has none.
+        """The JSON answer to a request; None for an empty answer.
 
         Raises:
-            EngineUnavailableError: no whole answer came, or one that says that the server is busy or broken.
-            EngineError: the server refused, or its answer is no JSON.
+            EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
+            EngineError: the server refused, or its answer is not JSON.
         """
         try:
             response = await self._client.request(method, path, **arguments)
@@ -119,10 +119,10 @@ class EngineConnection:
 
 
 def create_transport() -> httpx.AsyncBaseTransport:
-    """Connections for as many requests at a time as there are, of which whoever makes them sees to the number.
+    """A session without a limit of its own on connections; its callers limit the number of requests.
 
-    Those of aiohttp: httpx's own pool looks at every connection whenever a request begins or ends. With 128 requests
-    under way that costs 20 times the processor time.
+    aiohttp is used because httpx's pool checks every connection whenever a request begins or ends. With 128 running
+    requests that costs 20 times the processor time.
     """
     return AiohttpTransport(client=_open_session)
 

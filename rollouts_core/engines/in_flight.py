@@ -1,14 +1,14 @@
-"""Give new weights to an engine that is being asked for completions: what becomes of the requests under way.
+"""Give new weights to an engine while it has running requests, and decide what happens to these.
 
-Not here: how an engine loads and proves weights (delivery.py), who continues what was broken off (generate.py).
+Loading and proving weights is done in delivery.py; interrupted completions are continued in generate.py.
 
-                     requests under way            new requests    tokens of a completion are of
-    finish           end, and then                 wait            one version
-    abort            end with what they have       wait            one; what continues them, of a later one
-    continue         pause with their tokens       wait            several, each recorded
+                     running requests              new requests    tokens of a completion come from
+    finish           end before the load           wait            one version
+    abort            end with partial results      wait            one version; the continuation from a later one
+    continue         pause with their tokens       wait            several versions, each recorded
 
-In each case nothing is sampled between the begin of a load and its proof. Requests that do not end in the time that one
-may take are given up and made again under the new weights: whatever holds them up, it holds no other engine up.
+In each case nothing is sampled between the begin of a load and its proof. Requests that do not end within the time
+limit of a request are given up and repeated with the new weights, so a hanging engine does not delay the others.
 
 `break_off` ends requests at any time, as `abort` does.
 """
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 30.0
-"""One that has not answered that by then is told again: of several, the requests of one that hangs go to the others."""
+"""After this long without an answer, the engine is told again, and others take over the requests of a hanging one."""
 ABORT_INTERVAL_S = 0.2
-"""After this the engine is told again to end its requests: one that was on its way to it has arrived by then."""
+"""After this time the engine is told again to end its requests, because one may have arrived after the first call."""
 
 
 @runtime_checkable
@@ -62,11 +62,11 @@ class InterruptibleEngine(InferenceEngine, Protocol):
 
 
 class InFlightEngine:
-    """An engine that may be given weights at any time; owns the engine.
+    """An engine that may get new weights at any time; owns the engine.
 
     Args:
-        in_flight: what becomes of the requests that are under way then.
-        finish_timeout_s: how long is waited for them to end, or to pause: as long as one of them may take.
+        in_flight: what happens to running requests then.
+        finish_timeout_s: how long to wait until they end or pause; as long as a request may take.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class InFlightEngine:
 
     @property
     def _aborts(self) -> bool:
-        """Whether what is under way is broken off where it cannot be paused."""
+        """Whether running requests are interrupted if they cannot be paused."""
         return self.in_flight != "finish"
 
     @asynccontextmanager
@@ -187,14 +187,14 @@ class InFlightEngine:
             if not is_aborting:
                 await self._idle.wait()
                 continue
-            # What cannot be reached generates nothing.
+            # An unreachable engine generates nothing.
             with suppress(EngineUnavailableError), anyio.move_on_after(ABORT_TIMEOUT_S):
                 await self.engine.abort_running()
             with anyio.move_on_after(ABORT_INTERVAL_S):
                 await self._idle.wait()
 
     async def _give_up_running(self) -> None:
-        """Break off all calls from this side; they begin again, and wait as all others that are new."""
+        """Interrupt all calls on this side; they start again and wait like new calls."""
         self._calls.break_off()
         while self._calls.num_requests:
             self._idle = anyio.Event()

@@ -1,9 +1,7 @@
-"""The command that serves a model by SGLang or vLLM, with the settings that RL needs, and running it.
+"""Build and execute the command that serves a model by SGLang or vLLM with the settings that RL needs.
 
-Not here: supervising the process, or learning when it is ready (infra), the embedded engine (embedded/server.py).
-
-    ServeJob -> a copy of the model for vLLM, if its head is tied -> command and environment -> exec
-                                            a folder for its sockets -> removed at its end (sweep.py)
+ServeJob -> a copy of the model for vLLM, if its head is tied -> command and environment -> exec
+                                        a folder for its sockets -> removed at its end (cleanup_process.py)
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from rollouts_core.config import EngineConfig
 from rollouts_core.embedded.gate import is_loopback
 from rollouts_core.embedded.server import API_KEY_VARIABLE
 from rollouts_core.engine_kinds import LaunchPart
-from rollouts_core.engines import sweep
-from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
+from rollouts_core.engines import cleanup_process
+from rollouts_core.engines.checksums import can_be_untied, is_tied, read_config, write_untied
 from rollouts_core.engines.nccl import check_version, nccl_version
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import ServeJob
 from rollouts_core.model.pickled_weights import refuse_pickled_weights
 
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Those of our own environment, which would lead the engine's interpreter to packages of other versions."""
+"""Environment variables of our own environment that would give the engine's interpreter packages of other versions."""
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
-"""What the folder's path leaves for names in it: vLLM's are UUIDs, those of multiprocessing two levels of names."""
+"""Characters left for names in the folder's path: vLLM uses UUIDs, and multiprocessing adds two levels of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +48,21 @@ class LaunchCommand:
 
 
 def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
-    """Become the server that the job asks for: its process is this one, so whoever supervises this supervises it.
+    """Become the server that the job describes. The server is this same process, so its supervisor stays in charge.
 
     Args:
-        api_key: what requests must carry; none where empty, which only a loopback address allows.
+        api_key: required of requests; may be empty only for a loopback address.
 
     Raises:
         ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or the address is
-            beyond this machine without a key, or of vLLM.
+            reachable from other machines without a key, or with vLLM.
         CheckpointError: the weights are pickled.
     """
     check_host(job, api_key)
     model_dir = Path(job.model.model.path)
     if not job.model.model.allow_pickle:
         refuse_pickled_weights(model_dir)
-    # Others are served as they are: they can be asked for completions, and new weights are refused with a sentence.
+    # Other models are served unchanged: they answer completions, and new weights are refused with a message.
     if job.engine.spec.needs_own_head and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
@@ -103,10 +101,10 @@ def check_host(job: ServeJob, api_key: str) -> None:
 
 
 def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchCommand:
-    """The command that serves `model_dir` as the job says.
+    """The command that serves `model_dir` with the job's settings.
 
     Raises:
-        ConfigError: it is to hand over memory that it does not have.
+        ConfigError: the engine is to release GPU memory, but is not on a GPU.
     """
     if job.deployment.colocated and not on_gpu:
         raise ConfigError(
@@ -122,17 +120,17 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
 
 
 def _scratch_folder() -> dict[str, str]:
-    """Variables that lead the engine to a folder for its sockets and temporary files, which ends with it.
+    """Environment variables for the engine's folder of sockets and temporary files, which is removed at its end.
 
-    vLLM and SGLang name their sockets anew at each start and leave them where they are when they are killed. A small
-    process (sweep.py) removes the folder, and their shared memory: its end of a pipe closes with the engine.
+    vLLM and SGLang choose new socket names at each start and leave the sockets behind when killed. A small process
+    (cleanup_process.py) removes the folder and the engine's shared memory: its end of a pipe closes with the engine.
     """
     inherited = Path(tempfile.gettempdir())
     is_short = len(f"{inherited}/rollouts-engine-12345678/") + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH
     folder = tempfile.mkdtemp(prefix="rollouts-engine-", dir=inherited if is_short else "/tmp")
     closed_at_the_end, held_by_the_engine = os.pipe()
     subprocess.run(
-        [sys.executable, "-I", "-S", sweep.__file__, folder],
+        [sys.executable, "-I", "-S", cleanup_process.__file__, folder],
         stdin=closed_at_the_end,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -140,9 +138,13 @@ def _scratch_folder() -> dict[str, str]:
     )
     os.close(closed_at_the_end)
     os.set_inheritable(held_by_the_engine, True)
-    # What was compiled is kept: it takes a minute.
+    # Compiled kernels are kept, because compiling takes a minute.
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{inherited}/torchinductor_{os.getuid()}"
-    return {**sweep.scratch_variables(folder), "VLLM_RPC_BASE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
+    return {
+        **cleanup_process.scratch_variables(folder),
+        "VLLM_RPC_BASE_PATH": folder,
+        "TORCHINDUCTOR_CACHE_DIR": compiled,
+    }
 
 
 def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str:

@@ -1,7 +1,4 @@
-"""What NCCL asks of a trainer and an engine that it is to connect, two programs with a torch each.
-
-Not here: the group (group.py), what is sent (sending.py, sending_to_vllm.py).
-"""
+"""Settings and checks that let NCCL connect a trainer and an engine, two programs with different torch versions."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ _ASK = (
 
 
 def share_memory_as(engine: EngineConfig) -> None:
-    """Have NCCL in this process hand memory over as the engine's does; before its first group, what is set stays.
+    """Let NCCL in this process share memory in the engine's way. Call it before the first group: NCCL reads it once.
 
-    NCCL gives one end's handles to the other as they are.
+    NCCL passes one end's memory handles to the other unchanged.
     """
     if engine.weight_transfer == "nccl":
         for name, value in engine.spec.nccl_variables.items():
@@ -40,9 +37,9 @@ def nccl_version() -> str:
 
 
 def check_version(python: str, environment: Mapping[str, str], *, own: str) -> None:
-    """Raise ConfigError where the torch of an engine's interpreter has another NCCL: only equal ones connect.
+    """Raise ConfigError if the torch of an engine's interpreter has another NCCL: only equal versions connect.
 
-    One that cannot be asked, or that has none, is left to say so itself when it starts.
+    An interpreter without NCCL, or one that fails, is accepted here, and reports its error when it starts.
     """
     try:
         asked = subprocess.run(

@@ -1,18 +1,16 @@
-"""Several engines as one: share requests, go on without those that fail, take them back when they proved themselves.
+"""Use several engines as one: share requests, continue without failed engines, take them back after a proof.
 
-Not here: one server's restarts (keeper.py), loading into several engines without this (weight_sync.py).
+    generate -> the engine with the fewest running requests; a group is one call, so it stays together on one engine
+                |                                            and shares its prompt's keys and values
+                +-- a turn of a conversation -> the engine of its group, whose cache has the earlier turns
+                +-- unreachable, or unusable answer -> quarantined: this group, and other requests running there,
+                                                       go to another engine
 
-    generate -> the engine with the fewest requests under way; a group is one call, so it stays together on one
-                |                                                engine and shares its prompt's keys and values
-                +-- a turn of a conversation -> the engine of its group, whose cache has the turns before
-                +-- it is away, or its answer is unusable -> quarantined: this group, and what else is under way
-                                                             there, goes to another engine
+    quarantined -> gets no completions -> loads and proves the current version ---> gets requests again
+                                       -> answers, if nothing was published yet --> gets requests again
 
-    quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
-                                               -> answers, where nothing was published -------> asked again
-
-A new version is given to the engines that are asked, and waits for no other: each quarantined one is brought to the
-version of the day by a task of its own.
+A new version is given to the engines in use without waiting for others. A task per quarantined engine brings that
+engine to the current version.
 """
 
 from __future__ import annotations
@@ -102,8 +100,8 @@ class EnginePool(ClosedOnExit):
         self.sync_timeout_s = sync_timeout_s
         self.retry_s = retry_s
         self.on_quarantine: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
-        """Awaited before an engine that was quarantined is given weights: who asks engines beside the pool leaves it
-        out there. From then on it may say that it has the version of the others, and not have proved it."""
+        """Awaited before a quarantined engine gets weights, so that a router can stop using it: from then on the engine
+        may report the current version without having proved it."""
         self._members = [Member(engine) for engine in engines]
         self._published: Published | None = None
         self._is_released = False
@@ -128,8 +126,8 @@ class EnginePool(ClosedOnExit):
         """Completions of the requests in their order, all from one engine.
 
         Raises:
-            EngineUnavailableError: no engine is left.
-            NoNumbersError: nor is one, and the log-probs of none are numbers.
+            EngineUnavailableError: all engines are gone.
+            NoNumbersError: all engines are gone, and the log-probs of at least one were NaN.
             EngineError: an engine refused the request.
         """
         while healthy := [member for member in self._members if not member.quarantined]:
@@ -144,7 +142,7 @@ class EnginePool(ClosedOnExit):
         raise kind(f"no engine is left: {self._describe_quarantine()}")
 
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
-        """The engine of an affinity, the one with the fewest requests under way where that has too many, or is away."""
+        """The engine for an affinity, or the least busy one if that engine is much busier, or quarantined."""
         idlest = min(healthy, key=lambda each: each.calls.num_requests)
         if affinity is None:
             return idlest
@@ -153,14 +151,14 @@ class EnginePool(ClosedOnExit):
         return idlest if is_away or home.calls.num_requests > idlest.calls.num_requests + MAX_LEAD else home
 
     async def segment_access(self) -> SegmentAccess:
-        """What all engines that are asked have access to."""
+        """Access that all engines in use share."""
         healthy = [member.engine for member in self._members if not member.quarantined]
         return await common_access(healthy)
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if one of them does not say, or they differ.
+        """The number format in which all engines keep weights; None if they differ, or an engine does not report it.
 
-        Also of engines in quarantine: they are given what the others are.
+        Includes quarantined engines, because they get the same weights.
         """
         return await common_dtype([member.engine for member in self._members])
 
@@ -279,7 +277,7 @@ class EnginePool(ClosedOnExit):
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
         member.quarantined = reason
-        # It is told of no abort and no pause any more, and the load that brings it back makes worthless what comes of
+        # It no longer gets aborts and pauses, and the load that brings it back discards the results of
         # them: they would hold a publication up, and be sampled again all the same. Another engine is asked now.
         member.calls.break_off()
         if not self._is_released:
@@ -309,13 +307,13 @@ class EnginePool(ClosedOnExit):
             tried = self._published
             try:
                 await self._bring_to(member, tried)
-            except Exception as error:  # as a task of its own it would end silently, and the engine stay where it is
+            except Exception as error:  # otherwise the task would end silently, and the engine stay quarantined
                 wanted = tried.version if tried else "answer"
                 logger.exception("engine %s could not be brought to %s", member.engine.name, wanted)
                 member.quarantined = f"{type(error).__name__}: {first_line(error)}"
 
     async def _bring_to(self, member: Member, published: Published | None) -> None:
-        """Load a version into a quarantined engine, and ask it again if it is still the version of the others then."""
+        """Load a version into a quarantined engine, and use the engine again if the version is still current."""
         if member.is_paused:  # it was quarantined before it could be told to go on
             member.is_paused = False
             with suppress(EngineError):  # its client says so again
@@ -326,7 +324,7 @@ class EnginePool(ClosedOnExit):
             self._take_back(member, published)
 
     async def _find_problem(self, member: Member, published: Published | None) -> str:
-        """Why an engine does not serve a version after it was given it, or does not answer where there is none."""
+        """Why an engine does not serve a version after the load, or does not answer if nothing was published yet."""
         if published is None:  # as in an evaluation: it serves what it was started with
             try:
                 await member.engine.wait_until_ready(self.retry_s)

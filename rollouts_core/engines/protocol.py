@@ -1,4 +1,4 @@
-"""What training needs of an inference engine, whichever server is behind it."""
+"""The interface between training and an inference engine of any kind."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class InferenceEngine(Protocol):
         ...
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Serve published weights, and verify that it does; raises WeightSyncError otherwise.
+        """Load published weights, and verify that they are served; raises WeightSyncError otherwise.
 
         Args:
-            weights: a directory, segments that it has access to, or weights that are sent to it.
-            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
+            weights: a directory, segments that the engine can map, or weights to send.
+            canary: verifies tensors that cannot be compared; by default a forward pass of the directory's model.
         """
         ...
 

@@ -1,16 +1,14 @@
-"""Several engines behind SGLang's own router, which chooses who generates; weights and pauses go to each engine itself.
+"""Use several engines behind SGLang's own router, which chooses the engine; weights and pauses go to each engine
+directly.
 
-Not here: starting the router (router_process.py, or whoever runs the one at an URL), the pool (pool.py), what an engine
-answers (sglang.py).
-
-    generate -> router -> the engine whose cache has most of the prompt, or that has least to do
+    generate -> router -> the engine whose cache has most of the prompt, or the least busy one
        |          ^
-       |          +-- its workers: the engines that serve the current version, no quarantined one, which it lets go of
-       |              before that is given weights
-       +-- it is away, or an engine answered as another version -> the pool asks the engines itself
+       |          +-- its workers: the engines with the current version; a quarantined engine is removed before it gets
+       |              weights
+       +-- the router is gone, or an engine answered with another version -> the pool asks the engines directly
 
-The router knows nothing of weights: an engine that was started anew answers its health checks long before it serves the
-current version again. What comes through the router therefore counts only by the version that it is of.
+The router does not know versions: a restarted engine passes its health checks long before it serves the current
+version. Answers through the router are therefore accepted only if they carry that version.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ import anyio
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
-from rollouts_core.engines.keeper import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PROBE_TIMEOUT_S
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.recovery import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PROBE_TIMEOUT_S
 from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError
 from rollouts_core.system.concurrency import ClosedOnExit, gather
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS_TIMEOUT_S = 10.0
-"""For the router to take engines in, after a look at them, and to let others go: it does both beside its answers."""
+"""Limit for the router to add or remove engines, which it does after answering the request for it."""
 
 
 class SGLangRouter(ClosedOnExit):
@@ -100,12 +98,12 @@ class SGLangRouter(ClosedOnExit):
         raise EngineUnavailableError(f"{self.name}, the router, did not answer within {timeout_s:g} s: {problem}")
 
     async def use(self, urls: Sequence[str]) -> None:
-        """Have it ask these engines and no others; returns when it does.
+        """Let the router use exactly these engines; returns when it does.
 
-        One that it does not take in in time is done without, where it asks another.
+        An engine that is not added in time is left out if the router uses at least one other.
 
         Raises:
-            EngineUnavailableError: it is away, or did not do so in time.
+            EngineUnavailableError: the router is gone, or did not change in time.
         """
         workers = await self._workers()
         for url, (worker_id, _) in workers.items():
@@ -116,7 +114,7 @@ class SGLangRouter(ClosedOnExit):
                 key = {"api_key": self._api_key} if self._api_key else {}
                 await self._connection.call("POST", "/workers", json={"url": url, **key}, is_answered=False)
         with anyio.move_on_after(WORKERS_TIMEOUT_S):
-            # What it was told to take in must be there: until then it cannot be told to let go of it again.
+            # An added engine must be listed first: the router cannot remove an engine that it is still adding.
             while _describe_difference(workers, urls) or not workers.keys() >= {*urls}:
                 await anyio.sleep(POLL_INTERVAL_S)
                 workers = await self._workers()
@@ -124,7 +122,7 @@ class SGLangRouter(ClosedOnExit):
             raise EngineUnavailableError(f"{self.name}, the router, {problem} within {WORKERS_TIMEOUT_S:g} s")
 
     async def _workers(self) -> dict[str, tuple[str, bool]]:
-        """Its engines by their URLs: what it calls each, and whether it asks it."""
+        """The router's engines by URL: its id of each, and whether it sends requests there."""
         answer = await self._connection.call("GET", "/workers", timeout=PROBE_TIMEOUT_S)
         try:
             return {each["url"]: (str(each["id"]), bool(each["is_healthy"])) for each in answer["workers"]}
@@ -139,7 +137,7 @@ class SGLangRouter(ClosedOnExit):
 
 
 def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence[str]) -> str:
-    """What keeps a router from being asked for completions of these engines; empty where nothing does."""
+    """Why these engines cannot be used through a router; empty if they can."""
     if others := sorted(workers.keys() - {*urls}):
         return f"did not let go of {', '.join(others)}"
     if not any(is_healthy for _, is_healthy in workers.values()):
@@ -148,12 +146,12 @@ def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence
 
 
 class RoutedPool(ClosedOnExit):
-    """Engines that a router is in front of, used as one; owns them and the router's client.
+    """Engines behind a router, used as one; owns them and the router's client.
 
     Args:
-        pool: of the engines; gives them their weights, and asks them where the router does not answer.
-        engines: the same engines.
-        revive: called when the router did not answer; starts it again, where that is anybody's business.
+        pool: of the same engines; gives them weights, and is used when the router does not answer.
+        engines: the engines.
+        revive: called when the router did not answer; restarts it if this process owns it.
     """
 
     def __init__(
@@ -169,10 +167,10 @@ class RoutedPool(ClosedOnExit):
         self._engines = engines
         self._revive = revive
         self._routed: frozenset[str] | None = None
-        """The engines that the router was last told of; None where that is not known."""
+        """The engines that the router was last given; None if unknown."""
         self._telling = anyio.Lock()
         self._versions: list[str] = []
-        """What was loaded and proved, the current version at the end."""
+        """Loaded and verified versions; the current version is last."""
         pool.on_quarantine = self._leave_out
 
     @property
@@ -191,7 +189,7 @@ class RoutedPool(ClosedOnExit):
         try:
             try:
                 await self._tell_router()
-            except EngineError as error:  # also a refusal: it may be of a worker that it has forgotten by itself
+            except EngineError as error:  # also a refusal, because the router may have removed the worker itself
                 raise EngineUnavailableError(str(error)) from error
             completions = await self._complete(requests)
         except (EngineUnavailableError, EngineAnswerError) as error:
@@ -211,7 +209,7 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.generate(requests)
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """What the router answers; broken off where one of its engines falls silent: nobody knows which one it asks."""
+        """The router's answer; interrupted if any engine falls silent, because it is not known which one is used."""
         first = self._engines[0]
         ask = partial(self.router.complete, requests, ends=first.ends, vocab_size=first.vocab_size)
         for engine in self._engines:
@@ -220,7 +218,7 @@ class RoutedPool(ClosedOnExit):
         return await ask()
 
     async def _tell_router(self) -> None:
-        """Have the router ask those engines that are not quarantined, where that changed."""
+        """Let the router use the engines that are not quarantined, if these changed."""
         async with self._telling:
             wanted = frozenset(engine.name for engine in self._engines) - self.pool.quarantined.keys()
             if wanted != self._routed:
@@ -248,11 +246,11 @@ class RoutedPool(ClosedOnExit):
         await gather([partial(look, engine) for engine in self._engines])
 
     async def segment_access(self) -> SegmentAccess:
-        """What all engines that are asked have access to."""
+        """Access that all engines in use share."""
         return await self.pool.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if one of them does not say, or they differ."""
+        """The number format in which all engines keep weights; None if they differ, or an engine does not report it."""
         return await self.pool.weights_dtype()
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:

@@ -1,9 +1,7 @@
-"""SGLang's router as a child process of the job that trains: started without engines, and again where it died.
+"""Run SGLang's router as a child process of the training job: it starts without engines, and is restarted if it dies.
 
-Not here: its client, the engines it is told of, what is asked while it is away (router.py).
-
-    started ── answers ── dies ── the engines are asked directly ── started anew at the same port ── told of the engines
-                 └── ended with the job, however that ends
+started ── answers ── dies ── engines are asked directly ── restarted at the same port ── gets the engines again
+             └── ends with the job, for whatever reason
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0
 """How often a router that does not answer yet is looked at."""
 RESTART_PAUSE_S = 10.0
-"""Between two starts at least: one that ends at once is no reason to be busy with it."""
+"""Minimum time between two starts, in case the router ends at once each time."""
 GRACE_S = 5.0
 """Between asking it to end and killing it; it waits for requests that are under way."""
 FAILED_ENGINE_S = 2
-"""How long it passes by an engine that failed, seconds; a minute where it is not told."""
+"""How long the router avoids an engine after a failure, in seconds; its default is a minute."""
 TAIL_BYTES = 4096
 
 
@@ -58,14 +56,14 @@ class RouterProcess:
         return f"http://{LOOPBACK}:{self._port}"
 
     def revive(self) -> None:
-        """Start it again where it has ended; it answers a moment later. Only the thread that started it may do so."""
+        """Restart the router if it has ended; it answers a moment later. Call it from the thread that started it."""
         if self.process.poll() is None or time.monotonic() < self._started_at + RESTART_PAUSE_S:
             return
         logger.warning("the router ended by itself (%s), it is started again", self.explain_end())
         self.process = self._start()
 
     def explain_end(self) -> str:
-        """The last line that it printed, and how it ended."""
+        """The last line of its output, and its exit status."""
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -96,11 +94,11 @@ class RouterProcess:
 
 @asynccontextmanager
 async def started_router(python: str, log: Path, *, timeout_s: float) -> AsyncIterator[RouterProcess]:
-    """A router that answers, and that is ended with the block.
+    """A running router that ends with the block.
 
     Raises:
-        ConfigError: there is no router in the environment of that interpreter, or no such interpreter.
-        EngineUnavailableError: it ended, or did not answer in time.
+        ConfigError: the interpreter does not exist, or its environment has no router.
+        EngineUnavailableError: the router ended, or did not answer in time.
     """
     router = RouterProcess(python, log)
     try:

@@ -12,7 +12,7 @@ import anyio
 
 
 class RunningCalls:
-    """Calls that are waited for by the tasks that made them."""
+    """Calls whose tasks are waiting for them."""
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -21,7 +21,7 @@ class RunningCalls:
 
     @contextmanager
     def one(self, num_requests: int = 1) -> Iterator[None]:
-        """A call lasts as long as the block; where it is broken off, what stands behind the block comes next."""
+        """A call that lasts as long as the block; after an interruption the code after the block continues."""
         scope = anyio.CancelScope()
         self._scopes.add(scope)
         self.num_requests += num_requests

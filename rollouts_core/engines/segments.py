@@ -1,14 +1,14 @@
-"""Publish weights as segments, of which an engine loads those that it has not: in memory of this machine, or in files.
+"""Publish weights as segments, in memory of this machine or in files; an engine loads only the segments that it lacks.
 
-Not here: reading them (embedded/segments.py), proving that an engine took them (http.py).
+Engines read them by embedded/segments.py.
 
     version 1   segment A: every tensor
-    version 2   segment A: embedding      segment B: what changed      only B is written, and only B is loaded
-    version 3   segment A: embedding      segment C: what changed      B is removed
+    version 2   segment A: embedding      segment B: changed tensors   only B is written, and only B is loaded
+    version 3   segment A: embedding      segment C: changed tensors   B is removed
 
-A segment is in the form of a safetensors file. It never changes, so that an engine that comes back later finds what was
-published. Where it is memory, it has no name in any file system, and the kernel frees it with the last process that
-holds it: nothing is left behind by a trainer that was killed. Files that one left behind are removed by the next.
+A segment has the form of a safetensors file and never changes, so an engine that restarts later finds the published
+weights. A segment in memory has no name in any file system: the kernel frees it with the last process that maps it,
+even if the trainer is killed. Segment files of a killed trainer are removed by the next trainer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rollouts_core.embedded.weights import digest_tensors, tensor_bytes
 from rollouts_core.system.concurrency import in_short_thread, start_short_thread
 
 MAX_STALE_SHARE = 0.5
-"""Tensors that were replaced lie in segments that others keep alive. When they take more memory than this share of the
-weights, those others are written anew, into a segment of their own."""
+"""Replaced tensors remain in segments that are kept for their other tensors. If they exceed this share of the weights,
+the other tensors are moved to a new segment."""
 FILE_PREFIX = "segment-"
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -52,7 +52,7 @@ class Segment:
     """Tensors that other processes can map as long as this object lives.
 
     Args:
-        folder: where it is a file; None takes memory.
+        folder: for a file; None uses memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path | None = None) -> None:
@@ -80,7 +80,7 @@ class PlacedTensor:
 
     segment: Segment
     digests: Future[dict[str, str]]
-    """`tensor_digest` of this tensor and of those that were published with it; a thread is computing them."""
+    """`tensor_digest` of this tensor and of those published with it, computed by a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class SegmentedWeights:
     """Where each tensor lies."""
 
     def addresses(self) -> list[dict[str, Any]]:  # Any: JSON
-        """Where each tensor lies, for an engine."""
+        """The place of each tensor, for engines."""
         segments = {tensor.segment.id: tensor.segment for tensor in self.placed.values()}
         return [
             {
@@ -113,7 +113,7 @@ class SegmentedWeights:
 
 
 class SegmentStore:
-    """Where one trainer publishes its versions; keeps the newest alive."""
+    """Publishes a trainer's versions as segments; keeps the newest alive."""
 
     def __init__(self) -> None:
         self._newest: Mapping[str, PlacedTensor] = {}
@@ -122,11 +122,11 @@ class SegmentStore:
     async def publish(
         self, weights: Mapping[str, Tensor], *, version: str, model_dir: Path, folder: Path | None = None
     ) -> SegmentedWeights:
-        """A new version: what differs from the newest one is written, the rest stays where it is.
+        """Publish a new version: changed tensors are written, the others keep their place.
 
         Args:
-            weights: must not change before the version's digests are there.
-            folder: where segments are files; None takes memory. Another one than before begins with everything.
+            weights: must not change before the version's digests are computed.
+            folder: for segments as files; None uses memory. With another folder than before, all tensors are written.
         """
         if folder != self._folder:
             self._newest, self._folder = {}, folder
@@ -137,7 +137,7 @@ class SegmentStore:
         return SegmentedWeights(version=version, model_dir=model_dir, placed=self._newest)
 
     def _place(self, on_host: Mapping[str, Tensor]) -> dict[str, PlacedTensor]:
-        """Where each tensor lies, after what changed was written."""
+        """The place of each tensor, after the changed ones were written."""
         changed = find_changed(on_host, self._newest)
         same = {name: tensor for name, tensor in on_host.items() if name not in changed}
         kept = {name: self._newest[name] for name in same}
@@ -158,7 +158,7 @@ def remove_segment_files(folder: Path) -> None:
 
 
 def find_changed(weights: Mapping[str, Tensor], placed: Mapping[str, PlacedTensor]) -> dict[str, Tensor]:
-    """Those weights whose bytes are not the placed ones."""
+    """The weights whose bytes differ from the placed ones."""
     return {
         name: tensor
         for name, tensor in weights.items()
@@ -175,7 +175,7 @@ def is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def count_stale_bytes(kept: Mapping[str, PlacedTensor]) -> int:
-    """Bytes of other tensors in the segments of those that are kept."""
+    """Bytes of replaced tensors in segments that are kept."""
     segments = {placed.segment for placed in kept.values()}
     held = sum(count_bytes(segment.tensors.values()) for segment in segments)
     return held - count_bytes(placed.segment.tensors[name] for name, placed in kept.items())

@@ -1,12 +1,11 @@
-"""Send weights to one SGLang server, which reads no file: through a process group, or as handles of memory.
-
-Not here: the group (group_sender.py), the handles (handles.py), what proves that the server took them (delivery.py).
+"""Send weights to one SGLang server, without files: through a process group, or as handles of GPU memory.
 
     version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
 
-Tensors that the server has already are in no bucket, unless it repacks what it holds after each update.
+Tensors that the server already has are skipped, unless it repacks its tensors after each update.
 
-From the first call on completions are of a version that counts for nobody, so none of half the weights is returned.
+During the update completions carry a version that clients reject, so completions from partly loaded weights are
+dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from rollouts_core.system.concurrency import gather, in_short_thread
 logger = logging.getLogger(__name__)
 
 SESSION_IS_OPEN = "already open"
-"""What SGLang says where a trainer was killed amid an update."""
+"""SGLang's message if a trainer was killed during an update."""
 MEMORY_SCOPE = "memory_scope"
-"""What the embedded engine says of itself, and SGLang does not."""
+"""A field that the embedded engine reports about itself, and SGLang does not."""
 EXPERTS = ".experts."
 """In the names of weights that SGLang keeps in an order of the kernel's own."""
 
@@ -168,16 +167,16 @@ class WeightSender(GroupSender):
 
 
 def find_missing(tensors: Mapping[str, Tensor], kept: Collection[str], server: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a server must be sent: everything where, after an update, it repacks what it was not sent, too."""
+    """The tensors to send: all of them if the server repacks tensors that it was not sent."""
     is_repacked = server.get("quantization") is not None or any(EXPERTS in name for name in tensors)
     return {name: tensor for name, tensor in tensors.items() if is_repacked or name not in kept}
 
 
 def _count_ranks(url: str, server: Mapping[str, Any]) -> int:
-    """How many processes hold parts of the server's model.
+    """Number of processes that hold parts of the server's model.
 
     Raises:
-        WeightSyncError: they share it in a way in which SGLang numbers them not by tensor parallelism alone.
+        WeightSyncError: the model is split by more than tensor parallelism, so SGLang's numbering of them is unknown.
     """
     for name in ("dp_size", "pp_size"):
         if int(server.get(name) or 1) != 1:

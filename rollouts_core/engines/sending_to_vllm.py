@@ -1,9 +1,7 @@
-"""Send weights to one vLLM server through a process group, without a file.
+"""Send weights to one vLLM server through a process group, without files.
 
-Not here: the group (group_sender.py), the end of vLLM's workers (in_vllm/rollouts_receiver.py), pausing the server and
-what proves that it took them (vllm.py, delivery.py).
-
-vLLM loads what comes layer by layer, and repacks it. All tensors are sent each time, since a layer is loaded whole.
+The receiving end in vLLM's workers is in_vllm/rollouts_receiver.py. vLLM loads and repacks layer by layer, and a layer
+is loaded as a whole, so all tensors are sent each time.
 """
 
 from __future__ import annotations
@@ -68,5 +66,5 @@ def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
 
 
 def describe_tensor(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
-    """What vLLM's end must know of a tensor: its name, number format and shape."""
+    """A tensor's description for vLLM's end: its name, number format and shape."""
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

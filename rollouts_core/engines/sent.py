@@ -1,12 +1,9 @@
-"""One version of the weights, kept to be sent to engines that read no files of the trainer.
+"""Keep one version of the weights in host memory, to send it to engines that do not read the trainer's files.
 
-Not here: the ways that they go (group.py, handles.py), what a server is told meanwhile (sending.py), proving that it
-took them (delivery.py).
-
-    backend.get_weights -> a copy in host memory -> bucket, bucket, ... -> each engine, and again whenever it came back
-                             |                        ^
-                             +- what did not change is the tensor of the version before: an engine that has proved to
-                                hold that one is not sent it again
+backend.get_weights -> a copy in host memory -> bucket, bucket, ... -> each engine, and again after its restart
+                         |                        ^
+                         +- an unchanged tensor is the same object as in the previous version: an engine that has
+                            proved the previous version does not get it again
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from rollouts_core.engines.segments import is_same
 SentBy = Literal["gloo", "nccl", "tensors"]
 """`rollout.engine.weight_transfer`, where weights are sent."""
 BUCKET_BYTES = 512 * 2**20
-"""What is sent at once; a tensor that is larger goes alone. Trainer and engine each hold one beside the weights."""
+"""Bytes sent at once; a larger tensor is sent alone. Trainer and engine each hold one bucket beside the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +34,8 @@ class SentWeights:
     model_dir: Path
     """Directory with the model's config.json."""
     tensors: Mapping[str, Tensor]
-    """In host memory. Nothing changes them: an engine that comes back later gets what was published. Those that are the
-    same as in another version are the same objects."""
+    """In host memory and never changed, so that a restarted engine gets the published weights. Tensors equal to those
+    of another version are the same objects."""
     transfer: SentBy
     """How they go."""
 
@@ -55,7 +52,7 @@ class HostCopies:
         self._newest: Mapping[str, Tensor] = {}
 
     def take(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copies of a new version; where a tensor has the bytes of the version before, it is that one's copy."""
+        """Copies of a new version's tensors; an unchanged tensor keeps the previous version's copy."""
         self._newest = copy_to_host(weights, self._newest)
         return self._newest
 
@@ -73,14 +70,14 @@ def _copy_tensor(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def find_kept(weights: SentWeights, held: SentWeights) -> frozenset[str]:
-    """The names of tensors that whoever holds one version need not be sent of another; none where names differ."""
+    """Names of tensors equal in both versions, which need not be sent again; empty if the sets of names differ."""
     if weights.tensors.keys() != held.tensors.keys():
         return frozenset()
     return frozenset(name for name, tensor in weights.tensors.items() if held.tensors[name] is tensor)
 
 
 def split_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in buckets of at most `max_bytes`, wide number formats first: so each begins where it may."""
+    """The tensors in buckets of at most `max_bytes`, wide number formats first, which keeps each tensor aligned."""
     bucket: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):

@@ -1,6 +1,6 @@
 """Talk to a server that speaks SGLang's HTTP API: SGLang itself, or the embedded engine.
 
-Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (keeper.py),
+Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
 publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending.py).
 """
 
@@ -15,9 +15,9 @@ import httpx
 import torch
 
 from rollouts_core.embedded.segments import memory_scope
+from rollouts_core.engines.checksums import HeldTensors, check_same_model
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
-from rollouts_core.engines.content import HeldTensors, check_same_model
 from rollouts_core.engines.http import (
     CONNECT_TIMEOUT_S,
     RESUME_TIMEOUT,
@@ -97,7 +97,7 @@ class SGLangEngine(EngineClient):
                 f"{self.name} was started without --enable-memory-saver, so it keeps its GPU memory while the trainer "
                 "trains: start it with that, or set deployment.colocated = false"
             )
-        # It ends at a release with requests that it has not quite forgotten yet, although all are answered.
+        # It ends if memory is released while it still tracks requests that were already answered.
         idle = {"timeout": int(IDLE_TIMEOUT_S)}
         await self._connection.call("POST", "/flush_cache", params=idle, timeout=MEMORY_TIMEOUT, is_answered=False)
         await self._move_memory("/release_memory_occupation")
@@ -198,7 +198,7 @@ class SGLangEngine(EngineClient):
 
 
 def _dtype_of(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """What a server computes in by its `/server_info`; None for "auto", and for a server that does not say."""
+    """A server's number format by its `/server_info`; None for "auto", or if the server does not report it."""
     dtype = getattr(torch, str(server.get("dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 

@@ -1,15 +1,13 @@
-"""Notice that a server which took requests has fallen silent, long before the time of a request is over.
+"""Notice that a server with running requests has fallen silent, long before the requests' time limit.
 
-Not here: what shows that a server generates (sglang.py, vllm.py), what becomes of a silent one (keeper.py, pool.py).
-
-    requests under way -> now and then a question that is answered between two steps of what generates
-                          | answered, however late: by a full server, a paused one, one without its memory
-                          | not in time, no request ended meanwhile, and no weights are being loaded; the time is
-                          | another one before the first request has ended, amid which servers compile
+    running requests -> now and then a question that the server's scheduler answers between two steps
+                          | answered, however late: also by a full server, a paused one, or one without its memory
+                          | no answer in time, no request ended meanwhile, and no weights are being loaded; the limit
+                          | is another one until the first request has ended, because servers compile then
                           v
-                          the requests are broken off, and the server counts as away until it answers the question
+                          the requests are interrupted, and the server counts as gone until it answers the question
 
-The question waits in no queue: how much a server has to do delays it by one step, and never by a request.
+The question skips the queue: however busy a server is, its answer is delayed by one step at most.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ MAX_QUESTION_INTERVAL_S = 10.0
 QUESTIONS_PER_TIMEOUT = 4
 """With a short timeout the question is put more often than that."""
 NUM_LOOKS = 12
-"""So often it is looked whether an answer came. The event loop may be held up, by a reward function for instance, and
-for longer than the whole timeout: that is one look, and what came meanwhile is read before the next one."""
+"""Interval of checks for an answer. The event loop may be blocked, for instance by a reward function, for longer than
+the whole timeout: that counts as one check, and answers that arrived meanwhile are read before the next one."""
 UNREACHED_PAUSE_S = 1.0
 """Between two questions where the first did not reach the server."""
 
@@ -39,14 +37,14 @@ ResultT = TypeVar("ResultT")
 
 
 class SilenceWatch:
-    """Watches over the requests of one server.
+    """Watches the requests of one server.
 
     Args:
-        name: what messages call the server.
-        question: returns when what generates has answered.
-        is_excused: True while the server is told something that may keep it from answering, new weights for instance.
-        timeout_s: how long it may be silent.
-        start_timeout_s: the same before a first request has ended, where that is longer: servers compile amid it.
+        name: the server's name in messages.
+        question: returns when the server's scheduler has answered.
+        is_excused: True while the server is in a call that may delay its answer, for instance loading weights.
+        timeout_s: limit on its silence.
+        start_timeout_s: the same limit until a first request has ended, if longer, because servers compile then.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class SilenceWatch:
         return self._calls.num_requests > 0
 
     async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """What `ask`, which waits for the server, returns.
+        """The result of `ask`, which waits for the server.
 
         Raises:
             EngineUnavailableError: the server fell silent.
@@ -100,14 +98,14 @@ class SilenceWatch:
         )
 
     def note_sign(self) -> None:
-        """The server did something that only one that generates does."""
+        """Record an event that only a generating server causes."""
         self._sign_at = time.monotonic()
 
     async def check(self) -> None:
-        """Return when the server generates, which is asked only where it fell silent.
+        """Return when the server generates. It is asked only after it fell silent.
 
         Raises:
-            EngineUnavailableError: it cannot be reached.
+            EngineUnavailableError: the server cannot be reached.
         """
         if self.is_silent:
             await self._question()
@@ -142,7 +140,7 @@ class SilenceWatch:
                 return await self._question()
             except EngineBusyError:
                 return None
-            except EngineUnavailableError:  # its requests fail by themselves, where it is gone
+            except EngineUnavailableError:  # if the server is gone, its requests fail by themselves
                 await anyio.sleep(UNREACHED_PAUSE_S)
             except EngineError:
                 return None

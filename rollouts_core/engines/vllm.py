@@ -1,6 +1,6 @@
 """Talk to a vLLM server: token ids through its completions API, weights through its development endpoints.
 
-Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (keeper.py),
+Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
 publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending_to_vllm.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
@@ -22,9 +22,7 @@ import httpx
 import torch
 
 from rollouts_core.engine_kinds.vllm import LOGPROBS_MODE, PARTS, RECEIVER
-from rollouts_core.engines.client import EngineClient
-from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
-from rollouts_core.engines.content import (
+from rollouts_core.engines.checksums import (
     EMBEDDING,
     HEAD,
     HeldTensors,
@@ -34,6 +32,8 @@ from rollouts_core.engines.content import (
     prefix_of_copies,
     write_untied,
 )
+from rollouts_core.engines.client import EngineClient
+from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
 from rollouts_core.engines.http import (
     CONNECT_TIMEOUT_S,
     RESUME_TIMEOUT,
@@ -81,7 +81,7 @@ class VLLMEngine(EngineClient):
         """End all requests with the tokens that they have."""
         try:
             await self._call_development("POST", "/pause", params={"mode": "abort"})
-        finally:  # it may have heard of the pause when nobody waits for its answer any more
+        finally:  # the pause may have arrived even if the wait for its answer was cancelled
             await self.resume()
 
     async def pause(self) -> None:
@@ -120,10 +120,10 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/wake_up", timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask once, whichever weights the server has.
+        """Ask once, whatever weights the server has.
 
-        Answers carry no weight version: it is asked for before and after, and where it changed in between, the
-        completions are of none.
+        Answers carry no weight version: it is requested before and after, and if it changed in between, the completions
+        have none.
         """
         before = await self._version_in_turn()
         # One call per completion: vLLM takes one seed per call.
@@ -210,7 +210,7 @@ class VLLMEngine(EngineClient):
             check_can_be_untied(path)
             raise WeightSyncError(
                 f"{self.name} serves a model whose output head is its embedding: vLLM would leave that head as it is. "
-                "Start it on a copy with a head of its own (`rollouts_core.engines.content.write_untied`)"
+                "Start it on a copy with a head of its own (`rollouts_core.engines.checksums.write_untied`)"
             )
 
     @asynccontextmanager

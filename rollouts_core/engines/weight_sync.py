@@ -1,11 +1,9 @@
-"""Bring new weights to every engine, and know of each whether it serves them.
+"""Bring new weights to every engine, and record which engines serve them.
 
-Not here: how one engine takes and proves its weights (sglang.py, vllm.py, delivery.py).
-
-    backend.get_weights -> what changed, in memory, where all engines run on this machine    -> every engine in parallel
-                        -> what changed, in files, where all engines are embedded ones
-                        -> <weights_dir>/<version>/{model.safetensors, config.json}
-                        -> a copy that each engine is sent, where that is chosen
+backend.get_weights -> changed tensors, in memory, if all engines run on this machine    -> every engine in parallel
+                    -> changed tensors, in files, if all engines are embedded ones
+                    -> <weights_dir>/<version>/{model.safetensors, config.json}
+                    -> a copy that is sent to each engine, if the settings say so
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.canary import Canary, backend_canary, published_canary
-from rollouts_core.engines.content import version_of_copy
+from rollouts_core.engines.checksums import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.rounding import RoundingWatch, common_dtype
@@ -53,12 +51,12 @@ VERSION_CHARS = 16
 """Hexadecimal digits that tell the default versions of different weights, or of different trainings, apart."""
 WEIGHTS_FILE = "model.safetensors"
 KEPT_VERSIONS = 2
-"""Published directories that stay: the newest, and the one that a slow engine may still be reading."""
+"""Published directories to keep: the newest, and the one before, which a slow engine may still be reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncResult:
-    """What became of one engine's update."""
+    """The result of one engine's update."""
 
     engine: str
     """The engine's name."""
@@ -89,7 +87,7 @@ class PublishedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTarget:
-    """Where and under which name the versions of one run are published."""
+    """Place and name of a run's published versions."""
 
     weights_dir: Path
     """Directory that holds one directory per version, or segments and config.json; every engine can read it."""
@@ -98,17 +96,17 @@ class PublishTarget:
     prefix: str
     """Versions are called `<prefix>-<number of optimizer steps>`."""
     temperature: float = 1.0
-    """Of the rollouts, with which the backend was created."""
+    """The rollouts' temperature, with which the backend was created."""
     transfer: WeightTransfer = "auto"
     """How the versions reach the engines."""
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
-    """What is published instead, where every engine has access to it."""
+    """Published instead of a directory, if every engine has access to it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
     """What engines are sent."""
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
     rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
-    """What the number format of the engines leaves of an update."""
+    """How much of an update the engines' number format preserves."""
 
     def version_of(self, number: int) -> str:
         """The name of the weights after so many optimizer steps."""
@@ -126,15 +124,16 @@ async def sync_weights_to_engines(
     """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
 
     Args:
-        checkpoint_path: its directory, segments that all engines have access to, or weights that are sent to them.
-        version: what the engines call these weights from then on; no other weights may have the same. By default a
-            directory's name with the digest of its tensors; segments and weights that are sent bring their own.
-        canary: proves tensors that cannot be compared; by default a forward pass of the checkpoint's model.
-        timeout_s: an engine that takes longer has not taken the version; the others do not wait for it for longer.
-            Where requests may be under way, the time that is waited for them comes on top.
+        checkpoint_path: a directory, segments that all engines can map, or weights to send.
+        version: the engines' name for these weights, which must be unique. By default a directory's name with the
+        digest
+            of its tensors; segments and sent weights have their own versions.
+        canary: verifies tensors that cannot be compared; by default a forward pass of the checkpoint's model.
+        timeout_s: a slower engine counts as failed; the others do not wait longer for it. The time to finish running
+            requests is added.
 
     Raises:
-        CheckpointError: no version was given, and the directory has no weights that one could be made from.
+        CheckpointError: no version was given, and the directory has no weights to derive one from.
         TrainingError: the trainer, which answers the canary, failed.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
@@ -153,7 +152,7 @@ async def sync_weights_to_engines(
                 error = str(problem) or type(problem).__name__
             except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
                 raise
-            except Exception as problem:  # one engine's, whatever it is: the others are given theirs
+            except Exception as problem:  # of one engine: the others still get their weights
                 logger.exception("%s could not be given %s", engine.name, given)
                 error = f"{type(problem).__name__}: {first_line(problem)}"
         return WeightSyncResult(engine=engine.name, version=given, error=error)
@@ -193,12 +192,12 @@ async def open_target(
     *,
     checkpoint_dir: Path | None = None,
 ) -> AsyncIterator[PublishTarget]:
-    """The target as it was given; where none was, one for this training alone, whose versions no other training has.
+    """The given target, or a new one for this training alone, with versions that no other training has.
 
-    Its files lie in `weights` in the checkpoints' folder; without one, in a folder that is removed at the end.
+    Its files are in `weights` in the checkpoints' folder or, without one, in a folder that is removed at the end.
 
     Raises:
-        ConfigError: none was given, there are engines, and the backend does not know its model's config.json.
+        ConfigError: no target was given, there are engines, and the backend does not know its model's config.json.
     """
     if target is not None:
         yield target
@@ -283,9 +282,9 @@ def _canary(
 
 
 def write_newest_version(target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve; None where there are no engines.
+    """The file of the weights that the engines serve; None without engines.
 
-    It lies where versions are published as files, and is removed with them: the caller links it where it is to stay.
+    It is in the directory of published versions and is removed with them, so the caller must link it to keep it.
     """
     weights, directory = target.newest.weights, target.weights_dir / target.newest.version
     if weights is None:
@@ -312,7 +311,7 @@ async def _round_for(
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
-    """What all of some engines have access to; nothing where there are none."""
+    """Access that all given engines share; empty without engines."""
     return min(await gather([engine.segment_access for engine in engines]), default=SegmentAccess.NONE)
 
 
@@ -352,11 +351,11 @@ def _write_tensors(weights: Mapping[str, Tensor], path: Path, target: PublishTar
 
 
 def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS) -> None:
-    """Delete published directories but the newest and those that came last before it, and passing copies of the others.
+    """Delete published directories except the newest ones, and temporary copies of the others.
 
     Args:
-        newest: what engines serve: it stays whatever the clock said when it, and others, were written.
-        num_kept: how many stay; none if engines read no directories.
+        newest: the served version, which is kept whatever the clock said when directories were written.
+        num_kept: number of directories to keep; 0 if engines do not read directories.
     """
     folders = [path for path in weights_dir.iterdir() if path.is_dir()]
     versions = sorted(
@@ -370,5 +369,5 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
     kept = {path.name for path in versions[num_old:]}
     for path in folders:
         if (version := version_of_copy(path)) and version not in kept:
-            shutil.rmtree(path, ignore_errors=True)  # whoever made it may be removing it, too
+            shutil.rmtree(path, ignore_errors=True)  # its writer may be removing it at the same time
     remove_partial_directories(weights_dir)

@@ -1,4 +1,4 @@
-"""The environments that ship, by name, and those of installed packages. What one is: protocol.py."""
+"""The built-in environments by name, and those of installed packages. `protocol.py` explains environments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "verifiers": VerifiersEnvironment,
 }
 ALL_ENVIRONMENTS = Registry[Callable[[], Environment]]("rollouts.environments", ENVIRONMENTS, find_fault_of_callable)
-"""Also those of installed packages."""
+"""The built-in environments and those of installed packages."""
 
 __all__ = [
     "ALL_ENVIRONMENTS",

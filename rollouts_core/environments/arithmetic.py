@@ -1,11 +1,9 @@
-"""Addition with or without shown work: the task of the quickstart, checkable by machine and by eye.
+"""Addition with or without shown work: the task of the quickstart, easy to check by program and by eye.
 
-Not here: the files that the quickstart trains on (quickstart.py).
-
-    prompt     415+298=?
-    worked     5+8+0=13,1+9+1=11,4+2+1=07:713     column by column with the carry, then the answer
-    blurted    :713                               the answer alone
-    guessed    :753                               the same with one digit wrong
+prompt     415+298=?
+worked     5+8+0=13,1+9+1=11,4+2+1=07:713     column by column with the carry, then the answer
+blurted    :713                               only the answer
+guessed    :753                               only a number with one wrong digit
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Addition:
 
     @property
     def answer(self) -> str:
-        """The reference."""
+        """The reference answer."""
         return str(self.first + self.second)
 
 
@@ -45,12 +43,12 @@ class ArithmeticEnvironment:
     row_fields = ("answer",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError where the answer is not written as the one form that is graded as right."""
+        """Raise ValueError if the answer is not in the only form that is graded as right."""
         if not NUMBER.fullmatch(row["answer"]):
             raise ValueError(f"expected a number as `answer`, like 713, found {row['answer']!r}")
 
     def grade(self, sample: Sample) -> float:
-        """1 for the right number, 0 for a wrong one, none, or a completion that was cut off."""
+        """1 for the right number; 0 for a wrong or missing one, or a truncated completion."""
         _, colon, number = sample.response.rpartition(":")
         is_right = bool(colon) and number.strip() == sample.metadata.get("answer")
         return float(is_right and sample.status is Status.COMPLETED)
@@ -74,12 +72,12 @@ def write_worked_answer(problem: Addition) -> str:
 
 
 def write_blurted_answer(problem: Addition) -> str:
-    """The answer alone."""
+    """Only the answer."""
     return f":{problem.answer}"
 
 
 def write_guessed_answer(problem: Addition, rng: random.Random) -> str:
-    """A number alone that differs from the answer in one digit."""
+    """Only a number that differs from the answer in one digit."""
     digits = list(problem.answer)
     place = rng.randrange(len(digits))
     digits[place] = rng.choice([digit for digit in "0123456789" if digit != digits[place]])

@@ -1,13 +1,11 @@
-"""Word and number problems with a calculator at hand: the policy calls it as often as it may, then answers.
+"""Arithmetic problems with a calculator: the policy may call it several times, then answers.
 
-Not here: the parser (expressions.py), the files of an example (examples/tool_use.py).
-
-    prompt       57+83-21=?
-    policy       <calc>57+83</calc>          or a call as tool-use models write it (tools.py)
-    calculator   140
-    policy       <calc>140-21</calc>
-    calculator   119
-    policy       :119
+prompt       57+83-21=?
+policy       <calc>57+83</calc>          or a call as tool-use models write it (tools.py)
+calculator   140
+policy       <calc>140-21</calc>
+calculator   119
+policy       :119
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from rollouts_core.types import Sample, Status
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, as the policy reads it."""
+    """The value of an arithmetic expression as text for the policy."""
     try:
         return render_number(evaluate(expression))
     except ExpressionError as error:
@@ -59,11 +57,11 @@ class CalculatorEnvironment:
     tools = (CALCULATOR,)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError where the answer is no number."""
+        """Raise ValueError if the answer is not a number."""
         read_reference(row["answer"])
 
     async def respond(self, conversation: Conversation) -> Reply:
-        """The result of the calls in the policy's turn; nothing where it has none."""
+        """The result of the calls in the policy's turn; no message without a call."""
         text = conversation.text
         called = await answer_tool_calls(text, self.tools)
         if called.messages:
@@ -79,13 +77,13 @@ class CalculatorEnvironment:
             return _answer(f"error: {error}", Outcome.TOOL_ERROR)
 
     def grade(self, sample: Sample) -> float:
-        """1 where the number behind the last colon, or the marked answer, is the reference, else 0.
+        """1 if the number after the last colon, or the marked answer, is the reference, else 0.
 
-        A number is one number, the reference as it is written, or a fraction that cannot be reduced. A sum is none,
-        whatever its value: the policy could repeat that of its prompt.
+        Accepted are a single number, the reference as written, and its reduced fraction. A sum is not accepted: the
+        policy could repeat the one in its prompt.
 
         Raises:
-            RewardError: the reference is no number.
+            RewardError: the reference is not a number.
         """
         reference = str(sample.metadata.get("answer", ""))
         try:
@@ -104,15 +102,15 @@ class CalculatorEnvironment:
 
 
 def read_reference(answer: str) -> Fraction:
-    """The number that a row's answer stands for.
+    """The number in a row's answer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a number.
     """
     try:
         return evaluate(final_answer(answer) or normalise_answer(answer))
     except ExpressionError as error:
-        raise ValueError(f"the row's answer {answer!r} is no number: {error}") from error
+        raise ValueError(f"the row's answer {answer!r} is not a number: {error}") from error
 
 
 def _answer(text: str, outcome: Outcome) -> Reply:

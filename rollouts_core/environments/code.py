@@ -1,8 +1,8 @@
-"""Python programs that must pass tests, run where they can do no harm (sandbox.py).
+"""Python programs that must pass tests, run in a sandbox (`sandbox.py`).
 
-A row has `tests`: a list of `{"stdin": ..., "stdout": ...}`, or Python code that checks what the program defines and
-raises where it is wrong. The first kind cannot be cheated, because the expected output is never in the sandbox. With
-the second kind the program and its tests share a process, so a policy may learn to fool them.
+A row has `tests`: a list of `{"stdin": ..., "stdout": ...}`, or Python code that checks the program's definitions and
+raises on errors. The first kind cannot be cheated, because the expected output is never inside the sandbox. With the
+second kind program and tests share a process, so a policy may learn to trick them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rollouts_core.system.processors import count_processors
 from rollouts_core.system.time_limits import take_turn, uncounted
 from rollouts_core.types import Sample
 
-# Nothing is given back (`+`): a policy may write thousands of marks, letters or spaces in one line.
+# Possessive quantifiers (`+`) avoid backtracking: a policy may write thousands of marks, letters or spaces in a line.
 FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*+")
-"""A line that opens a block, or closes one."""
+"""Matches a line that opens or closes a block."""
 LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
-"""A line that opens a block behind words, as in "Here it is: ```python"."""
+"""Matches a line that opens a block after words, as in "Here it is: ```python"."""
 MAX_GRADING_S = 600.0
-"""How long a program may run for all tests of its row; each of hundreds could use up its own time."""
+"""Time limit of a program for all tests of its row, seconds; each of hundreds of tests has its own limit too."""
 MAX_PROGRAM_BYTES = 1 << 20
-"""For which there is room beside the input of a test; policies write less."""
+"""Space for the program besides a test's input; real programs are shorter."""
 PYTHON = {"python", "python3", "py"}
-"""What blocks call it, in small letters."""
+"""Names of the language in blocks, in lower case."""
 
 
 class CodeEnvironment:
@@ -48,32 +48,32 @@ class CodeEnvironment:
 
     @cached_property
     def _slots(self) -> anyio.CapacityLimiter:
-        """Programs at a time: more than processors would only run into their time limits."""
+        """Limit of concurrent programs: more than processors would only run into their time limits."""
         return anyio.CapacityLimiter(count_processors())
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for tests that every program passes, or none can."""
+        """Raise ValueError for tests that all programs pass, or none can."""
         check_tests(row["tests"], self.limits or SandboxLimits())
 
     async def grade(self, sample: Sample) -> float:
-        """1 where every test passes, else 0; also if that takes too long, which `grading_limit` counts.
+        """1 if every test passes, else 0; also 0 if the tests take too long, which `grading_limit` counts.
 
         Raises:
-            RewardError: the row has no tests that can be run.
-            EnvironmentUnavailableError: the machine cannot shut a program in.
+            RewardError: the row has no runnable tests.
+            EnvironmentUnavailableError: the machine cannot start a sandbox.
         """
         program, tests = extract_program(sample.response), sample.metadata["tests"]
         try:
             check_tests(tests, self.limits or SandboxLimits())
         except ValueError as error:
             raise RewardError(str(error)) from error
-        with uncounted():  # what a policy writes does not end a run, and every program has a limit of its own
+        with uncounted():  # a policy's program must not end a run, and every program has its own limit
             if isinstance(tests, str):
                 return float(await self._passes_code(program, tests))
             return await self._grade_tests(sample, program, tests)
 
     async def _passes_code(self, program: str, tests: str) -> bool:
-        # The mark says that the tests were reached and passed: a program could end before them with exit code 0.
+        # The mark proves that the tests were reached and passed: a program could exit with code 0 before them.
         mark = secrets.token_hex(16)
         async with take_turn(self._slots):
             result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
@@ -86,7 +86,7 @@ class CodeEnvironment:
         tests: Sequence[dict[str, Any]],  # Any: JSON
     ) -> float:
         left_s = self.grading_limit.seconds
-        # One after another: most programs of a policy that learns fail early, and the rest need not run.
+        # One after another: most failing programs fail early, and the remaining tests need not run.
         for test in tests:
             async with take_turn(self._slots):
                 began = anyio.current_time()
@@ -100,8 +100,8 @@ class CodeEnvironment:
 
 
 def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
-    """Raise ValueError for tests that are empty, no Python, without what they give and expect, or with more of it than
-    a program may have."""
+    """Raise ValueError for tests that are empty, invalid Python, without stdin or stdout, or larger than a program's
+    limits."""
     if not isinstance(tests, str | list):
         raise ValueError(f"expected `tests` to be a list or Python code, found {type(tests).__name__}")
     if not (tests.strip() if isinstance(tests, str) else tests):
@@ -109,7 +109,7 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
     if isinstance(tests, str):
         _check_python(tests)
         return
-    # The folder that has the input has the program, too.
+    # The program is in the same folder as the input.
     most = {"stdin": (limits.file_mb << 20) - MAX_PROGRAM_BYTES, "stdout": limits.output_bytes}
     for number, test in enumerate(tests, start=1):
         if not isinstance(test, dict) or not most.keys() <= test.keys():
@@ -117,44 +117,44 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
         for name, max_bytes in most.items():
             if (num_bytes := len(str(test[name]).encode())) > max_bytes:
                 raise ValueError(
-                    f"test {number} has {num_bytes:,} bytes of {name}, more than a program may have ({max_bytes:,}): "
-                    "leave it out"
+                    f"test {number} has {num_bytes:,} bytes of {name}, but a program may have only {max_bytes:,}: "
+                    "leave the test out"
                 )
 
 
 def _check_python(tests: str) -> None:
-    """Raise ValueError for tests that cannot be run behind a program, as each of them is."""
+    """Raise ValueError for tests that cannot run after a program."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what works all the same
+        with warnings.catch_warnings(action="ignore"):  # warnings do not make tests invalid
             compile(f"pass\n{tests}", "tests", "exec", dont_inherit=True)
     except SyntaxError as error:
         line = max(1, (error.lineno or 2) - 1)
-        raise ValueError(f"`tests` is no Python ({error.msg}, line {line}): no program would pass") from error
+        raise ValueError(f"`tests` is not valid Python ({error.msg}, line {line}): no program would pass") from error
     except ValueError as error:
-        raise ValueError(f"`tests` is no Python ({error}): no program would pass") from error
+        raise ValueError(f"`tests` is not valid Python ({error}): no program would pass") from error
 
 
 def extract_program(text: str) -> str:
-    """The last fenced block that calls itself Python, else the last one, or the whole text where there is none.
+    """The last fenced block marked as Python, else the last block, else the whole text.
 
-    What stands in a block without a name beside a program is what it prints, more often than another program.
+    An unmarked block beside a program usually contains its output.
     """
     return find_last_block(text, PYTHON)
 
 
 def find_last_block(text: str, languages: Collection[str]) -> str:
-    """The last fenced block of one of the languages, else the last one, or the whole text where there is none."""
+    """The last fenced block of one of the languages, else the last block, else the whole text."""
     blocks = find_blocks(text)
     named = [block for language, block in blocks if language in languages]
     return (named or [block for _, block in blocks] or [text])[-1]
 
 
 def find_blocks(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of a Markdown text: what language each says that it is in, and its lines.
+    """The fenced blocks of a Markdown text: each one's language and lines.
 
-    As in CommonMark, a fence is closed by one of the same marks that names nothing, and by the end of the text; besides
-    that, marks at the end of a line open and close one, too. Where it is indented, as in a list, with all lines of its
-    block, these begin that much further left.
+    As in CommonMark, a fence of the same marks without a language, or the end of the text, closes a block. In addition,
+    marks at the end of a line open and close a block. If a whole block is indented, as in a list, the indentation is
+    removed.
     """
     blocks: list[tuple[str, str]] = []
     marks, language, indent, lines = "", "", 0, list[str]()
@@ -176,7 +176,7 @@ def find_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _join_lines(lines: Sequence[str], indent: int) -> str:
-    """The lines of a block, without the space before its fence where all have that."""
+    """Join the lines of a block, without the indentation of its fence if all lines have it."""
     space = min([indent, *(_count_indent(line) for line in lines if line.strip())])
     return "".join(line[min(space, _count_indent(line)) :] for line in lines)
 
@@ -186,5 +186,5 @@ def _count_indent(line: str) -> int:
 
 
 def _lines(output: str) -> list[str]:
-    """Output without what nobody sees: space at the ends of lines, empty lines at the end."""
+    """Output without invisible differences: spaces at line ends, and empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().split("\n")]

@@ -19,7 +19,7 @@ class CountdownEnvironment:
     row_fields = ("numbers", "target")
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError where the numbers or the target are none."""
+        """Raise ValueError if the numbers or the target are not numbers."""
         if not isinstance(row["numbers"], list) or not row["numbers"]:
             raise ValueError(f"expected `numbers` to be a list of numbers, found {row['numbers']!r}")
         for value in [*row["numbers"], row["target"]]:
@@ -30,7 +30,7 @@ class CountdownEnvironment:
         answers = find_marked(sample.response, "answer")
         if not answers:
             return 0.0
-        # Many speak of the mark before they use it, and write the result behind the expression.
+        # Policies often mention the mark before they use it, and write the result after the expression.
         expression = answers[-1].rpartition("<answer>")[2].partition("=")[0]
         given = sorted(map(_read_number, sample.metadata["numbers"]))
         try:

@@ -1,4 +1,4 @@
-"""Find arithmetic that a policy wrote, and evaluate it, exactly and without running any code: + - * / and parentheses.
+"""Find and evaluate arithmetic in a policy's text, exactly and without running code: + - * / and parentheses.
 
 sum      product (('+' | '-') product)*
 product  factor (('*' | '/') factor)*
@@ -14,16 +14,16 @@ from fractions import Fraction
 MAX_CHARS = 400
 MAX_DEPTH = 50
 TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|(.))", re.DOTALL)
-SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # as people and models write them
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # common spellings
 
 
 class ExpressionError(ValueError):
-    """A text that is no arithmetic expression, or has no value."""
+    """The text is not an arithmetic expression, or has no value."""
 
 
 def find_marked(text: str, tag: str) -> list[str]:
-    """What stands between each `<tag>` and the next `</tag>`, in order."""
-    # Not by a pattern: behind each of thousands of openings, as a policy may write, it would look for the end.
+    """The texts between each `<tag>` and the next `</tag>`, in order."""
+    # Not a pattern, which would search for the end after each of the thousands of openings that a policy may write.
     opening, closing = f"<{tag}>", f"</{tag}>"
     parts = [part.partition(opening) for part in text.split(closing)[:-1]]
     return [body for _, found, body in parts if found]
@@ -33,21 +33,21 @@ def evaluate(text: str) -> Fraction:
     """The exact value of an expression.
 
     Raises:
-        ExpressionError: it is too long, cannot be read, or divides by zero.
+        ExpressionError: it is too long, unreadable, or divides by zero.
     """
     return _Parser(text).value
 
 
 def numbers_in(text: str) -> list[Fraction]:
-    """The numbers that an expression is written with, in order."""
+    """The numbers in an expression, in order."""
     return _Parser(text).numbers
 
 
 def render_number(value: Fraction) -> str:
-    """An integer as such, any other number with up to ten significant digits.
+    """An integer in full, any other number with up to ten significant digits.
 
     Raises:
-        ExpressionError: it is no integer, and larger than a float can be.
+        ExpressionError: the number is not an integer, and too large for a float.
     """
     if value.denominator == 1:
         return str(value.numerator)
@@ -59,7 +59,7 @@ def render_number(value: Fraction) -> str:
 
 @dataclass(slots=True)
 class _Parser:
-    """Reads an expression from left to right."""
+    """Parses an expression from left to right."""
 
     text: str
     value: Fraction = field(init=False)

@@ -1,4 +1,4 @@
-"""Write JSON that keeps to a schema. A row has `schema`, and may have `answer`, the only JSON that is right."""
+"""Write JSON that matches a schema. A row has `schema`, and optionally `answer`, the only right JSON."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rollouts_core.system.time_limits import OutOfTimeError, interrupt_after_com
 from rollouts_core.types import Sample
 
 MAX_CHECK_S = 2.0
-"""How long a completion may take to check. Patterns, and schemas that refer to themselves, take years for some."""
+"""Time limit for checking a completion, seconds. Patterns and recursive schemas can take years."""
 MAX_SHOWN_CHARS = 200
 REFERENCES = {"$ref", "$dynamicRef"}
 BOOLEANS = {"True": True, "False": False}
-"""What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
+"""Text of a row's `"answer": true` and `false`, because a prompt's answer is always text."""
 
 
 def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
-    """The keyword `multipleOf`, in decimal numbers: as floats 19.99 is no multiple of 0.01."""
+    """The keyword `multipleOf` in decimal arithmetic: as floats, 19.99 is not a multiple of 0.01."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return
     is_finite = number not in (math.inf, -math.inf)
@@ -40,7 +40,7 @@ def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[Va
 
 
 def _check_unique(_: Any, is_unique: bool, items: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
-    """The keyword `uniqueItems`, in one pass: comparing each with each takes minutes for thousands of objects."""
+    """The keyword `uniqueItems` in one pass: pairwise comparison takes minutes for thousands of objects."""
     if is_unique and isinstance(items, list):
         keys = [json.dumps(_with_equal_numbers(item), sort_keys=True) for item in items]
         if len(set(keys)) < len(keys):
@@ -48,7 +48,7 @@ def _check_unique(_: Any, is_unique: bool, items: Any, __: Any) -> Iterator[Vali
 
 
 def _with_equal_numbers(value: Any) -> Any:  # Any: JSON
-    """The value with numbers that are equal, as 1 and 1.0, written alike."""
+    """The value with equal numbers, such as 1 and 1.0, in one form."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -62,7 +62,7 @@ SchemaValidator = extend(Draft202012Validator, {"multipleOf": _check_multiple, "
 
 
 class JSONSchemaEnvironment:
-    """Rewards a completion that is valid JSON of the row's schema."""
+    """Rewards a completion that is valid JSON for the row's schema."""
 
     row_fields = ("schema",)
 
@@ -70,11 +70,11 @@ class JSONSchemaEnvironment:
         self.grading_limit = GradingLimit(MAX_CHECK_S)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for a schema that is none, or an answer that is no JSON of it."""
+        """Raise ValueError for an invalid schema, or an answer that does not match it."""
         try:
             Draft202012Validator.check_schema(row["schema"])
         except SchemaError as error:
-            raise ValueError(f"`schema` is no JSON Schema: {error.message}") from error
+            raise ValueError(f"`schema` is not a JSON Schema: {error.message}") from error
         _check_references(row["schema"])
         if not (answer := row.get("answer")):
             return
@@ -89,21 +89,21 @@ class JSONSchemaEnvironment:
                 f"the answer cannot be checked within {MAX_CHECK_S:g} s: give `schema` simpler patterns and references"
             ) from error
         if problem is not None:
-            raise ValueError(f"the answer does not keep to the row's own schema: {problem.message}")
+            raise ValueError(f"the answer does not match the row's own schema: {problem.message}")
 
     def grade(self, sample: Sample) -> float:
-        """1 for JSON that keeps to the schema, and equals the answer where the row has one, else 0.
+        """1 for JSON that matches the schema and equals the answer (if the row has one), else 0.
 
         A completion that takes too long to check gets 0, and `grading_limit` counts it.
 
         Raises:
-            SchemaError: the row's schema is none.
+            SchemaError: the row's schema is invalid.
         """
         return self.grading_limit.call(sample, self._grade, sample)
 
     def _grade(self, sample: Sample) -> float:
         schema, answer = sample.metadata["schema"], sample.metadata.get("answer")
-        # The empty registry keeps a `$ref` to some URL from being fetched.
+        # An empty registry prevents fetching a `$ref` from a URL.
         Draft202012Validator.check_schema(schema)
         validator = SchemaValidator(schema, registry=Registry())
         try:
@@ -112,12 +112,12 @@ class JSONSchemaEnvironment:
             return 0.0
         try:
             return float(validator.is_valid(found) and (not answer or _equals(found, _as_json(answer))))
-        except RecursionError:  # a schema that refers to itself follows the response as deep as that goes
+        except RecursionError:  # a recursive schema follows the response to its full depth
             return 0.0
 
 
 def _check_references(schema: Any) -> None:  # Any: JSON
-    """Raise ValueError for a reference that leads to nothing, which a validator sees when it comes to it."""
+    """Raise ValueError for an unresolvable reference, which a validator would notice only when it gets there."""
     root = DRAFT202012.create_resource(schema)
     pending = [(root, SPECIFICATIONS.combine(Registry()).resolver_with_root(root))]
     while pending:
@@ -128,38 +128,38 @@ def _check_references(schema: Any) -> None:  # Any: JSON
                 resolver.lookup(reference)
             except Unresolvable as error:
                 raise ValueError(
-                    f"`schema` refers to {reference!r}, which is not in it, and nothing is fetched"
+                    f"`schema` refers to {reference!r}, which it does not contain, and references are not fetched"
                 ) from error
         pending += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
-    """The JSON that a text is, or its last fenced block that calls itself JSON, else its last one.
+    """Parse a text's last fenced block marked as JSON, else its last block, else the whole text.
 
     Raises:
-        ValueError: neither is JSON.
+        ValueError: it is not JSON.
     """
     return json.loads(find_last_block(text, ["json"]), parse_constant=_refuse_constant)
 
 
 def _equals(found: Any, expected: Any) -> bool:  # Any: JSON
-    """Whether two JSON values are the same: 1 is 1.0 and, unlike in Python, not true."""
+    """True if two JSON values are equal: 1 equals 1.0 but, unlike in Python, not true."""
     return bool(Draft202012Validator({"const": expected}).is_valid(found))
 
 
-def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer
+def _as_json(answer: Any) -> Any:  # Any: JSON, or its text in a row's answer
     if not isinstance(answer, str):
         return answer
-    if answer in BOOLEANS:  # none of which is JSON
+    if answer in BOOLEANS:  # Python's spelling
         return BOOLEANS[answer]
     try:
         return json.loads(answer)
     except ValueError as error:
         raise ValueError(
-            f"the answer {answer!r} is no JSON ({error}): where it is a text, write it with quotes of its own, "
+            f"the answer {answer!r} is not JSON ({error}): if it is a string, write it with its own quotes, "
             f"{json.dumps(json.dumps(answer))}"
         ) from error
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -1,6 +1,6 @@
-r"""Word problems with one final answer, as in GSM8K and MATH: it stands in `\boxed{}` or after `####`.
+r"""Problems with one final answer, as in GSM8K and MATH, marked by `\boxed{}` or `####`.
 
-Which answers are equal is decided by the name of the environment, never by what happens to be installed:
+The environment's name decides how answers are compared, not the installed packages:
 
     math           equal as text or as decimal number; needs nothing
     math_verify    equal as mathematics (1/2 is 0.5, x+1 is 1+x), by the package math-verify
@@ -19,33 +19,33 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
 
 TIMEOUT_S = 2
-"""How long an answer may take to parse, and to compare; one that takes longer is wrong."""
+"""Time limits for parsing an answer and for comparing it, seconds; a slower answer is wrong."""
 MAX_ANSWER_CHARS = 2000
-"""Of an answer that is read as mathematics. Longer ones take all their time, and math-verify logs them whole."""
+"""Longest answer that is read as mathematics. Longer ones use up the time limit, and math-verify logs them whole."""
 MAX_EXPONENT = 1000
-"""Numbers of more digits are compared as text."""
+"""Numbers with more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
 BOXED = "\\boxed{"
 TEX_COMMA = re.compile(r"\{,\}|,\\!")
-"""How TeX is kept from putting a space behind a comma."""
+"""TeX's notation to avoid a space after a comma."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$|^\*\*|\*\*(?=\.?$)")
-"""Spaces, units of money and per cent, also as TeX writes them, a full stop, and Markdown's marks around the whole."""
+"""Spaces, currency and percent signs (also in TeX), a full stop, and Markdown marks around the whole answer."""
 MINUS = "−"
-"""As people and models write it outside of TeX."""
+"""The minus sign that is used outside of TeX."""
 
 
 class MathEnvironment:
-    """Rewards a completion whose marked final answer equals the reference, as text or as a number."""
+    """Rewards a completion whose marked final answer equals the reference as text or number."""
 
     row_fields = ("answer",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError where nothing is left of the answer that a completion could equal."""
+        """Raise ValueError if the answer is empty after normalisation."""
         check_reference(row["answer"])
 
     def grade(self, sample: Sample) -> float:
-        """1 for the right final answer, 0 for a wrong one or none."""
+        """1 for the right final answer, 0 for a wrong or missing one."""
         found = final_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
         expected = final_answer(reference) or normalise_answer(reference)
@@ -53,9 +53,9 @@ class MathEnvironment:
 
 
 class MathVerifyEnvironment:
-    """Rewards a completion whose marked final answer equals the reference as mathematics.
+    """Rewards a completion whose marked final answer equals the reference mathematically.
 
-    Grades in the main thread of its process only: math-verify limits its time by a signal.
+    Grades only in the main thread of its process: math-verify uses a signal for its time limit.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -64,7 +64,7 @@ class MathVerifyEnvironment:
     row_fields = ("answer",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError where nothing is left of the answer that a completion could equal."""
+        """Raise ValueError if the answer is empty after normalisation."""
         check_reference(row["answer"])
 
     def __init__(self) -> None:
@@ -72,16 +72,16 @@ class MathVerifyEnvironment:
             from math_verify import parse, verify
         except ImportError as error:
             raise ConfigError(
-                'the environment "math_verify" needs the package math-verify: pip install "rollouts[math]", or take '
+                'the environment "math_verify" needs the package math-verify: pip install "rollouts[math]", or use '
                 'the environment "math", which compares answers as text'
             ) from error
         self._parse, self._verify = parse, verify
         self.grading_limit = GradingLimit(TIMEOUT_S)
 
     def grade(self, sample: Sample) -> float:
-        """1 for a final answer that is mathematically the reference, 0 for a wrong one, none, or a hopeless one.
+        """1 if the final answer equals the reference mathematically; 0 if it is wrong, missing or too long.
 
-        `grading_limit` counts those that take too long.
+        `grading_limit` counts answers that take too long.
         """
         found = marked_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
@@ -108,15 +108,15 @@ def check_reference(answer: str) -> None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""`marked_answer` in a form that can be compared; None without one."""
+    r"""`marked_answer` in normalised form; None without one."""
     answer = marked_answer(text)
     return None if answer is None else normalise_answer(answer)
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The last answer in `\boxed{}` or as a number behind `####`, as it is written; None without one.
+    r"""The last answer in `\boxed{}`, or number after `####`, as written; None without one.
 
-    What else stands behind `####` may be a heading: it is the answer only where there is no other.
+    Other text after `####` may be a heading, so it only counts without any other answer.
     """
     lines = list(HASHES.finditer(text))
     numbers = [(line.start(), line[1]) for line in lines if _read_number(line[1]) is not None]
@@ -128,7 +128,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> tuple[int, str] | None:
-    r"""Where the last `\boxed{...}` begins and what stands in its braces, which may hold further braces."""
+    r"""Start and content of the last `\boxed{...}`, which may contain further braces."""
     start = text.rfind(BOXED)
     if start < 0:
         return None
@@ -142,20 +142,20 @@ def _last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def normalise_answer(answer: str) -> str:
-    """An answer in a form that can be compared: a number without units, thousands' commas and needless zeros."""
+    """An answer in comparable form: a number without units, thousands separators and unneeded zeros."""
     number = _read_number(answer)
     if number is None:
         return _strip_noise(answer).lower()
-    # Written out, 1e999999 has a million digits.
+    # In full, 1e999999 would have a million digits.
     is_short = number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT
     return format(number or Decimal(0), "f") if is_short else _strip_noise(answer).lower()
 
 
 def _read_number(answer: str) -> Decimal | None:
-    """The number that an answer is, without units and marks; None for any other text."""
+    """The number in an answer, without units and marks; None for other text."""
     text = _strip_noise(answer)
     try:
-        # The usual context would round to 28 digits: two numbers that differ in the 29th would be one.
+        # The default context rounds to 28 digits, which would make two longer numbers equal.
         return Context(prec=len(text) + 1).normalize(Decimal(text))
     except (InvalidOperation, Overflow):
         return None

@@ -1,9 +1,7 @@
-"""Find the cgroup in which the memory of programs can be limited by the kernel.
+"""Find a cgroup in which the kernel can limit the memory of programs.
 
-Not here: the cgroup of each program (sandbox_child.py).
-
-Linux lets a process make a cgroup with a limit of memory in two cases. The process is root outside of containers, or a
-service manager has delegated a cgroup to its user, as systemd does in graphical sessions and with `Delegate=yes`.
+Linux lets a process create a cgroup with a memory limit in two cases: the process is root outside of containers, or a
+service manager delegated a cgroup to its user, as systemd does in graphical sessions and with `Delegate=yes`.
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ from pathlib import Path
 
 NAME = "rollouts-*"
 MAX_AGE_S = 3600.0
-"""No program lives for this long; an older cgroup was left behind by a process that was killed."""
+"""Older cgroups are leftovers of killed processes: no program runs this long. Seconds."""
 
 
 @cache
 def find_group_parent() -> str:
-    """The folder of the nearest cgroup in which this process can make others with `memory.max`; empty without one."""
+    """Folder of the nearest cgroup in which this process can create cgroups with `memory.max`; "" without one."""
     try:
         mount = re.search(r"^(?:\S+ ){4}(\S+) .* - cgroup2 ", _read("/proc/self/mountinfo"), re.MULTILINE)
         own = re.search(r"^0::(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
     except OSError:
         return ""
-    if mount is None or own is None or ".." in own[1]:  # outside of what is mounted
+    if mount is None or own is None or ".." in own[1]:  # outside of the mounted part
         return ""
     top = Path(mount[1])
     path = top / own[1].lstrip("/")
@@ -42,7 +40,7 @@ def find_group_parent() -> str:
 
 
 def _is_parent(folder: Path) -> bool:
-    """Whether a cgroup can be made in it that has a limit of memory, and a process of this user moved there."""
+    """True if a cgroup with a memory limit can be created here, and a process of this user moved into it."""
     try:
         if "memory" not in _read(folder / "cgroup.subtree_control").split():
             return False
@@ -60,7 +58,7 @@ def _is_parent(folder: Path) -> bool:
 
 def _remove_old_groups(parent: Path) -> None:
     for folder in parent.glob(NAME):
-        with suppress(OSError):  # it has members
+        with suppress(OSError):  # the cgroup has members
             if time.time() - folder.stat().st_mtime > MAX_AGE_S:
                 folder.rmdir()
 

@@ -1,6 +1,6 @@
-r"""Questions with lettered choices, as in MMLU and ARC: the letter stands in `\boxed{}`, behind "answer", or alone.
+r"""Questions with lettered choices, as in MMLU and ARC: the letter is in `\boxed{}`, after "answer", or alone.
 
-The choice's own text may follow it where it is boxed or alone: "B. Paris".
+In a box or alone, the choice's text may follow: "B. Paris".
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 from rollouts_core.types import Sample
 
-# The choice's own text may follow behind a mark: \boxed{B. Paris}.
+# The choice's text may follow a mark: \boxed{B. Paris}.
 BOXED = re.compile(
     r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:[).:]|[).:]\}?\s[^{}\n]*+)?\}?\s*\}"
 )
 REASON = r"because|since|as"
 OTHER = r"[ \t]*[,/&+][ \t]*(?:(?:and|or)[ \t]+)?\(?[A-J]\b(?!['’]|[ \t]+(?!(?:and|or)\b)\w)"
-"""A second letter, unless it begins what is said about the first, as in "C, A is wrong"."""
-# A word behind the letter makes it one of a sentence ("I think"), or one of several; a reason may follow. A small
-# letter may be a word itself, but not at the end of a line.
-# Marks of Markdown, TeX and XML may stand between. None of them is given back (`+`): a policy may write thousands.
+"""A second letter, unless it begins a remark about the first, as in "C, A is wrong"."""
+# A word after the letter makes it part of a sentence ("I think") or of a list; a reason may follow. A lower-case letter
+# may be a word itself, but not at the end of a line. Marks of Markdown, TeX and XML may stand between. Possessive
+# quantifiers (`+`) avoid backtracking, because a policy may write thousands of marks.
 NAMED = re.compile(
     r"\b(?i:answer)\b[>*]*+(?:\s++is)?+[\s*]*+[:=]?+[\s*$`\"“'‘\[]*+(?:(?i:option|choice)\s++)?+(?:\\\()?+"
     r"(?:\\(?:text|math)(?:bf|rm|it)?+\{)?+"
@@ -35,12 +35,12 @@ class MultipleChoiceEnvironment:
     row_fields = ("answer",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError where the answer is no letter that a completion can choose."""
+        """Raise ValueError if the answer is not a letter that a completion can choose."""
         if not re.fullmatch("[A-J]", _read_letter(row["answer"])):
             raise ValueError(f"expected a letter from A to J as `answer`, found {row['answer']!r}")
 
     def grade(self, sample: Sample) -> float:
-        """1 for the right letter, 0 for a wrong one or none."""
+        """1 for the right letter, 0 for a wrong or missing one."""
         return float(chosen_letter(sample.response) == _read_letter(str(sample.metadata.get("answer", ""))))
 
 
@@ -49,7 +49,7 @@ def _read_letter(answer: str) -> str:
 
 
 def chosen_letter(text: str) -> str | None:
-    r"""The last letter in `\boxed{}`, else the last behind "answer", else the one that is the whole text."""
+    r"""The last letter in `\boxed{}`, else the last one after "answer", else a letter that is the whole text."""
     for pattern in (BOXED, NAMED):
         if found := pattern.findall(text):
             return str(found[-1]).upper()

@@ -1,17 +1,16 @@
-"""What an environment is: who answers the policy's turns, and who grades what came of them.
+"""The interface of environments, which answer the policy's turns and grade its samples.
 
-Not here: the loop that holds the conversation (conversation.py), tools (tools.py), the environments that ship.
-
-An environment has a method `grade`. That is all where the policy has one turn. One that converses has `respond`, too:
+An environment has a method `grade`, which is enough if the policy has one turn. For conversations it also has
+`respond`:
 
     prompt --> policy --> respond --> policy --> respond --> no message --> grade
                   ^          |
                   +- message-+
 
-One object serves all conversations of a run at the same time, so what belongs to one conversation lies in its `state`.
+One object serves all conversations of a run concurrently, so the data of one conversation belong into its `state`.
 
-What goes wrong is told apart by whose doing it is. What the policy caused is an `Outcome`, which it reads about in its
-next turn. What it did not cause is raised as `EnvironmentUnavailableError`, and is never held against it.
+Failures are separated by cause. A failure of the policy is an `Outcome`, and the policy reads about it in its next
+turn. Any other failure is raised as `EnvironmentUnavailableError` and does not affect the policy's reward.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from rollouts_core.types import Message, Sample
 
 
 class Outcome(StrEnum):
-    """What an environment made of one turn of the policy."""
+    """An environment's judgement of one turn of the policy."""
 
     OK = "ok"
-    """It was understood and done."""
+    """The request was understood and done."""
     PARSE_FAILURE = "parse_failure"
-    """It asked for something in a form that the environment cannot read."""
+    """The environment could not read the request."""
     TOOL_ERROR = "tool_error"
-    """A tool refused what it was given."""
+    """A tool refused its arguments."""
     TIMEOUT = "timeout"
-    """What it asked for took longer than it may."""
+    """The request took too long."""
     INFRASTRUCTURE_ERROR = "infrastructure_error"
-    """Something failed that the policy has no part in: the conversation is begun again, and never graded."""
+    """A failure that the policy did not cause: the conversation restarts and is not graded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,76 +44,76 @@ class Tool:
 
     name: str
     description: str
-    """What it does, for the policy."""
+    """Purpose of the tool, for the policy."""
     parameters: dict[str, Any]  # Any: JSON
-    """JSON Schema of its arguments, an object."""
+    """JSON Schema of the arguments, an object."""
     function: Callable[..., Any]  # Any: text, another JSON value, or a coroutine of one
-    """Takes the arguments by name and returns what the policy reads, text or a value that becomes JSON; raises
-    `ToolError` for what it cannot do."""
+    """Takes the arguments by name. Returns text, or a value that is sent as JSON, for the policy; raises `ToolError`
+    for requests that it cannot do."""
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """The tool as chat templates take it."""
+        """The tool in the form of chat templates."""
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": described}
 
 
 class ToolError(Exception):
-    """A tool cannot do what the policy asked for; the message tells the policy why."""
+    """A tool cannot do what the policy requested; the policy gets the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an environment answers to a turn of the policy. Without a message the conversation is over."""
+    """An environment's reply to a turn of the policy. Without messages the conversation ends."""
 
     messages: tuple[Message, ...] = ()
-    """What the policy reads before its next turn, usually one message of the role `tool` or `user`."""
+    """Messages for the policy before its next turn, usually one of the role `tool` or `user`."""
     outcome: Outcome = Outcome.OK
-    """What became of the turn that is answered."""
+    """Judgement of the answered turn."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """A conversation under way, as `respond` sees it."""
+    """A running conversation, as `respond` sees it."""
 
     sample: Sample
-    """The pending sample: its prompt, and in its metadata the reference answer and the other fields of the row."""
+    """The pending sample: its prompt, and in its metadata the reference answer and other fields of the row."""
     messages: list[Message]
-    """All turns so far, the prompt's first and the policy's latest last; to be read only."""
+    """All turns so far, beginning with the prompt and ending with the policy's latest. Do not change it."""
     num_turns: int = 0
     """Turns of the policy so far."""
     state: dict[str, Any] = field(default_factory=dict)  # Any: the environment's own
-    """Whatever the environment keeps between turns; gone when the conversation is over."""
+    """Data of the environment between turns; dropped at the end of the conversation."""
     metadata: dict[str, Any] = field(default_factory=dict)  # Any: JSON
-    """JSON values that join the sample's metadata, where `grade` and reports find them."""
+    """JSON values to add to the sample's metadata, for `grade` and reports."""
 
     @property
     def text(self) -> str:
-        """What the policy said last."""
+        """The policy's latest turn."""
         return self.messages[-1]["content"]
 
 
 class Environment(Protocol):
-    """What a sample's completion is held against.
+    """Grades completions.
 
-    It may have `row_fields`, the names of what a row of prompts must have for it, and `check_row(row)`, which raises
-    ValueError for a row whose fields (and `answer`) make no sense, in words for who wrote it. Every row is checked
-    before a run, so the check should be cheap.
+    Two optional members: `row_fields`, the names of fields that a row of prompts must have, and `check_row(row)`, which
+    raises ValueError for a row with invalid fields or answer, with a message for the author of the data. Every row is
+    checked before a run, so the check should be cheap.
     """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:
         """The reward of a finished sample, whose `response` is the policy's last turn.
 
-        May be a coroutine function. Raises EnvironmentUnavailableError where something else than the policy failed.
+        May be a coroutine function. Raises EnvironmentUnavailableError for failures that the policy did not cause.
         """
         ...
 
 
 @runtime_checkable
 class MultiTurnEnvironment(Protocol):
-    """An environment that answers the policy.
+    """An environment that replies to the policy.
 
-    It may have `tools`, a sequence of `Tool` that the chat template tells the policy about, and a coroutine method
-    `close(conversation)`, which is called once at the end of every conversation, however it ended.
+    Two optional members: `tools`, a sequence of `Tool` that the chat template describes to the policy, and a coroutine
+    method `close(conversation)`, which is called once at the end of every conversation.
     """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:
@@ -122,21 +121,21 @@ class MultiTurnEnvironment(Protocol):
         ...
 
     async def respond(self, conversation: Conversation) -> Reply:
-        """The answer to what the policy said last.
+        """The reply to the policy's latest turn.
 
         Raises:
-            EnvironmentUnavailableError: something else than the policy failed. OSError and httpx.TransportError are
-                taken for the same; any other exception is a mistake in the environment and ends the run.
+            EnvironmentUnavailableError: a failure that the policy did not cause. OSError and httpx.TransportError are
+                treated the same; any other exception is a bug in the environment and ends the run.
         """
         ...
 
 
 def is_multi_turn(environment: Environment) -> TypeGuard[MultiTurnEnvironment]:
-    """Whether the environment answers the policy."""
+    """True if the environment replies to the policy."""
     return isinstance(environment, MultiTurnEnvironment)
 
 
 def describe_tools(environment: Environment) -> list[dict[str, Any]]:  # Any: JSON
-    """The tools that an environment offers, as chat templates take them."""
+    """The environment's tools in the form of chat templates."""
     tools: Sequence[Tool] = getattr(environment, "tools", ())
     return [tool.to_json() for tool in tools]

@@ -1,13 +1,12 @@
-"""Run a program that nobody has read: in a process of its own, without network, with little of everything.
+"""Run an untrusted program in its own process, without network and with limits on every resource.
 
-Not here: what the program is and what its output means (code.py), how it is shut in (sandbox_child.py).
+On Linux the program runs in its own namespaces. It sees no network, no other processes, only a read-only view of the
+interpreter's folders, and a small temporary folder that is deleted at the end. It has no privileges. Memory, processor
+time, processes, open files and output are limited. System calls that reach memory beyond these limits, or rarely used
+parts of the kernel, are refused. When its time is over, all its processes are killed.
 
-On Linux the program runs in namespaces of its own. It sees no network, no other process, a read-only file system of
-the interpreter's folders alone, and a small temporary folder that vanishes with it. It has no privileges, limits on
-memory, processor time, processes, open files and output, and none of the system calls that reach memory beyond those
-limits or the kernel's rarely used parts. When its time is over, all its processes are gone.
-
-This keeps a policy that explores from harming the machine. It is no defence against an attack on the kernel itself.
+This protects the machine from an exploring policy. It is not a defence against attacks on the kernel itself. The child
+process: `sandbox_child.py`.
 """
 
 from __future__ import annotations
@@ -40,55 +39,55 @@ SYSTEM_FOLDERS = (
     *("/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo"),
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache"),
 )
-"""Programs, libraries and time zones; not all of /usr, where projects may lie, as in /usr/src."""
+"""Programs, libraries and time zones; not all of /usr, which may contain projects, for example in /usr/src."""
 PREFIX_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
 """Parts of an interpreter's folder that programs need."""
 FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
-"""What a system answers that allows no namespaces, or knows none of a kind."""
+"""Error numbers of a system that does not permit or support namespaces."""
 BEGUN = b"+"
-"""What the process that shuts a program in writes before anything else could go wrong than the program."""
+"""Written by the child process once only the program itself can fail."""
 BEGIN_TIMEOUT_S = 120.0
-"""How long the machine may take to shut a program in, which is a part of a second where it has a processor for it."""
+"""Time limit for starting the sandbox, seconds; normally a fraction of a second."""
 DEFAULT_SOCKET_KB = 208
-"""What the kernel keeps for a socket, if it does not say."""
+"""The kernel's memory per socket if it does not report a value, kB."""
 END_TIMEOUT_S = 5.0
-"""How long the end of all processes of a program may take before the process that watches them is killed as well."""
+"""Time limit for all processes of a program to end before their watching process is killed, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What a program may use."""
+    """The resources of a program."""
 
     wall_s: float = 10.0
-    """From its first instruction to its end."""
+    """Seconds from its first instruction to its end."""
     cpu_s: int = 5
     memory_mb: int = 512
-    """Address space of each process, and what all of them hold together."""
+    """Address space of each process, and total memory of all processes."""
     file_mb: int = 16
-    """The temporary folder."""
+    """Size of the temporary folder."""
     num_processes: int = 16
     output_bytes: int = 1 << 20
-    """Of each stream; a program that writes more is ended."""
+    """Limit per output stream; a program that writes more is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """How a program ended."""
+    """The end of a program."""
 
     outcome: Outcome
     """OK for exit code 0, TIMEOUT, or TOOL_ERROR for any other end."""
     exit_code: int
-    """128 and the signal's number where one ended it; negative where it was stopped for its time or its output."""
+    """128 plus the signal's number if a signal ended it; negative if it was stopped for its time or output."""
     stdout: str
     stderr: str
 
 
 async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """What a Python program does. Its time begins when it does: how long the machine takes to shut it in is apart.
+    """Run a Python program. Its time starts with its first instruction, not with the start of the sandbox.
 
     Raises:
-        EnvironmentUnavailableError: the machine could not shut a program in, or ended it.
-        RewardError: the machine allows no program to be shut in, or the program would see private files.
+        EnvironmentUnavailableError: the machine could not start the sandbox, or killed the program.
+        RewardError: the machine does not permit a sandbox, or the program would see private files.
     """
     allowed = limits or SandboxLimits()
     if (problem := _find_too_large(code, stdin, allowed)) is not None:
@@ -112,7 +111,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
     async def write() -> None:
         assert process.stdin is not None
-        # It may end before it has read everything; its exit code says why.
+        # The program may end before it has read everything; its exit code shows the reason.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             await process.stdin.send(program)
             await process.stdin.aclose()
@@ -136,10 +135,10 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
     was_stopped = time.cancelled_caught or is_too_much
     if exit_code < 0 and not was_stopped:
         raise EnvironmentUnavailableError(
-            f"a program was killed by this machine (signal {-exit_code}) and not by its limits: look for the "
-            "out-of-memory killer in the machine's log, and give it more memory or fewer programs at a time"
+            f"this machine killed a program (signal {-exit_code}), but not for its limits: look for the "
+            "out-of-memory killer in the machine's log, and use more memory or fewer programs at a time"
         )
-    # Nothing else kills the first process of a namespace from within; for its memory it ends with an exit code.
+    # Only the machine can send SIGKILL to the first process of a namespace; too much memory gives an exit code.
     is_late = time.cancelled_caught or exit_code == 128 + signal.SIGKILL
     failed = Outcome.TIMEOUT if is_late else Outcome.TOOL_ERROR
     return SandboxResult(
@@ -151,11 +150,11 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
 
 async def _start(limits: SandboxLimits) -> tuple[Process, int]:
-    """The process that watches a program, and where problems are read: it ends when the program begins."""
+    """Start the process that watches a program, and return it with a file of its problems, which ends at the start."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         raise RewardError(
-            "this process ignores SIGCHLD, as whatever started it did, so it is not told how a program ended: call "
-            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
+            "this process ignores SIGCHLD (inherited from its parent), so the end of a program would go unnoticed: "
+            "call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
         )
     read_status, write_status = os.pipe()
     os.set_blocking(read_status, False)
@@ -190,7 +189,7 @@ async def _read_when_ready(file: int) -> bytes:
 
 
 async def _wait_until_gone(process: Process) -> int:
-    """The exit code of the process that watches a program, after it has ended it."""
+    """End the process that watches a program; returns its exit code."""
     _end(process)
     with anyio.CancelScope(shield=True):
         with anyio.move_on_after(END_TIMEOUT_S) as ending:
@@ -203,28 +202,28 @@ async def _wait_until_gone(process: Process) -> int:
 
 
 def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
-    """Raise where no program was begun."""
+    """Raise if the program was not started."""
     problem = status.removeprefix(BEGUN).decode(errors="replace")
     if problem:
-        # What is not allowed now is not allowed later; a limit that is reached, or memory, may be free again.
+        # Missing permissions are permanent; a reached limit or a lack of memory may be temporary.
         is_forbidden = any(os.strerror(number) in problem for number in FORBIDDEN)
         raise (RewardError if is_forbidden else EnvironmentUnavailableError)(
-            f"this machine cannot shut a program in ({problem}): run where Linux namespaces are allowed, "
+            f"this machine cannot start a sandbox ({problem}): run where Linux namespaces are permitted, "
             "as root or with user namespaces"
         )
     if status:
         return
     if is_late:
         raise EnvironmentUnavailableError(
-            f"no program was begun within {BEGIN_TIMEOUT_S:g} s: this machine has too much else to do"
+            f"the sandbox did not start within {BEGIN_TIMEOUT_S:g} s: this machine is overloaded"
         )
     said = stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    raise EnvironmentUnavailableError(f"what shuts a program in ended before it had begun: {said or 'it said nothing'}")
+    raise EnvironmentUnavailableError(f"the sandbox ended before it started the program: {said or 'without a message'}")
 
 
 @cache
 def visible_folders() -> tuple[str, ...]:
-    """The parts of the machine's file system that a program sees, read-only: what Python needs to run."""
+    """The read-only parts of the file system that a program sees: what Python needs to run."""
     prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
     own = [f"{prefix}/{part}" for prefix in prefixes for part in PREFIX_PARTS]
     chosen: list[str] = []
@@ -235,7 +234,7 @@ def visible_folders() -> tuple[str, ...]:
 
 
 def _follow_links(path: Path) -> Iterator[str]:
-    """A file and each file that its links lead to."""
+    """A file and all files that its links lead to."""
     while path.is_symlink():
         yield str(path)
         path = path.parent / path.readlink()
@@ -244,7 +243,7 @@ def _follow_links(path: Path) -> Iterator[str]:
 
 @cache
 def _describe_machine() -> dict[str, object]:
-    """What each program is shut in by, as far as this machine decides it."""
+    """The machine's part of the sandbox settings."""
     try:
         socket_kb = int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="utf-8")) >> 10
     except (OSError, ValueError):
@@ -254,7 +253,7 @@ def _describe_machine() -> dict[str, object]:
 
 
 def _find_too_large(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult | None:
-    """The end of a program that does not fit into its temporary folder with its input; None if it fits."""
+    """The result of a program that does not fit into its temporary folder with its input; None if it fits."""
     num_bytes = len(code.encode(errors="replace")) + len(stdin.encode(errors="replace"))
     if num_bytes <= limits.file_mb << 20:
         return None
@@ -263,7 +262,7 @@ def _find_too_large(code: str, stdin: str, limits: SandboxLimits) -> SandboxResu
 
 
 def _end(process: Process) -> None:
-    """Have the process that watches the program kill it: a program may leave its process group, not its namespace."""
+    """Let the watching process kill the program, which may leave its process group but not its namespace."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
 

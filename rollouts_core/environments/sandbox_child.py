@@ -1,20 +1,19 @@
-"""Shut this process in, then become the program: run by sandbox.py as a script, needs nothing but Python.
+"""The sandbox's child process: it isolates itself, then becomes the program. `sandbox.py` runs this file as a script.
 
-Not here: what is run, and what its end means (sandbox.py), which system calls a program may make (system_calls.py).
-
-argv: settings as JSON, file descriptor for problems, who starts it      stdin: {"code": ..., "stdin": ...} as JSON
+argv: settings as JSON, file descriptor for problems, parent's id      stdin: {"code": ..., "stdin": ...} as JSON
 
 namespaces --> fork --> [1] new root, read-only folders, no privileges, limits --> exec python /tmp/main.py
                 |
-                +----- waits, ends with its exit code; on SIGTERM, when sandbox.py's process dies, or when all processes
-                       in there hold too much memory together, or one has used up its processor time, it kills [1],
-                       and with the first process of its namespace the kernel kills everything in there; where the
-                       machine kills [1], or it cannot watch any longer, it ends by a signal itself
+                +----- waits, and ends with the exit code of [1]. It kills [1] on SIGTERM, when the parent dies, when
+                       all processes inside together use too much memory, or when one has used up its processor time.
+                       With [1], the first process of its namespace, the kernel kills everything inside. If the machine
+                       kills [1], or watching fails, it ends itself by a signal
 
-A program cannot end [1] by SIGKILL: no process of a namespace can kill its first one, [1] has no limit at which the
-kernel would do it, and a program cannot change its limits. SIGKILL therefore comes from the machine.
+A program cannot kill [1] with SIGKILL: no process of a namespace can kill its first one, [1] has no limit at which the
+kernel would kill it, and a program cannot change its limits. SIGKILL therefore comes from the machine.
 
-Every import costs each program milliseconds. Files are therefore read by `os` and not by pathlib.
+Only the standard library is used. Every import costs each program milliseconds, so files are read with `os`, not
+pathlib.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 )
 MNT_DETACH = 2
 LOCKED_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": 1024, "nodiratime": 2048}
-"""What a mount has that a user namespace may not take from it."""
+"""Mount options that a user namespace may not remove."""
 MS_RELATIME = 1 << 21
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
@@ -58,35 +57,35 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 NUM_CAPABILITIES = 64
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
-"""Where the new root may be put together: covered in this mount namespace alone."""
+"""Candidates for the mount point of the new root; they are covered only in this mount namespace."""
 DEVICES = ("null", "urandom", "random", "full")
-"""Not `zero`: a shared mapping of it is memory that stays when a process unmaps it, and that counts for no process."""
+"""Without `zero`: its shared mappings are memory that stays after unmapping and counts for no process."""
 CHECK_S = 0.05
-"""How often the memory and the processor time of a program are looked at."""
+"""Seconds between checks of a program's memory and processor time."""
 CPU_GRACE_S = 1.0
-"""How much longer than its limit a process may run that the kernel ends at the limit, as it does all but the first."""
+"""Extra seconds for processes that the kernel ends at their limit, which are all except the first."""
 CPU_LIMIT_SHARE = 0.5
-"""A program that was killed before it had used this share of the machine's own limit of processor time was not killed
-for that: the kernel's two ways to count the time differ, by less than half."""
+"""A program killed before it used this share of the machine's own limit of processor time was not killed for that: the
+kernel's two ways of counting time differ by less than half."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PIPE_KB, MAPPING_KB = 64, 0.5
-"""Memory of the kernel that a pipe and a mapping may take."""
+"""Kernel memory that a pipe and a mapping may take, kB."""
 MAX_LOCKS, MAX_LOCKS_BYTES = 2000, 256 << 10
-"""Locks of files that all processes together may have, and how much of the list of all locks is read: the kernel needs
-longer for each part of it."""
+"""Highest number of file locks of all processes together, and bytes read from the list of all locks: reading it takes
+the kernel longer with each part."""
 NUM_SIGNALS = 128
-"""Signals and timers that may wait for all processes of a program."""
+"""Highest number of pending signals and timers for all processes of a program."""
 
 MEMORY = re.compile(rb"^(?:Rss(?:Anon|Shmem)|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB", re.MULTILINE)
-"""In /proc/PID/status: memory of a process, also where it is swapped out, and the kernel's tables of it."""
+"""In /proc/PID/status: memory of a process, also swapped out, and the kernel's page tables."""
 BEGUN = b"+"
-"""What stands before problems, which are none, when the program begins: nothing stands for no beginning."""
+"""Sent before problems, of which there are none when the program starts. Without it the program did not start."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError where a call of the C library failed."""
+    """Raise OSError if a call of the C library failed."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
@@ -98,7 +97,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def enter_namespaces() -> None:
-    """Leave the machine's network, processes and mounts, with or without being root."""
+    """Leave the machine's network, processes and mounts, as root or without being root."""
     uid, gid = os.getuid(), os.getgid()
     spaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     if uid == 0:
@@ -110,7 +109,7 @@ def enter_namespaces() -> None:
 
 
 def build_root(folders: list[str], file_mb: int) -> None:
-    """Make a file system of nothing but `folders`, read-only, and a temporary folder; it becomes the only one."""
+    """Build a root file system from read-only `folders` and a temporary folder, and switch to it."""
     os.umask(0o022)
     root = find_root(folders)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -142,7 +141,7 @@ def build_root(folders: list[str], file_mb: int) -> None:
 
 
 def make_read_only(folder: str) -> None:
-    """Make a mount read-only with every mount below it; a plain remount leaves those as they are."""
+    """Make a mount and all mounts below it read-only; a plain remount would skip those below."""
     flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     arguments = (AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
@@ -169,7 +168,7 @@ def list_mounts(folder: str) -> list[tuple[str, list[str]]]:
 
 
 def find_root(folders: list[str]) -> str:
-    """A folder that exists and covers none of `folders`."""
+    """An existing folder that covers none of `folders`."""
     for root in ROOTS:
         if os.path.isdir(root) and not any(f"{folder}/".startswith(f"{root}/") for folder in folders):
             return root
@@ -177,32 +176,32 @@ def find_root(folders: list[str]) -> str:
 
 
 def drop_privileges(settings: dict[str, Any]) -> None:
-    """Become nobody under the limits of one program, without a way back."""
+    """Become an unprivileged user with the limits of one program, irreversibly."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    # A user namespace of its own: nothing there maps to a real user, so the program can make no further one.
+    # A separate user namespace: no id in it maps to a real user, so the program cannot create another one.
     check(libc.unshare(CLONE_NEWUSER), "unshare user")
-    # Limits behind it: those of its processes hold for the users of the namespace that it was made in, too, and in that
-    # one root's programs are all the same nobody.
+    # Limits come after it: a limit of processes also counts processes in the parent namespace, where all programs of
+    # root run as the same unprivileged user.
     set_limits(settings)
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    end_with_parent(signal.SIGKILL)  # a change of user clears it, and the filter keeps the program from doing so
+    end_with_parent(signal.SIGKILL)  # changing the user cleared it, and the filter prevents the program from doing so
     put_filter_on(bytes.fromhex(settings["filter"]))
 
 
 def put_filter_on(program: bytes) -> None:
-    """Have the kernel refuse the calls that a filter of system_calls.py refuses, in this process and all its own."""
+    """Make the kernel refuse the calls in a filter of system_calls.py, for this process and its children."""
     code = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HP", len(program) // BPF_INSTRUCTION_BYTES, ctypes.addressof(code))
     check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
 
 
 def set_limits(settings: dict[str, Any]) -> None:
-    """What one process may use.
+    """Set the limits of one process.
 
     At its limit of processor time the kernel sends SIGXCPU, which does not end the first process of a namespace.
     """
@@ -222,19 +221,19 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 
 def lower_limit(kind: int, limit: int, *, is_hard: bool) -> None:
-    """Set a limit of this process, also for good; one that is lower already stays."""
+    """Lower a limit of this process, optionally for good; an already lower limit stays."""
     _, hard = resource.getrlimit(kind)
-    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # nobody may raise it
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # raising is not permitted
     resource.setrlimit(kind, (lower, lower if is_hard else hard))
 
 
 def become_program(settings: dict[str, Any], program: dict[str, str], status: int) -> None:
-    """Never returns: this process is the program from here on."""
-    # A session of its own: a signal to its own group does not reach the process that must end it.
+    """Turn this process into the program; never returns."""
+    # A separate session, so that signals to its group do not reach the watching process.
     os.setsid()
     build_root(settings["folders"], settings["file_mb"])
     for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
-        # Halves of characters are the program's mistake, and no failure of this machine.
+        # Halves of surrogate pairs are the program's fault, not the machine's.
         write_file(f"/tmp/{name}", content.encode("utf-8", "surrogatepass"))
     given = os.open("/tmp/stdin", os.O_RDONLY)
     os.dup2(given, 0)
@@ -246,18 +245,18 @@ def become_program(settings: dict[str, Any], program: dict[str, str], status: in
 
 
 def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the one that started it dies."""
+    """Make the kernel send this process a signal when its parent dies."""
     check(libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "pdeathsig")
 
 
 def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
-    """From here on SIGTERM ends the program, with everything that it started, and then this process.
+    """Make SIGTERM end the program with all its processes, and then this process.
 
-    Nothing in the namespace can prevent it: from outside even its first process can be killed.
+    The namespace cannot prevent it: from outside, even its first process can be killed.
     """
 
     def end(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it just ended by itself
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the program just ended
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # returns when the whole namespace is gone
         if group is not None:
@@ -269,13 +268,13 @@ def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
 
 
 class MemoryGroup:
-    """A cgroup whose memory, with that of the kernel, is limited; it is removed at the end of the program.
+    """A cgroup that limits memory including the kernel's; it is removed at the end of the program.
 
     Args:
-        parent: the cgroup in which it is made.
+        parent: cgroup to create it in.
 
     Raises:
-        OSError: it cannot be made there.
+        OSError: it cannot be created there.
     """
 
     def __init__(self, parent: str, max_bytes: int) -> None:
@@ -285,10 +284,10 @@ class MemoryGroup:
         self._folder = os.open(self.name, os.O_DIRECTORY, dir_fd=self._parent)
         self._write("memory.max", str(max_bytes))
         for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
-            with contextlib.suppress(OSError):  # without swap there is no such file, nor before Linux 4.19
+            with contextlib.suppress(OSError):  # these files need swap, or Linux 4.19
                 self._write(name, value)
         self.members = os.open("cgroup.procs", os.O_WRONLY, dir_fd=self._folder)
-        """A process joins by writing 0 here."""
+        """A process joins by writing 0 to this file."""
 
     def _write(self, name: str, value: str) -> None:
         file = os.open(name, os.O_WRONLY, dir_fd=self._folder)
@@ -298,7 +297,7 @@ class MemoryGroup:
             os.close(file)
 
     def has_killed(self) -> bool:
-        """Whether the kernel ended processes for the group's limit."""
+        """True if the kernel killed processes for the group's limit."""
         file = os.open("memory.events", os.O_RDONLY, dir_fd=self._folder)
         try:
             found = re.search(rb"^oom_kill (\d+)", os.read(file, 4096), re.MULTILINE)
@@ -307,15 +306,15 @@ class MemoryGroup:
         return found is not None and int(found[1]) > 0
 
     def remove(self) -> None:
-        """Remove the group, which has no members any more."""
+        """Remove the empty group."""
         with contextlib.suppress(OSError):
             os.rmdir(self.name, dir_fd=self._parent)
 
 
 def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None) -> int:
-    """The exit code of the program, which is killed where its processes use more than it may.
+    """Wait for the program; returns its exit code. It is killed if its processes exceed their limits.
 
-    Needs SIGCHLD to be blocked. Does not return where neither the limits nor the program were its end.
+    SIGCHLD must be blocked. Does not return if the program ended for another reason than its limits or itself.
     """
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard_s = hard if hard != resource.RLIM_INFINITY else float("inf")
@@ -334,7 +333,7 @@ def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None
             is_set_up = has_own_processes()
             num_locks = count_locks() if is_set_up else 0
             held_kb, is_late = measure_processes(cpu_s, settings["socket_kb"]) if is_set_up else (0.0, False)
-        except BaseException:  # noqa: BLE001 - without a watcher the program would have no limits
+        except BaseException:  # noqa: BLE001 - an unwatched program would have no limits
             kill_program(child)
             end_by_signal()
         if held_kb > memory_mb << 10 or num_locks > MAX_LOCKS:
@@ -346,55 +345,55 @@ def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None
 
 
 def kill_program(child: int) -> None:
-    """End the program with all its processes."""
+    """Kill the program and all its processes."""
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)  # returns when the whole namespace is gone
 
 
 def say_too_much(limit: str) -> int:
-    """Tell the program's author that it took too much memory; returns its exit code."""
+    """Write to the program's stderr that it used too much memory; returns its exit code."""
     os.write(2, f"MemoryError: all processes together held more than {limit}\n".encode())
     return 1
 
 
 def end_by_signal() -> NoReturn:
-    """End this process so that its exit code is not taken for the program's."""
+    """End this process so that its exit code is not mistaken for the program's."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("no process survives SIGKILL")
 
 
 def has_own_processes() -> bool:
-    """Whether /proc is that of the sandbox, which takes the place of this process's own."""
+    """True if /proc is the sandbox's; the mount replaces this process's own view."""
     try:
         os.readlink("/proc/self")
-    except FileNotFoundError:  # this process is none of those in there
+    except FileNotFoundError:  # this process is not visible in the sandbox's /proc
         return True
     return False
 
 
 def count_locks() -> int:
-    """The locks of files that processes of the sandbox have, but not many more than they may have."""
+    """Number of file locks of the sandbox's processes, counted up to a bit more than the limit."""
     file, listed = os.open("/proc/locks", os.O_RDONLY), b""
     try:
         while len(listed) < MAX_LOCKS_BYTES and (part := os.read(file, 1 << 16)):
             listed += part
     finally:
         os.close(file)
-    return listed.count(b"\n") - listed.count(b": OFDLCK ")  # those are of all the machine, and refused in here
+    return listed.count(b"\n") - listed.count(b": OFDLCK ")  # OFD locks belong to the whole machine; refused inside
 
 
 def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
-    """The memory in kB that the processes of the sandbox hold together, and whether one has used up its time.
+    """Total memory of the sandbox's processes in kB, and whether one has used up its processor time.
 
-    Memory of the kernel counts by the most that it can be. Pages that processes share count for each.
+    Kernel memory counts at its maximum. Shared pages count for each process.
     """
     held_kb, is_late = 0.0, False
     opened: set[str] = set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # the process just ended
             used_s = read_cpu_s(pid)
             is_late = is_late or used_s >= (cpu_s if pid == "1" else cpu_s + CPU_GRACE_S)
-            status = read_file(f"/proc/{pid}/status")  # begins with a name that the program may choose, of any bytes
+            status = read_file(f"/proc/{pid}/status")  # begins with a name of arbitrary bytes, chosen by the program
             held_kb += sum(map(int, MEMORY.findall(status)))
             held_kb += MAPPING_KB * count_lines(f"/proc/{pid}/maps")
             opened.update(read_links(f"/proc/{pid}/fd"))
@@ -404,22 +403,22 @@ def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
 
 
 def read_cpu_s(pid: str) -> float:
-    """The processor time that a process has used, without that of its children."""
-    fields = read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # before it is a name of any bytes
+    """Processor time of a process in seconds, without its children."""
+    fields = read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # a name of arbitrary bytes comes before
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
 
 def read_links(folder: str) -> list[str]:
-    """Where the links of a folder lead."""
+    """The targets of a folder's links."""
     targets = []
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the file was closed meanwhile
             targets.append(os.readlink(f"{folder}/{name}"))
     return targets
 
 
 def count_lines(path: str) -> int:
-    """The lines of a file of any length."""
+    """Number of lines in a file of any size."""
     file, count = os.open(path, os.O_RDONLY), 0
     try:
         while part := os.read(file, 1 << 16):
@@ -430,33 +429,32 @@ def count_lines(path: str) -> int:
 
 
 def read_file(path: str) -> bytes:
-    """The content of a file."""
     with open(path, "rb") as file:
         return file.read()
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file that may exist."""
+    """Write a file, also if it exists."""
     with open(path, "wb") as file:
         file.write(content)
 
 
 def create_group(settings: dict[str, Any]) -> MemoryGroup | None:
-    """A cgroup for the program, None where none can be made: then its memory is measured alone."""
+    """A cgroup for the program; None if impossible, then only measuring limits its memory."""
     if not settings["group_parent"]:
         return None
     try:
-        # What lies in the temporary folder counts here, too.
+        # Files in the temporary folder count too.
         return MemoryGroup(settings["group_parent"], settings["memory_mb"] + settings["file_mb"] << 20)
     except OSError:
         return None
 
 
 def main() -> int:
-    """Run the program; returns its exit code, 128 and the signal's number for one."""
+    """Run the program; returns its exit code, or 128 plus the number of a signal."""
     settings, status, starter = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(status, False)
-    # What the starting process ignores or blocks is inherited.
+    # Ignored and blocked signals are inherited from the parent.
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -466,17 +464,17 @@ def main() -> int:
         group = create_group(settings)
         enter_namespaces()
         end_with_parent(signal.SIGTERM)
-        if os.getppid() != starter:  # it died before
+        if os.getppid() != starter:  # the parent has died
             raise ProcessLookupError("the process that wanted it has ended")
-        # Blocked until it is known what to kill; the end of the program is asked for.
+        # Blocked until the child's id is known; the program's end is polled.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         child = os.fork()
         if child == 0:
             if group is not None:
-                with contextlib.suppress(OSError):  # not allowed: its memory is measured alone
+                with contextlib.suppress(OSError):  # not permitted: only measuring limits its memory
                     os.write(group.members, b"0")
             become_program(settings, program, status)
-    except BaseException as error:  # noqa: BLE001 - what this does not report is lost
+    except BaseException as error:  # noqa: BLE001 - an unreported problem would be lost
         os.write(status, f"{type(error).__name__}: {error}".encode())
         if group is not None:
             group.remove()
@@ -485,7 +483,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
     code = wait_for_end(child, settings, group)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # its number may be another's from here on
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the child's id may be reused from now on
     if group is not None:
         group.remove()
     return code

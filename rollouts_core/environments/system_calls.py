@@ -1,12 +1,10 @@
-"""Which system calls a program in the sandbox may make: a filter for Linux's seccomp, as bytes.
-
-Not here: how the filter is put on (sandbox_child.py), limits that the kernel keeps by itself (sandbox_child.py).
+"""The system calls of a program in the sandbox: a filter for Linux's seccomp, as bytes.
 
     REFUSED, CHANGES_NOTHING, RULES --build_filter--> BPF instructions --sandbox_child.py--> the kernel
 
-A call is refused for one of three reasons. It gives a program memory that no limit counts, it changes a limit, or it
-leads to a rarely used part of the kernel, with which attacks begin. Every call that Linux got after this list was
-written is refused, too.
+A call is refused for one of three reasons: it gives a program memory that no limit counts, it changes a limit, or it
+leads to a rarely used part of the kernel, where attacks begin. Calls that Linux got after this list was written are
+refused too.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ REFUSED: dict[str, dict[str, int]] = {
     "x86_64": {
         # System V and POSIX queues, semaphores and memory
         **{"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
-        # memory in files without a name, pages that pipes hold on to, rings of asynchronous reads
+        # anonymous memory files, pages kept by pipes, rings of asynchronous reads
         **{"memfd_create": 319, "memfd_secret": 447, "vmsplice": 278, "splice": 275, "tee": 276, "io_setup": 206},
-        # a socket that waits for others, or that carries open files, holds what no descriptor counts
+        # waiting sockets and sockets that carry open files hold memory that no descriptor counts
         **{"sendmsg": 46, "sendmmsg": 307, "setsockopt": 54, "bind": 49, "listen": 50},
-        # watches and rules that the kernel keeps in any number
+        # watches and rules, of which the kernel keeps any number
         **{"inotify_init": 253, "inotify_init1": 294, "fanotify_init": 300, "landlock_create_ruleset": 444},
         # rarely used parts of the kernel
         **{"add_key": 248, "request_key": 249, "keyctl": 250, "perf_event_open": 298, "bpf": 321},
@@ -44,7 +42,7 @@ REFUSED: dict[str, dict[str, int]] = {
         **{"unshare": 97, "setns": 268, "mount": 40, "syslog": 116},
     },
 }
-"""Calls that are refused whatever their arguments are, and their numbers."""
+"""Numbers of calls that are always refused."""
 CHECKED: dict[str, dict[str, int]] = {
     "x86_64": {
         "mmap": 9,
@@ -65,11 +63,11 @@ CHECKED: dict[str, dict[str, int]] = {
         "prlimit64": 261,
     },
 }
-"""Calls that are refused with some arguments, and their numbers."""
+"""Numbers of calls that are refused with some arguments."""
 FIRST_UNKNOWN = 463
-"""From here on are calls that Linux got after 6.10, and on x86_64 the second numbers (x32) of all calls."""
+"""Calls from here on are newer than Linux 6.10, or (on x86_64) second numbers (x32) of all calls."""
 RLIMIT_STACK = 3
-"""The one limit that a program may change: programs that recurse deeply do, and the address space bounds it."""
+"""The only limit that a program may change: deeply recursive programs do, and the address space bounds it."""
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 F_SETPIPE_SZ, F_OFD_SETLK, F_OFD_SETLKW = 1031, 37, 38
@@ -78,16 +76,16 @@ ALL_BITS = 0xFFFFFFFF
 
 LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 CALL_NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Places in what the kernel tells a filter of a call; each argument has 8 bytes, the lower half first."""
+"""Offsets in the kernel's data about a call; each argument has 8 bytes, the lower half first."""
 ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
 
 Instruction = tuple[int, int, int, int]
-"""Operation, instructions to skip if a test holds and if it does not, value."""
+"""Operation, instructions to skip if a test is true and if it is false, value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A test of a half of one argument of a call."""
+    """A test of half an argument of a call."""
 
     argument: int
     value: int
@@ -98,21 +96,21 @@ class Condition:
 
 
 RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
-    # Memory that is shared has no owner: what a process unmaps of it stays, and counts for no process.
+    # Shared memory has no owner: unmapped parts stay and count for no process.
     ("mmap", (Condition(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),), errno.EPERM),
     ("mmap", (Condition(3, MAP_HUGETLB, MAP_HUGETLB),), errno.EPERM),
-    # These families end at the walls of the program's network. Of others some do not: AF_VSOCK leads from a virtual
-    # machine to its host.
+    # These families cannot leave the program's network. Some others can: AF_VSOCK leads from a virtual machine to its
+    # host.
     ("socket", tuple(Condition(0, family, is_equal=False) for family in (AF_UNIX, AF_INET, AF_INET6)), errno.EPERM),
     ("socketpair", (Condition(0, AF_UNIX, is_equal=False),), errno.EPERM),
     ("fcntl", (Condition(1, F_SETPIPE_SZ),), errno.EPERM),
-    # Locks without a process, of which the kernel lists all that the machine has.
+    # Locks without a process; the kernel lists them for the whole machine.
     ("fcntl", (Condition(1, F_OFD_SETLK),), errno.EPERM),
     ("fcntl", (Condition(1, F_OFD_SETLKW),), errno.EPERM),
-    # These succeed and change nothing. A limit that a program lowers would end it in the machine's name, and programs
-    # that mean no harm ask for limits of their own.
+    # These succeed without an effect. A limit lowered by the program would look like the machine's kill, and harmless
+    # programs set limits too.
     ("prctl", (Condition(0, PR_SET_PDEATHSIG),), 0),
-    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # without it the descriptors of a process could not be counted
+    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # otherwise a process's descriptors could not be counted
     ("setrlimit", (Condition(0, RLIMIT_STACK, is_equal=False),), 0),
     ("prlimit64", (Condition(1, RLIMIT_STACK, is_equal=False), Condition(2, 0, is_equal=False)), 0),
     (
@@ -121,7 +119,7 @@ RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
         0,
     ),
 )
-"""A call, what its arguments must be for the rule to hold, and the error that the program gets; 0 for none."""
+"""A call, conditions on its arguments, and the program's error number; 0 succeeds."""
 
 
 @cache
@@ -129,12 +127,12 @@ def build_filter(machine: str) -> bytes:
     """The filter for a processor, as an array of the kernel's `struct sock_filter`.
 
     Raises:
-        KeyError: a processor whose calls are not known.
+        KeyError: the processor's calls are unknown.
     """
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (JUMP_IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
-        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),  # the numbers of another processor, as 32-bit programs have them
+        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),  # call numbers of another processor, as in 32-bit programs
         (LOAD, 0, 0, CALL_NUMBER),
         *_return_if((JUMP_IF_AT_LEAST, 0, 1, FIRST_UNKNOWN), errno.ENOSYS),
     ]
@@ -147,12 +145,12 @@ def build_filter(machine: str) -> bytes:
 
 
 def _return_if(test: Instruction, error: int) -> list[Instruction]:
-    """A test of the call's number, and the end of the filter if it holds."""
+    """A test of the call's number; the filter ends if it is true."""
     return [test, (RETURN, 0, 0, FAIL_WITH | error)]
 
 
 def _render_rule(number: int, conditions: tuple[Condition, ...], error: int) -> list[Instruction]:
-    """The instructions of a rule, from its last to its first; a condition that does not hold skips the rest."""
+    """The instructions of a rule, built from last to first; a false condition skips the rest."""
     steps = [(RETURN, 0, 0, FAIL_WITH | error)]
     for condition in reversed(conditions):
         rest = len(steps)

@@ -1,6 +1,6 @@
-"""Rewrite a text by a rule: reverse it, sort its words, leave out its vowels. A first task for small models.
+"""Rewrite a text by a rule: reverse it, sort its words, remove its vowels. A first task for small models.
 
-A row has `operation`, a name of `OPERATIONS`, and `text`; `draw_row` makes such rows.
+A row has `operation`, a key of `OPERATIONS`, and `text`; `draw_row` makes such rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OPERATIONS: dict[str, Callable[[str], str]] = {
 
 
 class TextTransformationEnvironment:
-    """Rewards a completion that is the transformed text and nothing else."""
+    """Rewards a completion that is exactly the transformed text."""
 
     row_fields = ("operation", "text")
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for an operation that is not known, or a text that is none."""
+        """Raise ValueError for an unknown operation, or a text that is not a string."""
         if row["operation"] not in OPERATIONS:
             hint = closest_name(str(row["operation"]), list(OPERATIONS))
             raise ValueError(f"unknown operation {row['operation']!r}{hint}")
@@ -37,7 +37,7 @@ class TextTransformationEnvironment:
             raise ValueError(f"expected `text` to be text, found {type(row['text']).__name__}")
 
     def grade(self, sample: Sample) -> float:
-        """1 where the completion, without surrounding space, is the transformed text, else 0."""
+        """1 if the completion, without surrounding space, is the transformed text, else 0."""
         transform = OPERATIONS[sample.metadata["operation"]]
         return float(sample.response.strip() == transform(sample.metadata["text"]).strip())
 

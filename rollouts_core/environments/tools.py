@@ -1,8 +1,6 @@
-"""Read the tool calls in what the policy said, check and do them, and word the answers.
+"""Parse, check and run the policy's tool calls, and write the answers.
 
-Not here: tools themselves (calculator.py, or a user's), the conversation (conversation.py).
-
-How a policy writes a call is up to its chat template (data/dialects.py). Many write JSON between two marks:
+The chat template decides how a policy writes a call (`data/dialects.py`). Many use JSON between two marks:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "57+83"}}</tool_call>
 """
@@ -35,12 +33,12 @@ SCHEMA_TYPES = "array, boolean, integer, null, number, object or string"
 
 
 _dialect: ContextVar[Dialect] = ContextVar("dialect", default=DEFAULT_DIALECT)
-"""How the policy writes calls to which an environment answers in this task."""
+"""The dialect of calls for environments in this task."""
 
 
 @contextmanager
 def reading_calls_in(dialect: Dialect) -> Iterator[None]:
-    """Within the block the policy's calls are read in this dialect, also by environments, which know none."""
+    """Parse calls in this dialect inside the block, also in environments, which do not know the dialect."""
     before = _dialect.set(dialect)
     try:
         yield
@@ -49,14 +47,14 @@ def reading_calls_in(dialect: Dialect) -> Iterator[None]:
 
 
 async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: float = TOOL_TIMEOUT_S) -> Reply:
-    """The answers of the tools that `text` calls, one message each, in order; without a call no message.
+    """Call the tools in `text`; returns one message per call, in order, or no message.
 
-    In a conversation calls are read in the dialect of the policy's chat template, elsewhere as JSON between
+    In a conversation calls are parsed in the dialect of the policy's chat template, elsewhere as JSON between
     `<tool_call>` and `</tool_call>`.
 
     Args:
-        timeout_s: how long each tool may take, a plain function of which holds up all other conversations meanwhile;
-            and after how long together no further one is called: a policy may write hundreds of calls in a turn.
+        timeout_s: time limit of each tool. A plain function blocks all other conversations while it runs. After this
+            total time no further tool is called, because a policy may write hundreds of calls in a turn.
     """
     try:
         calls = parse_tool_calls(text, tools)
@@ -78,7 +76,7 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
 
 
 def find_schema_problem(tool: Tool) -> str:
-    """Where and why the `parameters` of a tool are no JSON Schema of an object; empty where they are one."""
+    """Why a tool's `parameters` are not a JSON Schema of an object, with the place; "" if they are."""
     schema: object = tool.parameters  # whatever a user wrote
     if not isinstance(schema, dict):
         return f": expected an object, found {schema!r}"
@@ -93,13 +91,13 @@ def find_schema_problem(tool: Tool) -> str:
 
 
 def parse_tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
-    """The calls in what the policy said, in order, read in the dialect of the conversation under way.
+    """The calls in the policy's text, in order, in the dialect of the current conversation.
 
     Args:
-        tools: their schemas tell numbers from texts in dialects that do not.
+        tools: schemas that tell numbers from text if the dialect does not.
 
     Raises:
-        ToolError: one that cannot be read; the sentence is for the policy.
+        ToolError: a call cannot be parsed; the message is for the policy.
     """
     try:
         return _dialect.get().read(text, [tool.to_json() for tool in tools])
@@ -125,20 +123,20 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
 
 
 def _write_answer(answer: Any) -> str:  # Any: text or another JSON value
-    """What a tool returned as text that can be tokenized: templates join texts.
+    """A tool's result as text for a template and a tokenizer.
 
     Raises:
-        ToolError: it is longer or deeper than can be written, which is up to what the policy asked for.
+        ToolError: the result is too long or too deep to write, which depends on the policy's request.
     """
     try:
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    except (ValueError, RecursionError) as error:  # a whole number of more than 4,300 digits, for one
+    except (ValueError, RecursionError) as error:  # for example an integer of more than 4,300 digits
         raise ToolError(f"what it returned cannot be written: {error}") from error
-    return text.encode(errors="replace").decode()  # half of an emoji is no text
+    return text.encode(errors="replace").decode()  # half of a surrogate pair cannot be encoded
 
 
-def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON, of which the schema has been checked
-    """The value with 3 for 3.0 where the schema wants an integer: JSON Schema takes both, and `range` does not."""
+def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON; the schema was checked
+    """Replace 3.0 by 3 if the schema requires an integer: JSON Schema accepts both, but `range` does not."""
     if not isinstance(schema, dict):
         return value
     if isinstance(value, float) and schema.get("type") == "integer":
@@ -151,25 +149,25 @@ def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON, of which 
 
 
 def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON that the policy wrote
-    """Where and why a tool cannot take these arguments, for the policy; empty where it can.
+    """Why a tool cannot take these arguments, with the place, for the policy; "" if it can.
 
-    A schema lets through what it does not name unless it forbids that (`additionalProperties`), and lets out what it
-    does not ask for (`required`), and many do neither.
+    A schema permits unknown arguments unless it sets `additionalProperties`, and missing ones unless it sets
+    `required`. Many schemas set neither, so the function's signature is checked too.
     """
     try:
         with interrupt_after_computing(MAX_CHECK_S):
             problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
-    except RecursionError as error:  # nested deeper than can be checked
+    except RecursionError as error:  # nested too deeply to check
         return f": they cannot be checked: {error}"
-    except OutOfTimeError:  # a text that a pattern of the schema takes years for
+    except OutOfTimeError:  # a pattern of the schema takes years for some texts
         return f": they cannot be checked within {MAX_CHECK_S:g} s"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"
     try:
         taken = inspect.signature(tool.function).parameters
-    except ValueError:  # a function of C that does not say what it takes
+    except ValueError:  # a C function without a signature
         return ""
-    # What the schema alone names, or the function alone wants, is a mistake of the tool's, which calling it shows.
+    # A name in only one of schema and function is a bug of the tool, which calling it shows.
     named = tool.parameters.get("properties", {})
     wanted = [name for name, each in taken.items() if each.default is each.empty and name in named]
     if missing := [name for name in wanted if name not in arguments]:

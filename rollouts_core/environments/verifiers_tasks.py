@@ -1,12 +1,10 @@
-"""Tasks of the package `verifiers`: their prompts as rows, their own rewards as the grade, their traces as samples.
-
-Not here: running an agent in a container, with the task's tool servers or a simulated user. That is what the harnesses
-of `verifiers` do; `samples_of_trace` makes samples of what they recorded.
+"""Tasks of the package `verifiers`: prompts as rows, their rewards as grades, and their traces as samples.
 
     python -m rollouts_core.environments.verifiers_tasks my-taskset prompts.jsonl      once, with the taskset installed
     rollout.environment = "verifiers"        rollout.tasksets = ["my-taskset"]
 
-A taskset is code. Rows name theirs, and only those of the settings are imported.
+Agents in containers, tool servers and simulated users are run by the harnesses of `verifiers`; `samples_of_trace` makes
+samples of their recordings. A taskset is code: rows name their taskset, and only those in the settings are imported.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class VerifiersEnvironment:
     """Rewards a completion with the weighted sum of the task's rewards.
 
     Args:
-        tasksets: that rows may name.
+        tasksets: names that rows may use.
 
     Raises:
         ConfigError: `verifiers` is not installed, or no taskset is given.
@@ -42,21 +40,21 @@ class VerifiersEnvironment:
         _check_installed()
         if not tasksets:
             raise ConfigError(
-                'the environment "verifiers" imports the tasksets of its rows: list them as rollout.tasksets'
+                'the environment "verifiers" needs the tasksets of its rows: list them in rollout.tasksets'
             )
         self._tasksets = tasksets
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for a row of another taskset: its name would be imported."""
+        """Raise ValueError for a row of another taskset, because its name would be imported."""
         if row["taskset"] not in self._tasksets:
-            raise ValueError(f"`taskset` is {row['taskset']!r}, which rollout.tasksets does not list")
+            raise ValueError(f"`taskset` is {row['taskset']!r}, but rollout.tasksets does not list it")
 
     async def grade(self, sample: Sample) -> float:
         """The task's reward for the policy's answer.
 
         Raises:
             EnvironmentUnavailableError: a judge or another service of the task did not answer.
-            ValueError: the row names a taskset that the settings do not list.
+            ValueError: the settings do not list the row's taskset.
         """
         self.check_row(sample.metadata)
         from verifiers.v1.errors import ProviderError
@@ -74,7 +72,7 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
     """The tasks of an installed taskset as rows of a prompt file.
 
     Raises:
-        ConfigError: it is not installed, raises, has no end, or needs more than an answer to be scored.
+        ConfigError: it is not installed, raises, is infinite, or needs more than an answer for its score.
     """
     _check_installed()
     try:
@@ -84,9 +82,9 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
     except ImportError as error:
         missing = (
             error.__cause__ or error.__context__ or error
-        )  # verifiers calls a taskset that lacks something missing
+        )  # verifiers reports a taskset with a missing dependency as missing
         raise ConfigError(f"the taskset {taskset_id!r} cannot be loaded ({missing}): install its package") from error
-    except (Exception, SystemExit) as error:  # a taskset is code of others, which may raise anything
+    except (Exception, SystemExit) as error:  # third-party code may raise anything
         raise ConfigError(
             f"the taskset {taskset_id!r} cannot be read, it {describe_raised(error)}: correct its name or its package"
         ) from error
@@ -97,7 +95,7 @@ def _read_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
 
     taskset = load_taskset(taskset_config_type(taskset_id)(id=taskset_id))
     if not taskset.bounded:
-        raise ConfigError(f"the taskset {taskset_id!r} has no end: write rows from a part of it")
+        raise ConfigError(f"the taskset {taskset_id!r} is infinite: write rows from a part of it")
     rows = []
     for task in taskset:
         _check_answerable(task, taskset_id)
@@ -106,17 +104,17 @@ def _read_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:  # Any: verifiers' traces
-    """The graded samples of what an agent of verifiers did: one for each trainable branch, which share the reward.
+    """The graded samples of an agent's trace: one per trainable branch, all with the same reward.
 
-    What several branches have in common is trained on in the first of them, and only read in the others.
+    A part that several branches share is trained on in the first branch only.
 
     Args:
-        trace: recorded through the train client, so that it has tokens.
-        pending: the sample that asked for it; its prompt, place and metadata stay.
+        trace: recorded through the train client, which stores tokens.
+        pending: the requesting sample; its prompt, place and metadata are kept.
 
     Raises:
-        EnvironmentUnavailableError: the agent failed before its end; it was not graded.
-        DataError: a trace without tokens.
+        EnvironmentUnavailableError: the agent failed early and was not graded.
+        DataError: the trace has no tokens.
     """
     if trace.has_error:
         reason = trace.last_error.message if trace.last_error else trace.stop_condition
@@ -141,7 +139,7 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
 
 
 def _mask_branches(trace: Any) -> list[tuple[Any, list[float]]]:  # Any: verifiers' traces and branches
-    """The trainable branches with their loss masks: each node counts in the first branch that it is on."""
+    """The trainable branches with their loss masks; each node counts in the first branch that contains it."""
     masked = []
     trained: set[int] = set()
     for branch in trace.branches:
@@ -149,7 +147,7 @@ def _mask_branches(trace: Any) -> list[tuple[Any, list[float]]]:  # Any: verifie
             continue
         mask: list[float] = []
         for node in branch.nodes:
-            is_first = id(node) not in trained  # the same object on every branch
+            is_first = id(node) not in trained  # branches share node objects
             trained.add(id(node))
             mask += [float(is_sampled and is_first) for is_sampled in node.mask]
         masked.append((branch, mask))
@@ -173,7 +171,7 @@ def _row_of(task: Any, taskset_id: str) -> dict[str, Any]:  # Any: verifiers' ta
 
 
 def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' tasks
-    """Raise ConfigError for a task whose rewards an answer alone does not decide."""
+    """Raise ConfigError for a task whose rewards depend on more than the answer."""
     from verifiers.v1 import Task
 
     scorers = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
@@ -193,8 +191,8 @@ def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' ta
         problem = "its tasks have no reward"
     if problem:
         raise ConfigError(
-            f"the taskset {taskset_id!r} cannot be used as an environment ({problem}): run it by verifiers, and train "
-            "on its traces (samples_of_trace)"
+            f"the taskset {taskset_id!r} cannot be used as an environment ({problem}): run it with verifiers, and "
+            "train on its traces (samples_of_trace)"
         )
 
 
@@ -206,7 +204,7 @@ def _load_task(taskset_id: str, data: dict[str, Any]) -> Any:  # Any: JSON, veri
 
 
 def _build_trace(task: Any, sample: Sample) -> Any:  # Any: verifiers' tasks and traces
-    """What verifiers would have recorded of the conversation."""
+    """The conversation as a trace of verifiers."""
     import verifiers.v1 as vf
     from pydantic import TypeAdapter
     from verifiers.v1.graph import MessageNode
@@ -250,7 +248,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"rollouts: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"rollouts: {target} cannot be written ({error.strerror or error}): name another file\n")
+        sys.stderr.write(f"rollouts: {target} cannot be written ({error.strerror or error}): choose another file\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"rollouts: interrupted, {target} was not written\n")

@@ -1,1 +1,1 @@
-"""Doing what a job.json says: one module per kind of job, and what they have in common."""
+"""Execute a job.json: one module per kind of job, and code shared by several kinds."""

@@ -1,11 +1,11 @@
-"""Settle which attention kernel "auto" stands for, before the first attempt at a training, and keep it.
+"""Resolve the attention kernel "auto" before the first attempt of a training, and keep the result.
 
 Not here: how a kernel is chosen (model/attention_choice.py).
 
     first attempt    job.json: auto -> choose_kernel -------------------> events.jsonl, job.json
     later attempts   job.json: auto -> the event of the first attempt --> job.json
 
-The node writes job.json anew for each attempt, so the event is what keeps the kernel.
+Each attempt gets a new job.json, so the kernel is kept in the event.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JobT = TypeVar("JobT", bound=TrainingJob)
 
 
 def settle_attention(job: JobT, directory: RunDirectory) -> JobT:
-    """The job with the kernel that "auto" stands for, which job.json names from now on, too."""
+    """The job with the chosen kernel in place of "auto"; job.json is rewritten to name it too."""
     policy = job.training.policy
     if policy.attention != "auto" or policy.backend == "jax":
         return job

@@ -1,7 +1,6 @@
-"""Do a job of kind eval or generate: sample from checkpoints, grade, and leave the stage's record.
+"""Execute a job of kind eval or generate: sample from checkpoints, grade, and write the stage's result.
 
-Not here: what the jobs are (job.py), sampling and scores (evaluate.py). Nothing here loads the training: of the
-transformers library that is the larger part.
+The jobs are defined in job.py. Training code is not imported here: it would bring in most of transformers.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
-    """Do the job; its record exists when this returns."""
+    """Execute the job; result.json exists on return."""
     silence_progress_bars()
     torch.set_num_threads(job.deployment.trainer_threads or count_processors())
     with EventLog(directory.events, attempt=attempt_number()) as events:
@@ -59,10 +58,10 @@ def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
 
 
 async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
-    """Score every checkpoint on the same rows; the record has all scores and names the best.
+    """Score every checkpoint on the same rows; result.json gets all scores and the name of the best checkpoint.
 
     Raises:
-        DivergedError: a checkpoint's weights compute no numbers, and it is to be compared; or those of all do.
+        DivergedError: all checkpoints give NaN, or one of them does and the job compares checkpoints.
     """
     scores_of, left_out = dict[str, list[float]](), list[str]()
     with (
@@ -84,7 +83,7 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
             metrics_logger.log({"score": (mean := estimate_mean(scores).mean)}, number)
             events.write("scored", name=checkpoint.name, score=mean)
     if not scores_of:
-        raise DivergedError(f"none of {len(left_out)} checkpoints has a score; {left_out[0]}")
+        raise DivergedError(f"all {len(left_out)} checkpoints failed to get a score; {left_out[0]}")
     estimates = dict(zip(scores_of, estimate_means(list(scores_of.values())), strict=True))
     scored = [
         {"name": each.name, "step": each.step, "scores": scores_of[each.name], **asdict(estimates[each.name])}
@@ -97,7 +96,7 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
 
 
 async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:
-    """A score per row; what the checkpoint said lies in samples/."""
+    """One score per row; writes the completions to samples/."""
     if job.evaluation.metric == "loss":
         demonstrations = load_demonstrations(checkpoint, job)
         if checkpoint is not job.checkpoints[0]:
@@ -116,7 +115,7 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
 
 
 def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
-    """The rows as a checkpoint reads them."""
+    """The rows as this checkpoint's tokenizer and chat template render them."""
     return load_sft_dataset(
         job.data.path,
         load_tokenizer(checkpoint.model),
@@ -140,12 +139,12 @@ def check_same_tokens(
 
 
 def trained_tokens(sample: Sample) -> list[int]:
-    """The tokens that enter the loss."""
+    """The tokens that contribute to the loss."""
     return [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight]
 
 
 async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
-    """Sample and grade completions of prompts into samples/completions.jsonl."""
+    """Sample and grade completions of prompts, and write them to samples/completions.jsonl."""
     check_model(job.model)
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts, columns=job.prompts.columns)
@@ -166,13 +165,13 @@ async def complete_once(
     *,
     num_prompts: int,
 ) -> list[Sample]:
-    """The completions in samples/<name>.jsonl, if an earlier attempt at this job left all there, or else of `complete`.
+    """Reuse the completions in samples/<name>.jsonl if an earlier attempt left all of them, else call `complete`.
 
-    They are written before they are graded, so that neither an outage of a reward nor a later checkpoint costs them.
-    Rewards are not taken from there: what gave them may have been mended since.
+    Completions are written before grading, so an outage of a reward or a later checkpoint does not lose them. Their
+    rewards are not reused, because the reward code may have been repaired since.
 
     Args:
-        made_from: what `describe_origin` gave. Where job.json was changed in between, what lies there may be of another
+        made_from: from `describe_origin`. If job.json changed in between, the stored completions may come from another
             model, other rows or other settings.
     """
     path = directory.samples / f"{name}.jsonl"
@@ -183,9 +182,9 @@ async def complete_once(
     ]
     kept = [sample_from_json(line) for line in read_json_lines(path)] if origins[-1:] == [made_from] else []
     if len(kept) == num_prompts * rollout.n_samples_per_prompt:
-        logger.info("took the completions in samples/%s.jsonl, of an earlier attempt", name)
+        logger.info("reusing the completions in samples/%s.jsonl from an earlier attempt", name)
         return [replace(sample, reward=None) for sample in kept]
-    path.unlink(missing_ok=True)  # before the event: what lies there is always of the last one
+    path.unlink(missing_ok=True)  # before the event, so that the file always belongs to the last event
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("completing", name=name, made_from=made_from)
     samples = await complete()
@@ -194,7 +193,7 @@ async def complete_once(
 
 
 def describe_origin(model: InputModel, rows: InputFile, rollout: RolloutConfig) -> str:
-    """A digest of what completions are made from: the model, the rows, and the settings but for those of rewards."""
+    """A digest of the model, the rows and the sampling settings, without the settings of rewards."""
     settings = {name: value for name, value in training_settings(rollout).items() if not name.startswith("reward")}
     of_rows = [rows.digest, rows.columns] if rows.columns else rows.digest
     named = json.dumps([model.digest, of_rows, settings], sort_keys=True)
@@ -208,10 +207,10 @@ async def complete_prompts(
     deployment: DeploymentConfig,
     directory: RunDirectory,
 ) -> list[Sample]:
-    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile.
+    """Ungraded completions from the embedded decoder in this process, or from engines started for the checkpoint.
 
     Raises:
-        DivergedError: its weights compute no numbers, whatever became of an engine that served them.
+        DivergedError: the weights give NaN, even if an engine failed with another error because of them.
     """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.spec.is_own:

@@ -1,6 +1,6 @@
-"""The engines that an RL job samples from: its clients of them, their leases, and where it publishes weights.
+"""An RL job's connection to its engines: the clients, their leases, and the place for published weights.
 
-Not here: the clients themselves (engines/), starting the servers (tasks/engine.py, serve_job.py).
+The clients themselves are in engines/; servers are started by tasks/engine.py and serve_job.py.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from rollouts_core.run_directory import RunDirectory
 LEASE_RENEWAL_S = 5.0
 RENEWAL_TIMEOUT_S = 5.0
 POOLED_RESTART_TIMEOUT_S = 5.0
-"""With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
+"""How long to wait for a lost engine if there are others: they take over its completions while it restarts."""
 
 
 @asynccontextmanager
 async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[list[InFlightEngine]]:
-    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change.
+    """The client of the job's engine, or the pool of its engines, ready for requests, also during weight changes.
 
     Args:
-        directory: that of the job; gets `router.txt`, what a router printed that the job started.
+        directory: the job's run directory; gets `router.txt`, the output of a router that the job started.
     """
     engine = job.rollout.engine
     async with AsyncExitStack() as stack:
@@ -65,10 +65,10 @@ async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[lis
 
 @contextmanager
 def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
-    """Name a lapsed lease as the reason if the block fails because an engine of this machine ended by it.
+    """Name an expired lease as the reason if the block fails because an engine on this machine ended by it.
 
     Raises:
-        EngineUnavailableError: an engine failed, and had ended because its lease was not renewed.
+        EngineUnavailableError: an engine failed after its lease was not renewed.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
 
 
 def has_lapsed(address: EngineAddress) -> bool:
-    """True if an engine of this machine has ended because its lease was not renewed, and was not started again."""
+    """True if an engine on this machine ended because its lease was not renewed, and was not started again."""
     if address.lease_url:  # the file is on another machine
         return False
     end = RunDirectory(Path(address.lease_file).parents[1]).last_end()
@@ -91,16 +91,16 @@ def has_lapsed(address: EngineAddress) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A router that is between the trainer and its engines."""
+    """A router between the trainer and its engines."""
 
     url: str
-    """Where it listens."""
+    """The router's address."""
     revive: Callable[[], None] = lambda: None
-    """Starts it again where it has ended."""
+    """Restarts the router if it has ended."""
 
 
 def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
-    """Clients of the job's engines, as one, over a router where there is one."""
+    """Clients of the job's engines as one client, through a router if the job has one."""
     is_alone = len(job.engines) == 1 and route is None
     clients = [
         create_engine(
@@ -140,10 +140,10 @@ def connect_router(job: RLJob, route: Route, clients: Sequence[EngineClient], po
 
 @contextmanager
 def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterator[None]:
-    """Renew the engines' leases as long as the block runs: in threads, because a train step may block for minutes.
+    """Renew the engines' leases during the block: in threads, because a training step may block for minutes.
 
     Args:
-        api_key: what engines on other nodes want requests to carry.
+        api_key: the key for requests to engines on other nodes.
     """
     is_over = threading.Event()
 
@@ -168,7 +168,7 @@ def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterat
 
 
 def renew_lease(address: EngineAddress, api_key: str) -> None:
-    """Say once that the engine is wanted; where that cannot be said, it is tried again soon anyway."""
+    """Renew the lease once. A failure is ignored, because the next renewal follows soon."""
     with suppress(httpx.TransportError, OSError):
         if not address.lease_url:
             Path(address.lease_file).touch()
@@ -177,7 +177,7 @@ def renew_lease(address: EngineAddress, api_key: str) -> None:
 
 
 def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
-    """Where the weights of this job are published: versions carry the start of its fingerprint."""
+    """The place for this job's published weights; version names begin with the job's fingerprint."""
     return PublishTarget(
         weights_dir=directory.weights,
         model_config=Path(job.model.model.path) / "config.json",

@@ -1,8 +1,7 @@
-"""Whether the inputs of a job are, byte for byte, what it was made for.
+"""Check that the inputs of a job are, byte for byte, those that the stage was planned with.
 
-Between planning a stage and doing it a file may be written anew: training on it would bear the wrong fingerprint.
-
-Not here: the digests (fingerprint.py), what the inputs are (job.py).
+A file may be rewritten between planning a stage and executing it. Training on the new file would carry the wrong
+fingerprint.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from rollouts_core.run_directory import RunDirectory
 
 @contextmanager
 def checked_file(file: InputFile) -> Iterator[None]:
-    """Read a data file in the block: DataError when it is not the one that the job was made for, before or after."""
+    """Read a data file in the block; DataError if it differs from the planned file before or after."""
     check_digest(file, digest_path(file.path))
     yield
     check_digest(file, digest_path(file.path))
 
 
 def check_digest(file: InputFile | InputDataset, found: str) -> None:
-    """Raise DataError when what was found at an input's path is not what the job was made for."""
+    """Raise DataError if the digest found at an input's path differs from the planned one."""
     if found != file.digest:
         happened = "changed" if Path(file.path).exists() else "is gone"
         raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
 
 
 def check_model(model: InputModel) -> None:
-    """Raise CheckpointError when a model's folder is not, byte for byte, the one that the job was made for."""
+    """Raise CheckpointError if a model's folder is not, byte for byte, the planned one."""
     path = Path(model.model.path)
     if (path / MANIFEST).is_file():
         verify_checkpoint(path)
@@ -46,17 +45,17 @@ def check_model(model: InputModel) -> None:
 
 
 def check_resume(job: TrainingJob, directory: RunDirectory) -> None:
-    """Raise CheckpointError when the run is to begin with another run's checkpoint, and that one is another now."""
+    """Raise CheckpointError if the run is to begin with another run's checkpoint, and that checkpoint has changed."""
     source = job.training.resume_from
     if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:
         raise CheckpointError(f"the checkpoint at {source} changed since the stage was planned: start the run again")
 
 
 def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
-    """The rows of datasets that are what the job was made for.
+    """The rows of datasets, checked against the job.
 
     Raises:
-        DataError: one that is gone or changed, or that cannot be opened.
+        DataError: a dataset is gone, changed, or cannot be opened.
     """
     for dataset in datasets:
         if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():

@@ -1,11 +1,11 @@
-"""Run beside an engine: renew its lease whenever a trainer on another node asks for that.
+"""Run beside an engine: renew its lease when a trainer on another node asks for it.
 
-Not here: who asks (job_engines.py), what becomes of an engine without a lease (infra/supervisor/). Run as a file, by
-an interpreter without packages: it imports nothing of ours.
+The supervisor (infra/supervisor/) ends an engine without a lease. The service runs as a file in an interpreter without
+packages, so it imports only the standard library.
 
     trainer's node ── POST, Authorization: Bearer KEY ──> the lease file's modification time is now
 
-It ends with the engine, whose end closes this process's standard input.
+The service ends with the engine: the engine's end closes the service's standard input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REQUEST_TIMEOUT_S = 10.0
 
 
 def start_lease_service(listener: socket.socket, lease_file: str, key_variable: str) -> None:
-    """Start the service as a process that ends when this one, or what it becomes by exec, has ended.
+    """Start the service as a process that ends with this process, even after this process calls exec.
 
     Args:
         key_variable: the environment variable with the key that requests must carry.
@@ -51,7 +51,7 @@ class Renewal(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]  # what the server passes on
 
     def do_POST(self) -> None:
-        """Renew, for whoever has the key."""
+        """Renew the lease if the request has the key."""
         given = self.headers.get("Authorization", "").encode()
         is_known = hmac.compare_digest(given, f"Bearer {self._key}".encode())
         if is_known:
@@ -61,11 +61,11 @@ class Renewal(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *values: object) -> None:
-        """Say nothing: there is a request every few seconds."""
+        """Log nothing: requests come every few seconds."""
 
 
 def serve_renewals(listener: socket.socket, lease_file: str, key: str) -> None:
-    """Answer until standard input is closed."""
+    """Answer requests until standard input is closed."""
     server = ThreadingHTTPServer(
         listener.getsockname()[:2], partial(Renewal, lease_file=lease_file, key=key), bind_and_activate=False
     )

@@ -1,7 +1,6 @@
-"""Do a job of kind rl: improve a model by what engines sample from it, and leave the stage's record.
+"""Execute a job of kind rl: train a model on completions that engines sample from it, and write the stage's result.
 
-Not here: what the job is (job.py), the loop (rl.py), its processes and signals (training_job.py), the engines' clients
-(job_engines.py).
+The job is defined in job.py; the training loop is in rl.py; processes and signals are handled by training_job.py.
 
     job.json -> check every input -> load -> train -> result.json
                                          |
@@ -54,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 CREDIT_DIGITS = 4
 MANY_SKIPPED = 0.5
-"""From this share of steps without an update on a training says so."""
+"""From this share of steps without an update, the training warns."""
 
 
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
-    """Improve a model; the record, which lists the checkpoints, exists when this returns."""
+    """Train a model; result.json, which lists the checkpoints, exists on return."""
     share_memory_as(job.rollout.engine)
     settled = settle_attention(job, directory)
     run_training_job(
@@ -67,7 +66,7 @@ def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The backend that the job trains with: that of one process, or this rank's part of that of several."""
+    """The job's backend: of the only process, or this rank's part of a backend with several processes."""
     training = job.training
     return create_backend(
         job.model.model,
@@ -86,7 +85,7 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
 
 
 async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop) -> None:
-    """Check, load and train; the record says how much there was to train on."""
+    """Check the inputs, load and train; result.json says how much data there was."""
     with keep_leases(job.engines, read_key(job.rollout.engine.api_key_variable, "rollout.engine")):
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
@@ -97,7 +96,7 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
 async def train_on_recorded(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
-    """Train on the rollouts of an earlier run; returns how many steps of it there are."""
+    """Train on the rollouts of an earlier run; returns the number of its steps."""
     assert job.rollouts is not None, "the job has prompts"
     with checked_file(job.rollouts):
         num_tokens = count_token_ids(load_tokenizer(job.model.model))
@@ -110,7 +109,7 @@ async def train_on_recorded(
 async def train_on_prompts(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
-    """Train on what engines sample for prompts; returns how many there are, and how many were asked, each time anew."""
+    """Train on completions sampled for prompts; returns how many prompts there are and how many were sampled."""
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, columns=job.prompts.columns)
@@ -133,7 +132,7 @@ async def train_against_engines(
     data_buffer: DataBuffer,
     stop: TrainingStop,
 ) -> None:
-    """Open everything that sampling needs, and train on what is sampled."""
+    """Open everything that sampling needs, and train on the samples."""
     tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
     async with open_engines(job, directory) as engines:
         generate_fn = (
@@ -155,7 +154,7 @@ async def run_rl_loop(
     engines: Sequence[InferenceEngine],
     stop: TrainingStop,
 ) -> None:
-    """Run the loop in the job's directory."""
+    """Run the training loop in the job's directory."""
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(
             backend,
@@ -178,9 +177,9 @@ async def run_rl_loop(
 
 
 def collect_warnings(directory: RunDirectory, events: EventLog) -> dict[str, str]:
-    """The record's `warning`: many steps without an update by rewards, or engines that rounded the update away.
+    """The result's `warning`: many steps without an update by rewards, or engines that rounded the updates away.
 
-    Log and events get the first of them; they have the second since it was seen.
+    The first warning is also written to the log and to events; the second was written there when it occurred.
     """
     lines = read_metrics(directory.metrics)
     if skipped := describe_skipped_steps(lines):
@@ -191,10 +190,10 @@ def collect_warnings(directory: RunDirectory, events: EventLog) -> dict[str, str
 
 
 def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
-    """In how many steps rewards made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
+    """The share of steps without an update by rewards, the reason and a remedy; empty below `MANY_SKIPPED`.
 
     Args:
-        lines: the metrics of the steps that were logged.
+        lines: the metrics of the logged steps.
     """
     skipped = [line for line in lines if is_untaught(line)]
     if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
@@ -209,9 +208,9 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
-    """Write the samples of an RL step, and at which temperature they were sampled, to samples/.
+    """Write the samples of an RL step and their sampling temperature to samples/.
 
-    Those of later steps go: they are of an attempt that was not gone on from, and may never be done again.
+    Files of later steps are deleted: they belong to an attempt that was abandoned after this step.
     """
     directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)
     for path in (*directory.samples.glob("step_*.jsonl"), *directory.credit.glob("step_*.jsonl")):

@@ -1,7 +1,7 @@
-"""Do a job of kind serve: be the inference server that it describes until told to stop.
+"""Execute a job of kind serve: be the inference server that the job describes until told to stop.
 
-Not here: the server itself (embedded/server.py), command lines of SGLang and vLLM (engines/launch.py), other jobs
-(sft_job.py, rl_job.py, eval_job.py). A server that is to answer within seconds cannot load transformers.
+The server itself is in embedded/server.py; command lines of SGLang and vLLM come from engines/launch.py. Transformers
+is not imported here, so that a server answers within seconds of its start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollouts_core.system.parent_death import die_with_parent
 
 
 def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
-    """Serve until told to stop; SGLang and vLLM take this process over."""
+    """Serve until told to stop; SGLang and vLLM replace this process."""
     if job.parent_pid:
         die_with_parent(job.parent_pid)
     with EventLog(directory.events, attempt=attempt_number()) as events:
@@ -61,7 +61,7 @@ def offer_renewals(job: ServeJob, directory: RunDirectory) -> None:
 
 
 def engine_key(job: ServeJob) -> str:
-    """The key that the server must ask for: that of the settings, or, beyond this machine, the common one."""
+    """The key that the server must require: that of the settings or, for access from other machines, the shared key."""
     if job.engine.api_key_variable or is_loopback(job.host):
         return read_key(job.engine.api_key_variable, "engine")
     return os.environ.get(API_KEY_VARIABLE, "")

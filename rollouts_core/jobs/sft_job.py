@@ -1,6 +1,6 @@
-"""Do a job of kind sft: fine-tune a model on demonstrations, and leave the stage's record.
+"""Execute a job of kind sft: fine-tune a model on demonstrations, and write the stage's result.
 
-Not here: what the job is (job.py), the loop (sft.py), its processes and signals (training_job.py).
+The job is defined in job.py; the training loop is in sft.py; processes and signals are handled by training_job.py.
 
     job.json -> check every input -> load -> train -> result.json
                                          |
@@ -45,7 +45,7 @@ NUM_BINS = 40
 
 
 def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
-    """Fine-tune on demonstrations; the record, which lists the checkpoints, exists when this returns."""
+    """Fine-tune on demonstrations; result.json, which lists the checkpoints, exists on return."""
     settled = settle_attention(job, directory)
     run_training_job(
         settled,
@@ -56,7 +56,7 @@ def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
 
 
 def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
-    """The backend that the job trains with: that of one process, or this rank's part of that of several."""
+    """The job's backend: of the only process, or this rank's part of a backend with several processes."""
     return create_backend(
         job.model.model,
         job.training.optim,
@@ -72,7 +72,7 @@ def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
 async def train_on_demonstrations(
     job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> None:
-    """Check, load and train; the record lists the checkpoints."""
+    """Check the inputs, load and train; result.json lists the checkpoints."""
     check_model(job.model)
     tables = open_checked_datasets(job.data)
     check_resume(job, directory)
@@ -133,7 +133,7 @@ def write_rows(
 
 
 def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The demonstrations that are not trained on, if the job has any."""
+    """The held-out demonstrations, if the job has any."""
     if job.eval_data is None:
         return []
     training = job.training

@@ -1,6 +1,6 @@
-"""What SFT and RL have in common as jobs: their processes, threads and signals, and the record they leave.
+"""Code shared by SFT and RL jobs: processes, threads, signals, and the result.
 
-Not here: the jobs (sft_job.py, rl_job.py), the loops (sft.py, rl.py), how processes talk (backends/ranks.py).
+The jobs are in sft_job.py and rl_job.py; how processes communicate is in backends/ranks.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollouts_core.system.processors import count_processors
 from rollouts_core.system.provenance import describe_process
 
 JAX_THREADS = "PJRT_NPROC"
-"""The variable from which JAX's client takes the size of its thread pools when it starts; no flag of XLA's sets it."""
+"""Environment variable for the size of the thread pools of JAX's client, read at its start; XLA has no flag for it."""
 
 
 def run_training_job(
@@ -42,16 +42,16 @@ def run_training_job(
     create: Callable[[Ranks | None], TrainingBackend],
     train: Callable[[EventLog, Ranks | None, TrainingStop], Coroutine[Any, Any, None]],
 ) -> None:
-    """Train, alone or as one of the processes that torchrun started; the first of them does all but computing.
+    """Train, alone or as one of the processes that torchrun started; only the first does more than compute.
 
     Args:
-        create: the backend of one process, or this rank's part of that of several.
-        train: what the first process does; SIGTERM stops it.
+        create: creates the backend of one process, or this rank's part of a backend with several processes.
+        train: run by the first process; SIGTERM stops it.
     """
     silence_progress_bars()
     _set_num_threads(job)
     if is_follower():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader handles it, and ends the others
     device = "cpu" if job.deployment.shares_cpu else ""
     with join_ranks(device=device) if is_launched() else nullcontext() as ranks:
         if ranks is not None and not ranks.is_leader:
@@ -74,7 +74,7 @@ def run_training_job(
 
 
 def _follow(backend: TrainingBackend) -> None:
-    """Compute what the first process says until it is done."""
+    """Execute commands of the first process until it is done."""
     from rollouts_core.backends.fsdp import FSDPTrainingBackend
 
     assert isinstance(backend, FSDPTrainingBackend)
@@ -82,28 +82,28 @@ def _follow(backend: TrainingBackend) -> None:
 
 
 def _set_num_threads(job: TrainingJob) -> None:
-    """Have torch, and JAX where that trains, compute with so many threads; before JAX has begun to."""
+    """Set the number of threads of torch, and of JAX if it trains. JAX must not have started yet."""
     torch.set_num_threads(_num_threads(job))
-    if job.deployment.trainer_threads and job.training.policy.backend == "jax":  # it takes all cores otherwise
+    if job.deployment.trainer_threads and job.training.policy.backend == "jax":  # JAX uses all cores by default
         os.environ[JAX_THREADS] = str(job.deployment.trainer_threads)
 
 
 def _num_threads(job: TrainingJob) -> int:
-    """Threads that one process of the job computes with."""
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
+    """Number of compute threads of one process of the job."""
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # from torchrun: processes on this machine
     return job.deployment.trainer_threads or max(1, count_processors() // num_processes)
 
 
 async def until_stopped(work: Coroutine[Any, Any, None], stop: TrainingStop, events: EventLog) -> None:
-    """Do the work. SIGTERM stops it after the step under way, and at its next wait where no step has begun.
+    """Run the work. SIGTERM stops it after the current step, or at its next await if no step has begun.
 
-    An exception out of the signal's handler could strike anywhere, for instance while a thread is being started.
+    An exception raised in the signal's handler could interrupt any line, for instance the start of a thread.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if not stop.is_asked and not stop.is_training:  # another one would break off what the first one lets finish
+        if not stop.is_asked and not stop.is_training:  # a second signal must not cancel the clean-up after the first
             loop.call_soon_threadsafe(task.cancel)
         stop.ask()
 
@@ -123,14 +123,14 @@ async def until_stopped(work: Coroutine[Any, Any, None], stop: TrainingStop, eve
 
 
 def write_stop(events: EventLog, step: int, problem: str = "") -> None:
-    """Say which step a training has saved that was asked to stop, on stderr and in events.jsonl."""
+    """Write the saved step of a stopped training to stderr and events.jsonl."""
     sys.stderr.write(f"rollouts: {describe_stop(step, problem)}\n")
     with suppress(OSError):  # the disk is full
         events.write("stopped", step=step, **({"problem": problem} if problem else {}))
 
 
 def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
-    """The checkpoints of a training, and where and for which run it ended early, if it did."""
+    """The checkpoints of a training and, if it ended early, the step and reason."""
     checkpoints = describe_checkpoints(directory)
     step, num_steps = checkpoints[-1]["step"], job.training.num_steps
     if step == num_steps:

@@ -1,9 +1,7 @@
-"""Write the adapters of a model as a folder that PEFT loads.
+"""Write a model's adapters as a folder that PEFT loads.
 
-Not here: putting adapters into a model, or merging them (lora.py), the rest of a checkpoint (training_state.py).
-
-    adapter/adapter_config.json           rank, scale, layers by their whole names, the model that training started from
-    adapter/adapter_model.safetensors     base_model.model.<layer>.lora_{A,B}.weight, float32
+adapter/adapter_config.json           rank, scale, full names of layers, name of the start model
+adapter/adapter_model.safetensors     base_model.model.<layer>.lora_{A,B}.weight, float32
 """
 
 from __future__ import annotations
@@ -28,33 +26,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
-"""Prefix of PEFT before the names of a model's layers."""
+"""PEFT's prefix for the names of a model's layers."""
 
 
 def write_adapter_folder(folder: Path, hf_model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Make `folder` one that `peft.PeftModel.from_pretrained(base, folder)` loads.
+    """Write `folder` for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    Writes nothing if PEFT would load the adapters into other layers: in some mixtures of experts PEFT maps layers with
-    the names of experts, for example a shared expert, to the fused experts of transformers 5.
+    Writes nothing if PEFT would load the adapters into other layers: in some mixtures of experts, PEFT maps layers with
+    an expert's name, such as a shared expert, to the fused experts of transformers 5.
 
     Args:
-        hf_model: has the adapters.
-        weights: those of the adapters by their names in `hf_model`, in host memory.
+        hf_model: model with the adapters.
+        weights: the adapters by their names in `hf_model`, in host memory.
     """
     settings = describe_adapters(hf_model)
     if is_converted(settings, hf_model):
-        logger.warning("no adapter folder: PEFT takes adapters of %s for those of experts", hf_model.config.model_type)
+        logger.warning("no adapter folder: PEFT would load adapters of %s into experts", hf_model.config.model_type)
         return
     folder.mkdir()
     listed = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
-    content = json.dumps(listed, indent=2, sort_keys=True) + "\n"  # in a fixed order: manifests list its digest
+    content = json.dumps(listed, indent=2, sort_keys=True) + "\n"  # sorted, because manifests contain its digest
     (folder / "adapter_config.json").write_text(content, encoding="utf-8")
     named = {PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def describe_adapters(hf_model: PreTrainedModel) -> LoraConfig:
-    """PEFT's settings of the adapters that `lora.add_adapters` put into a model."""
+    """PEFT's settings for the adapters that `lora.add_adapters` added."""
     from peft import LoraConfig
 
     layers = adapted_layers(hf_model)
@@ -72,16 +70,16 @@ def describe_adapters(hf_model: PreTrainedModel) -> LoraConfig:
 
 
 def is_converted(settings: LoraConfig, hf_model: PreTrainedModel) -> bool:
-    """Whether PEFT would load the adapters of a model into other layers."""
+    """True if PEFT would load a model's adapters into other layers."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # older versions leave settings as they are
+    except ImportError:  # older versions do not convert
         return False
     converted = deepcopy(settings)
     try:
         conversion.convert_peft_config_for_transformers(
             converted, model=hf_model, conversions=conversion.get_model_conversion_mapping(hf_model)
         )
-    except ValueError:  # only some of the layers that it would fuse have adapters
+    except ValueError:  # only some of the layers to fuse have adapters
         return True
     return set(converted.target_modules or ()) != set(settings.target_modules or ())

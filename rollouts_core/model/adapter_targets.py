@@ -1,7 +1,6 @@
-"""Which layers of a model get adapters, by their names.
+"""Find the layers of a model that get adapters, by name.
 
-Not here: the adapters themselves (model/lora.py). torch is not imported: this is asked before anything is rented or
-started.
+Used before anything is rented or started, so this file must not import torch.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import find_model_size
 
 WITHOUT_ADAPTER = re.compile(r"embed|\bw[pt]e\b|\blm_head\b|\.experts\.\d")
-"""In names of matrices: embeddings, the output head, and experts, which transformers makes one tensor of."""
+"""Matches names of embeddings, the output head, and experts, which transformers merges into one tensor."""
 READ_PAST_ADAPTERS = re.compile(r"(.*\.)(x|dt|out)_proj")
-"""Names of the layers whose weights the kernels of a Mamba mixer read, and of `dt_proj` torch's too: an adapter of them
+"""Names of layers whose weights a Mamba mixer's kernels read directly (for `dt_proj` also in torch): an adapter on them
 would not be trained."""
 MAMBA_PARAMETERS = ("A_log", "D")
-"""What a Mamba mixer has beside those layers, and linear attention has not both of."""
+"""Parameters of a Mamba mixer besides these layers; linear attention does not have both."""
 WEIGHTS_ALONE = re.compile(r".*\.(router\.classifier|altup\.correction_coefs)")
-"""Names of the layers of which LongCat and Gemma 3n take no more than the weight, for the same reason."""
+"""Names of layers of LongCat and Gemma 3n whose weight is read directly, with the same effect."""
 BEFORE_LAYER_NUMBER = re.compile(r"^.*?\.(?=\d+\.)")
 MAX_SHOWN = 20
 
 
 def linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers that adapters may be for, by name.
+    """The shapes of the layers that may get adapters, by name.
 
     Args:
-        tensors: the shapes of a model's tensors by their names in its files.
+        tensors: shapes of a model's tensors by their names in its files.
     """
     return {
         name.removesuffix(".weight"): shape
@@ -43,7 +42,7 @@ def linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
 
 
 def is_read_past_adapters(layer: str, tensors: Collection[str]) -> bool:
-    """Whether the model takes a layer's weight without calling the layer, by the names of its tensors."""
+    """True if the model reads a layer's weight without calling the layer, judged by tensor names."""
     if WEIGHTS_ALONE.fullmatch(layer):
         return True
     found = READ_PAST_ADAPTERS.fullmatch(layer)
@@ -51,12 +50,12 @@ def is_read_past_adapters(layer: str, tensors: Collection[str]) -> bool:
 
 
 def is_target(layer: str, name: str) -> bool:
-    """Whether a name of `lora.target_modules` is that of a layer, or its end, as peft reads it."""
+    """True if a name in `lora.target_modules` is a layer's name or its end, as in peft."""
     return f".{layer}".endswith(f".{name}")
 
 
 def is_target_in_files(layer: str, name: str) -> bool:
-    """`is_target` for a layer's name in files: what stands before its number may be called otherwise there."""
+    """`is_target` for a layer's name in files, which may have another prefix before the layer's number."""
     return is_target(layer, BEFORE_LAYER_NUMBER.sub("", name))
 
 
@@ -67,7 +66,7 @@ def check_target_modules(
     setting: str = "lora.target_modules",
     matches: Callable[[str, str], bool] = is_target,
 ) -> None:
-    """Raise ConfigError for a name that is that of no layer."""
+    """Raise ConfigError for a name without a layer."""
     unknown = [name for name in names if not any(matches(layer, name) for layer in layers)]
     if not unknown:
         return
@@ -75,18 +74,18 @@ def check_target_modules(
     shown = ", ".join(known[:MAX_SHOWN]) + ", ..." * (len(known) > MAX_SHOWN)
     these = "this name" if len(unknown) == 1 else "these names"
     raise ConfigError(
-        f"{setting} {', '.join(unknown)}: the model has no linear layer of {these} that adapters could be for, it has "
-        f"{shown}: name some of these, or leave the setting out for all of them"
+        f"{setting} {', '.join(unknown)}: the model has no linear layer with {these} that adapters support; it has "
+        f"{shown}: name some of these, or remove the setting to adapt all"
     )
 
 
 def check_adapters(config: Config) -> list[str]:
-    """Compare the layers that adapters are for with those in the model's files; a sentence where that cannot be done.
+    """Compare target modules with the layers in the model's files; returns a sentence for each setting not compared.
 
-    Models that bring their own code are left out: it may call its layers something else than its files do.
+    Models with their own code are skipped: its layer names may differ from those in the files.
 
     Raises:
-        ConfigError: the model has no such layer.
+        ConfigError: a target module has no layer.
     """
     adapters = {name: training.policy.lora for name, training in config.trainings.items()}
     named = {
@@ -99,7 +98,7 @@ def check_adapters(config: Config) -> list[str]:
     size = find_model_size(config.model)
     layers = linear_layers(size.tensors)
     if not layers:
-        reason = size.problem or "its files name no linear layers"
+        reason = size.problem or "its files contain no linear layers"
         return [f"{setting}: not compared with the layers of {config.model.path} ({reason})" for setting in named]
     for setting, names in named.items():
         check_target_modules(names, layers, setting=setting, matches=is_target_in_files)

@@ -1,13 +1,10 @@
-"""The attention kernel that `policy.attention = "auto"` stands for.
+"""Resolve `policy.attention = "auto"` to an attention kernel. torch is not imported.
 
-Not here: the kernels (varlen.py, transformers), what a kernel needs of memory (checks/activation_needs.py). Importing
-this needs no torch.
-
-    float32, or no GPU                                          sdpa
-    RL whose completions gain more by a shared prompt           sdpa: its mask lets them share
-    bfloat16, and torch has varlen_attn, which fits the model   varlen
-    bfloat16, and flash-attn is installed                       flash_attention_3, flash_attention_2
-    else                                                        sdpa
+float32, or no GPU                                          sdpa
+RL in which sharing prompts saves more                      sdpa: sharing needs its mask
+bfloat16, and torch's varlen_attn supports the model        varlen
+bfloat16, and flash-attn is installed                       flash_attention_3, flash_attention_2
+else                                                        sdpa
 """
 
 from __future__ import annotations
@@ -19,26 +16,26 @@ from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, Ro
 from rollouts_core.model.model_shape import ModelShape, read_shape
 
 MAX_SHARERS = 4
-"""Completions that share one prompt in a row. More share it further, but each row then attends over more positions that
-a mask hides."""
+"""Highest number of completions that share a prompt in a row. More would share further, but each row would then attend
+over more masked positions."""
 MASKED_COST = 3.0
-"""How many times longer a kernel with a mask takes per product than one without: an assumption, no GPU was measured."""
+"""Assumed cost of a product with a mask, relative to a kernel without one; not measured on a GPU."""
 
 
 class Choice(NamedTuple):
-    """A kernel, and why it was taken."""
+    """A kernel, and the reason for it."""
 
     kernel: str
     """A value of `policy.attention`."""
     reason: str
-    """For people, a clause."""
+    """A clause for readers."""
 
 
 Training = TypeVar("Training", bound=SFTTrainingConfig | RLTrainingConfig)
 
 
 class SharedPrompts(NamedTuple):
-    """Completions of RL that may share their prompt, as long as the settings allow."""
+    """Lengths and number of RL completions that may share a prompt."""
 
     prompt_tokens: int
     new_tokens: int
@@ -46,7 +43,7 @@ class SharedPrompts(NamedTuple):
 
 
 def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompts | None:
-    """What completions could share; None if each stands alone."""
+    """The completions that could share a prompt; None if sharing is off."""
     num_samples = min(MAX_SHARERS, rollout.n_samples_per_prompt)
     if not rl.packing or num_samples < 2:
         return None
@@ -54,10 +51,10 @@ def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompt
 
 
 def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
-    """Whether computing a prompt once saves more products than the mask costs that keeps its completions apart.
+    """True if computing a prompt once saves more than the mask between its completions costs.
 
-    A token costs two operations per weight of the layers, and four per query number and token that it attends to. With
-    a mask every token of a row attends to every other token, without a mask to those before it.
+    A token costs two operations per weight of the layers, and four per query number and attended token. With a mask,
+    every token of a row attends to every other token; without one, only to earlier tokens.
     """
     weights = shape.num_layers * (
         2 * shape.hidden_size * (shape.query_size + shape.kv_size) + 3 * shape.hidden_size * shape.intermediate_size
@@ -71,11 +68,11 @@ def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
 
 
 def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: SharedPrompts | None) -> str:
-    """The kernel on a GPU that has `varlen`, for estimates before a run.
+    """The expected kernel on a GPU with `varlen`, for estimates before a run.
 
     Args:
         settings: the model's config.json.
-        shared: what completions of RL could share.
+        shared: RL completions that could share a prompt.
     """
     if policy.attention != "auto":
         return policy.attention
@@ -86,7 +83,7 @@ def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: S
 
 
 def with_kernel(training: Training, kernel: str) -> Training:
-    """The settings of a stage with another attention kernel."""
+    """Copy a stage's settings with another attention kernel."""
     policy = training.policy.model_copy(update={"attention": kernel})
     return cast("Training", training.model_copy(update={"policy": policy}))
 
@@ -94,16 +91,16 @@ def with_kernel(training: Training, kernel: str) -> Training:
 def choose_kernel(
     model: ModelConfig, policy: PolicyConfig, *, device_type: str, shared: SharedPrompts | None = None
 ) -> Choice:
-    """The kernel that "auto" stands for on this machine.
+    """The kernel for "auto" on this machine.
 
     Args:
-        device_type: what trains: cpu, cuda, ...
-        shared: what completions of RL could share.
+        device_type: type of the training device: cpu, cuda, ...
+        shared: RL completions that could share a prompt.
     """
     if policy.precision == "float32":
         return Choice("sdpa", "the precision is float32")
     if device_type == "cpu":
-        return Choice("sdpa", "a CPU trains")
+        return Choice("sdpa", "training runs on a CPU")
     from rollouts_core.model.loading import find_settings
 
     found = find_settings(model)
@@ -127,4 +124,6 @@ def _choose_without_mask(model: ModelConfig, device_type: str) -> Choice:
     kernel = next((name for name, is_installed in installed.items() if is_installed), "")
     if kernel and takes_flash_attention(model):
         return Choice(kernel, f"flash attention is installed, and varlen cannot be used: {reason}")
-    return Choice("sdpa", f"varlen cannot be used: {reason}; packed rows take a mask of their length squared")
+    return Choice(
+        "sdpa", f"varlen cannot be used: {reason}; the mask of packed rows takes memory of their length squared"
+    )

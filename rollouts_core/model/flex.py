@@ -1,12 +1,10 @@
-"""Attention by a block mask: torch's FlexAttention as a kernel of transformers.
-
-Not here: which kernel a training takes (attention_choice.py), masks of T x T numbers (batch.py).
+"""Attention with a block mask: torch's FlexAttention as a kernel of transformers.
 
     segments, prompts and positions -> block mask: for blocks of 128 x 128 positions, which of them are computed
     q, k, v and the block mask      -> flex_attention
 
-A block mask keeps the samples of a row apart and lets them share a prompt, as a mask of T x T numbers does. Blocks that
-it hides are not computed. torch has no gradients of FlexAttention on a CPU.
+Like a mask of T x T numbers, a block mask separates the samples of a row and lets them share a prompt, but masked
+blocks are not computed. torch has no gradients of FlexAttention on a CPU.
 
 B rows, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLEX = "flex"
-"""Its name in transformers and in `policy.attention`."""
+"""Name of this kernel in transformers and in `policy.attention`."""
 
 
 def attend_flex(
@@ -42,23 +40,23 @@ def attend_flex(
     key_BKTD: Tensor,
     value_BKTD: Tensor,
     attention_mask: BlockMask,
-    **others: Any,  # Any: what other kernels take
+    **others: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as (B, T, H, D), with what transformers' own kernel knows: caps of scores and sinks."""
+    """Attention as (B, T, H, D), with the score caps and sinks of transformers' own kernel."""
     dtype = half_precision(value_BKTD)
     heads = (each.to(dtype) for each in (query_BHTD, key_BKTD, value_BKTD))
     return flex_attention_forward(module, *heads, attention_mask, **others)  # type: ignore[no-any-return]
 
 
 def use_flex_attention(hf_model: PreTrainedModel) -> None:
-    """Let a model compute its attention this way; `why_not_flex` says before whether it can."""
-    # No mask is registered beside it: transformers would look for packed rows itself, and wait for the GPU.
+    """Switch a model to this kernel, after `why_not_flex`."""
+    # No mask function is registered: transformers would test for packed rows, and wait for the GPU.
     AttentionInterface.register(FLEX, attend_flex)
     hf_model.set_attn_implementation(FLEX)
 
 
 def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
-    """What each position of a batch may read, like `batch.block_causal_mask`, for one kind of layer."""
+    """The positions that each position may read, as in `batch.block_causal_mask`, for one kind of layer."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     num_rows, length = batch.segment_ids_BT.shape
@@ -72,14 +70,14 @@ def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
         return (key <= query) & is_own & is_near
 
     device = segments_BT.device
-    # Compiled, it never holds the mask of T x T that it is made from.
+    # Compiled code never materializes the T x T mask.
     return create_block_mask(
         may_read, num_rows, None, length, length, device=str(device), _compile=device.type == "cuda"
     )
 
 
 def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
-    """Why the kernel cannot train a model on this machine, as the end of a sentence; empty if it can."""
+    """Why the kernel cannot train a model on this machine, as a clause; "" if it can."""
     if not is_torch_flex_attn_available():
         return f"torch {torch.__version__} has no FlexAttention"
     if device_type != "cuda":
@@ -93,7 +91,7 @@ def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(hf_model: PreTrainedModel) -> str:
-    """Why a model does more in its attention than the kernel, as the end of a sentence; empty if not."""
+    """Why the kernel does not cover a model's attention, as a clause; "" if it does."""
     settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flex_attn:
         return f"{name} models are not known to work with it"

@@ -1,7 +1,4 @@
-"""Load a language model and its tokenizer.
-
-Not here: log-probs (policy.py), generation (embedded/, engines/), training state (backends/pytorch.py).
-"""
+"""Load a language model and its tokenizer, and check that training supports the model."""
 
 from __future__ import annotations
 
@@ -29,54 +26,54 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 UNLOADABLE = (OSError, ValueError, KeyError)
-"""What transformers raises where a folder lacks files, or has some of a kind of model that it does not know."""
+"""Exceptions of transformers for missing files and unknown kinds of models."""
 BAD_SETTINGS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What it raises for a config.json with values that no model has, as they come."""
+"""Exceptions of transformers for a config.json with impossible values."""
 LARGE_LOGIT = 100.0
-"""A cap bends logits of this size, whatever it is."""
+"""A logit of this size is changed by any logit cap in use."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
-"""Attention kernels that compute in any number format."""
+"""Attention kernels that support every number format."""
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
-"""The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
+"""The kinds of layers in which a position reads exactly what the mask permits."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
-"""Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
+"""Model types that ignore attention masks between positions of a row; their settings do not show it."""
 UNTOLD_MODELS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
     *("trocr", "whisper", "xlnet"),
 }
-"""Models that cannot be told positions and count along the row, by their type."""
+"""Model types without position input, which count positions along the row."""
 MODELS_OF_ROW_DISTANCES = {"gpt_neo", "mpt"}
-"""Models that count how far back a token lies by its place in the row, whatever its position, by their type: only where
-all tokens of a sample lie next to each other is that the same."""
+"""Model types that measure the distance between tokens along the row and ignore positions. The result is right only if
+all tokens of a sample are adjacent."""
 MODELS_OF_SHORT_ROWS = {"big_bird", "gpt_neo", "mpt", "reformer"}
-"""Models that compute no row of more tokens than they have positions, whatever the positions of its samples, by their
-type: a table that is as large belongs to the row."""
+"""Model types that refuse rows longer than their number of positions, regardless of the positions inside: they index a
+table by row length."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
-"""How settings begin of models that compute a position however far it is, or whose layers need none."""
+"""Prefixes of settings in models without a position limit, or whose layers need no positions."""
 
 
 class Positions(NamedTuple):
-    """How long a sequence a model was made for."""
+    """The sequence length that a model was made for."""
 
     num: int
     are_all: bool
-    """Whether it has no further ones: each is a row of a table."""
+    """True if longer sequences are impossible: each position is a row of a table."""
 
 
 def load_hf_model(
     config: ModelConfig, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """The causal language model at `config.path`, in training mode; weights from safetensors, unless `allow_pickle`.
+    """Load the causal language model at `config.path` in training mode, from safetensors unless `allow_pickle`.
 
     Args:
-        device: "meta" gives the model without values.
+        device: "meta" builds the model without values.
         dtype: number format of the weights.
-        attention: the attention kernel, by its name in transformers; models without sdpa get eager instead of it.
+        attention: attention kernel by its name in transformers; models without sdpa use eager instead.
 
     Raises:
-        CheckpointError: nothing loadable lies there.
-        ConfigError: the attention kernel is not installed, or the model does more to its logits than is known here.
+        CheckpointError: the path has no loadable model.
+        ConfigError: the attention kernel is not installed, or the model transforms its logits in an unknown way.
     """
     if device == "meta":
         return _build_without_values(config, dtype=dtype, attention=attention)
@@ -90,11 +87,11 @@ def load_hf_model(
             attn_implementation=_asked_attention(attention),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
-            ignore_mismatched_sizes=True,  # told of below, in one sentence
+            ignore_mismatched_sizes=True,  # reported below in one sentence
             output_loading_info=True,
         )
     except ImportError as error:
-        if attention in KERNELS_OF_FLOAT32:  # torch has them: it is something else that the model needs
+        if attention in KERNELS_OF_FLOAT32:  # part of torch, so the model misses another package
             raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (*UNLOADABLE, *BAD_SETTINGS, SafetensorError, UnpicklingError) as error:
@@ -110,12 +107,12 @@ def load_hf_model(
 
 
 def find_other_shape(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str:
-    """How weights differ from what config.json says, in a sentence; empty where they do not, or nothing can tell.
+    """Describe how weights differ from config.json; "" if they agree or cannot be compared.
 
-    Experts are passed over: transformers puts those of some models together, or turns them, under one name.
+    Experts are skipped: transformers merges or transposes them in some models under the same name.
 
     Args:
-        shapes: those in the files, by name.
+        shapes: shapes in the files, by name.
     """
     try:
         expected = {name: tensor.shape for name, tensor in load_hf_model(config, device="meta").state_dict().items()}
@@ -128,16 +125,17 @@ def find_other_shape(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -
 
 
 def describe_other_shape(path: str, name: str, found: Sequence[int], expected: Sequence[int]) -> str:
-    """That a tensor in a model's files is not what its config.json makes it."""
+    """Sentence about a tensor whose shape contradicts config.json."""
     return (
-        f"the weights at {path} are not of its config.json: {name} has shape {tuple(found)}, expected {tuple(expected)}"
+        f"the weights at {path} do not match its config.json: {name} has shape {tuple(found)}, expected "
+        f"{tuple(expected)}"
     )
 
 
 def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
-    """Raise CheckpointError for a head that is not the embedding although config.json says so.
+    """Raise CheckpointError for a head that differs from the embedding although config.json ties them.
 
-    transformers computes with both, and so would a training; engines make the head of the embedding.
+    transformers would compute and train with both; engines use the embedding as head.
     """
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config.get_text_config(), "tie_word_embeddings", False) and hf_model._tied_weights_keys
@@ -146,25 +144,25 @@ def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
 
 
 def describe_own_head(path: str) -> str:
-    """What is wrong with weights that have a head of their own against their config.json, and what to do."""
+    """Sentence about a separate head in spite of tied embeddings, with the remedy."""
     return (
-        f"the weights at {path} have an output head that differs from the embedding, and its config.json ties them: "
-        "engines would leave that head out; set tie_word_embeddings = false there, or remove the head if it is a rest"
+        f"the weights at {path} have an output head that differs from the embedding, but its config.json ties them: "
+        "engines would ignore the head. Set tie_word_embeddings = false there, or remove the head if it is unused"
     )
 
 
 def count_gpus() -> int:
-    """The GPUs of this machine that torch can use."""
+    """Number of GPUs of this machine that torch can use."""
     return torch.cuda.device_count()
 
 
 def default_device() -> str:
-    """The first GPU where there is one, else the CPU."""
+    """The first GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
-    """What the model does between its head and its logits, by the settings of Cohere, Falcon-H1, Granite and Gemma."""
+    """The model's transformation between head and logits, by the settings of Cohere, Falcon-H1, Granite and Gemma."""
     settings = hf_model.config.get_text_config()
     scale = (getattr(settings, "logit_scale", None) or 1.0) * (getattr(settings, "lm_head_multiplier", None) or 1.0)
     divisor = getattr(settings, "logits_scaling", None) or 1.0
@@ -172,30 +170,30 @@ def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
 
 
 def check_attention(hf_model: PreTrainedModel) -> None:
-    """Raise ConfigError when the attention kernel would leave out the cap that a model puts on attention scores."""
+    """Raise ConfigError if the attention kernel would skip the model's cap on attention scores."""
     config = hf_model.config
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         raise ConfigError(
-            f'policy.attention "sdpa" leaves out the cap of attention scores that {config.model_type} models have: set '
-            'policy.attention = "eager", or a kernel of flash attention'
+            f'policy.attention "sdpa" does not apply the cap on attention scores of {config.model_type} models: set '
+            'policy.attention = "eager", or a flash attention kernel'
         )
 
 
 @torch.no_grad()
 def check_logits(hf_model: PreTrainedModel) -> None:
-    """Raise ConfigError when the model's logits are not what `find_logit_transform` makes of its head's products.
+    """Raise ConfigError if the model's logits are not `find_logit_transform` of its head's products.
 
-    Log-probs are taken from hidden states and head (logprobs.py), so whatever else lies between them would be lost. It
-    shows on two tokens, whose products are once taken as they are and once made so large that any cap bends them.
+    Log-probs are computed from hidden states and head (`logprobs.py`), so any other transformation would be lost. Two
+    tokens are tested, once with the products as they are and once so large that any cap changes them.
 
     Raises:
-        DivergedError: the products are no numbers.
+        DivergedError: the products are NaN.
     """
     head = hf_model.get_output_embeddings()
     if head is None:
         raise _unknown_logits(hf_model, "it has no output head")
     if hf_model.base_model is hf_model:
-        raise _unknown_logits(hf_model, "it has no decoder under the name that its class says")
+        raise _unknown_logits(hf_model, "it has no decoder under its class's name")
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return
     hf_model.eval()
@@ -211,20 +209,17 @@ def check_logits(hf_model: PreTrainedModel) -> None:
         expected = transform_logits(products * factor, find_logit_transform(hf_model))
         tolerance = 1e-3 if hf_model.dtype == torch.float32 else 2e-2
         if not torch.allclose(expected, logits, rtol=tolerance, atol=0.1 * tolerance * float(logits.abs().max())):
-            raise _unknown_logits(hf_model, "it has something between hidden states and logits")
+            raise _unknown_logits(hf_model, "it transforms hidden states or logits in an unknown way")
 
 
 def describe_diverged(path: str) -> str:
-    """What is wrong with the weights of a folder that compute no numbers, and what to do."""
-    return (
-        f"the weights at {path} compute no numbers (NaN): they are damaged, or the training that made them diverged; "
-        "take another checkpoint"
-    )
+    """Sentence about weights that give NaN, with the remedy."""
+    return f"the weights at {path} give NaN: they are damaged, or their training diverged; use another checkpoint"
 
 
 @contextmanager
 def _head_multiplied(head: nn.Module, factor: float) -> Iterator[None]:
-    """While the block runs, the head gives `factor` times its products."""
+    """Multiply the head's output by `factor` inside the block."""
     hook = head.register_forward_hook(lambda module, inputs, products: products * factor)
     try:
         yield
@@ -234,12 +229,12 @@ def _head_multiplied(head: nn.Module, factor: float) -> Iterator[None]:
 
 def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
-        f"{hf_model.config.model_type} models cannot be trained here: {reason}, which log-probs would lack"
+        f"{hf_model.config.model_type} models cannot be trained here: {reason}, so log-probs would be wrong"
     )
 
 
 def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
-    """What config.json at `config.path` says; None where it cannot be read, which whoever loads the model explains."""
+    """The model's config.json; None if unreadable, which is explained when the model is loaded."""
     try:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -250,7 +245,7 @@ def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
 
 
 def check_settings(config: ModelConfig) -> None:
-    """Raise CheckpointError for a config.json with values that no model has; of others whoever loads it tells."""
+    """Raise CheckpointError for a config.json with impossible values; other errors appear when the model is loaded."""
     try:
         AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -258,43 +253,43 @@ def check_settings(config: ModelConfig) -> None:
     except BAD_SETTINGS as error:
         path = Path(config.path) / "config.json"
         raise CheckpointError(
-            f"{path} cannot be used: {describe_unloadable(error)}: mend it, or copy it again"
+            f"{path} cannot be used: {describe_unloadable(error)}: repair it, or copy it again"
         ) from error
     except (ImportError, *UNLOADABLE):
         return
 
 
 def find_unmasked_layers(settings: PreTrainedConfig) -> str:
-    """A kind of a model's layers that pass something from position to position whatever a mask says; "" without any."""
+    """A kind of layer that passes information between positions in spite of a mask; "" if there is none."""
     kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ())
     return min(kinds - MASKED_LAYERS, default="")
 
 
 def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shares_prompts: bool = False) -> None:
-    """Raise ConfigError for a model in which samples of one row would see each other, or a shared prompt elsewhere.
+    """Raise ConfigError for a model in which samples of a row would see each other, or misplace a shared prompt.
 
     Args:
-        setting: what to switch off.
-        shares_prompts: whether samples of a row read one prompt, which lies next to the first of them only.
+        setting: the setting to switch off.
+        shares_prompts: whether samples of a row share one prompt, which is adjacent to the first sample only.
     """
     kind, model = find_unmasked_layers(settings), settings.model_type
-    if has_alibi := model == "falcon" and settings.alibi:  # it makes ALiBi's slopes of a mask of padding alone
+    if has_alibi := model == "falcon" and settings.alibi:  # its ALiBi slopes come from a padding mask only
         model = "falcon with ALiBi"
     if kind or has_alibi or model in UNMASKED_MODELS | UNTOLD_MODELS:
         place = f"the {kind} layers of {model}" if kind else f"{model} models"
         raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
     if shares_prompts and settings.model_type in MODELS_OF_ROW_DISTANCES:
         raise ConfigError(
-            f"in packed rows {settings.model_type} models would see a prompt that completions share further away than "
-            f"it is: set {setting} = false"
+            f"in packed rows {settings.model_type} models would see a shared prompt at a wrong distance: set "
+            f"{setting} = false"
         )
 
 
 def check_not_quantized(config: ModelConfig) -> None:
-    """Raise ConfigError for a model whose weights cannot be trained because they are quantized.
+    """Raise ConfigError for a model with quantized weights, which cannot be trained.
 
-    Of packed integers transformers trains nothing but norms and embeddings, without a word; weights in FP8 or MXFP4 it
-    loads into a number format of its own, which is another one than the training's.
+    With integer-quantized weights, transformers silently trains only norms and embeddings. It dequantizes FP8 and MXFP4
+    weights to a dtype other than the training dtype.
     """
     settings = find_settings(config)
     quantization = getattr(settings, "quantization_config", None)
@@ -304,20 +299,19 @@ def check_not_quantized(config: ModelConfig) -> None:
     method = quantization.get("quant_method") or ("bitsandbytes" if is_of_bitsandbytes else "")
     if method:
         raise ConfigError(
-            f"model.path: the weights at {config.path} are quantized ({method}, by its config.json), and cannot be "
-            "trained, nor adapters added to them here: give the model that they were made from, or a copy of it in "
-            "bfloat16"
+            f"model.path: the weights at {config.path} are quantized ({method}, by its config.json). They cannot be "
+            "trained, and adapters cannot be added to them: use the original model, or a copy in bfloat16"
         )
 
 
 def find_positions(config: ModelConfig) -> Positions | None:
-    """The positions of the language model at `config.path`; None where its configuration does not say."""
+    """The positions of the language model at `config.path`; None if its configuration does not say."""
     if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()
-    if isinstance(num := values.get("n_positions"), int):  # models that rotate by a table have one too
+    if isinstance(num := values.get("n_positions"), int):  # rotary models with a table have it too
         return Positions(num, are_all=True)
-    if settings.model_type == "mpt":  # its ALiBi is made for so many positions, unlike that of others
+    if settings.model_type == "mpt":  # its ALiBi covers only so many positions, unlike that of other models
         return Positions(settings.max_seq_len, are_all=True)
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
@@ -325,9 +319,9 @@ def find_positions(config: ModelConfig) -> Positions | None:
 
 
 def find_rotation_limit(config: ModelConfig) -> int | None:
-    """The positions up to which a model rotates by its short factors; None where all lengths are rotated alike.
+    """The position up to which a model uses LongRoPE's short factors; None if all lengths use the same factors.
 
-    transformers rotates all rows of a batch by the long factors as soon as one position lies beyond (LongRoPE).
+    transformers uses the long factors for all rows of a batch as soon as one position is beyond the limit.
     """
     if (settings := find_settings(config)) is None:
         return None
@@ -356,15 +350,15 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
 
 
 def _asked_attention(attention: str) -> str | None:
-    """None lets transformers take sdpa for the models that have it, and eager for the others."""
+    """None makes transformers choose sdpa if the model has it, else eager."""
     return None if attention == "sdpa" else attention
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer at `config.path`, whose chat template has the values of `config.chat_template_kwargs`.
+    """The tokenizer at `config.path`, with `config.chat_template_kwargs` applied to its chat template.
 
     Raises:
-        DataError: none lies there, or it has no end-of-sequence token.
+        DataError: the path has no tokenizer, or it has no end-of-sequence token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -375,48 +369,48 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     tokenizer.chat_template = with_template_values(tokenizer.chat_template, config.chat_template_kwargs)
-    # How it was loaded would be written into checkpoints, whose digests would differ with the environment.
+    # transformers would write these into checkpoints, whose digests would then differ between environments.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)
     return tokenizer
 
 
 def _say_unloadable(what: str, path: str, error: Exception) -> str:
-    """Also that there is no such folder: a misspelt one is taken for a name of the hub, of which the error speaks."""
+    """Sentence about a failed load. It mentions a missing folder, which transformers treats as a name at the hub."""
     folder, reason = Path(path).absolute(), describe_unloadable(error)
     if folder.exists():
         return f"no {what} could be loaded from {path}: {reason}"
-    return f"no {what} could be loaded from {path}: {reason.rstrip('.')}; and there is no folder {folder}"
+    return f"no {what} could be loaded from {path}: {reason.rstrip('.')}; and the folder {folder} does not exist"
 
 
 def describe_unloadable(error: Exception) -> str:
-    """What an error says; one about a setting has it in its second line, as its cause."""
+    """The first line of an error, or of its cause if it is about a setting."""
     cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
     return first_line(cause or error)
 
 
 def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Raise DataError when the tokenizer can produce ids that the model has no embedding for."""
+    """Raise DataError if the tokenizer has ids without an embedding in the model."""
     if len(tokenizer) > num_embeddings:
         raise DataError(
-            f"the tokenizer at {path} has {len(tokenizer)} tokens but the model embeds {num_embeddings}: "
-            "they do not belong together"
+            f"the tokenizer at {path} has {len(tokenizer)} tokens but the model embeds only {num_embeddings}: they do "
+            "not belong together"
         )
 
 
 def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest token id of a tokenizer: a model may have embeddings for more, which stand for nothing.
+    """The largest token id of a tokenizer plus 1. Models often have more embeddings than the tokenizer has ids.
 
-    The same as `len(tokenizer)`, unless ids are left out below the largest one.
+    Differs from `len(tokenizer)` only if smaller ids are unused.
     """
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token id to fill rows with; masks keep it out of everything."""
+    """A token id for padding, which masks exclude from every result."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
 
 
 def silence_progress_bars() -> None:
-    """Keep the bars of loading and saving weights out of logs and terminals."""
+    """Keep progress bars of loading and saving weights out of logs and terminals."""
     transformers_logging.disable_progress_bar()

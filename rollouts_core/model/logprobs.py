@@ -1,10 +1,8 @@
-"""Log-probs and entropies of next tokens straight from hidden states, without ever holding all logits.
+"""Compute log-probs and entropies from hidden states without storing all logits.
 
-Not here: hidden states (policy.py), which model does what to its logits (loading.py), losses (algorithms/loss.py).
-
-The logits of a batch are its largest tensor by far: 16,384 tokens of a 150,000-token vocabulary take 9.8 GB in
-float32, and the naive way holds them about three times. Here a piece of the tokens at a time is multiplied with the
-head, reduced to two numbers per token and dropped; the backward pass computes the piece again for its gradients.
+The logits of a batch are its largest tensor: 16,384 tokens with a vocabulary of 150,000 take 9.8 GB in float32, and the
+naive computation stores about three copies. Here the tokens are processed in pieces: multiply with the head, reduce to
+two numbers per token, drop the logits. The backward pass computes each piece again.
 
 N tokens, H hidden size, V vocabulary.
 """
@@ -19,28 +17,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_PIECE_BYTES = 64 << 20
-"""Float32 logits of one piece. Batches with fewer logits are one piece, whose logits the backward pass uses again."""
+"""Size of one piece's float32 logits, bytes. A batch of one piece keeps its logits for the backward pass."""
 MAX_GPU_PIECE_BYTES = 4 * MAX_PIECE_BYTES
-"""The same on a GPU. For each piece it reads the head three times and adds to the head's gradient once, 2.8 GB with
-1,024 x 152,000 weights: 110 tokens at a time that takes longer than their products, 440 do not wait for it."""
+"""The same on a GPU. Each piece reads the head three times and updates its gradient once: 2.8 GB for a head of 1,024 x
+152,000. With 110 tokens per piece this traffic dominates, with 440 it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model does to the products x of its head before the softmax: cap * tanh(scale * x / cap)."""
+    """A model's transformation of the head's products x before the softmax: cap * tanh(scale * x / cap)."""
 
     scale: float = 1.0
     """Factor of every logit."""
     cap: float | None = None
-    """Logits stay between -cap and cap; None leaves them as large as they are."""
+    """Bound on the absolute value of logits; None for no bound."""
 
 
 PLAIN_LOGITS = LogitTransform()
-"""Logits are the products of the head."""
+"""Logits equal the products of the head."""
 
 
 def transform_logits(products: Tensor, transform: LogitTransform) -> Tensor:
-    """Logits from the products of a head, in the same memory."""
+    """Turn products of a head into logits, in place."""
     if transform.cap is not None:
         return products.mul_(transform.scale / transform.cap).tanh_().mul_(transform.cap)
     return products if transform.scale == 1.0 else products.mul_(transform.scale)
@@ -56,12 +54,12 @@ def linear_logprobs(
     temperature: float = 1.0,
     with_entropies: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) under softmax(transform(hidden @ head.T + bias) / temperature), and that distribution's entropies.
+    """log p(target) under softmax(transform(hidden @ head.T + bias) / temperature), and entropies of this distribution.
 
-    Under autocast the products run in its number format; everything after them is float32.
+    Under autocast the products use its number format; everything after them is float32.
 
     Returns:
-        (N,) log-probs and (N,) entropies, nats, float32; None for the entropies where they were not asked for.
+        (N,) log-probs and (N,) entropies, nats, float32; entropies are None unless requested.
     """
     assert len(hidden_NH) == len(targets_N), f"{hidden_NH.shape} against {targets_N.shape}"
     device_type = hidden_NH.device.type
@@ -76,7 +74,7 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The computation of `linear_logprobs`, with a backward pass of its own."""
+    """`linear_logprobs` with its own backward pass."""
 
     @staticmethod
     def forward(
@@ -108,7 +106,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if num_tokens <= ctx.piece and any(ctx.needs_input_grad):
                 ctx.logits = logits
         ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N)
-        ctx.set_materialize_grads(False)  # entropies that are only logged cost nothing here
+        ctx.set_materialize_grads(False)  # unused entropies then cost nothing in the backward pass
         return logprobs_N, entropies_N
 
     @staticmethod
@@ -162,14 +160,14 @@ class _LinearLogprobs(torch.autograd.Function):
 def _piece_of_logits(
     hidden: Tensor, head_VH: Tensor, bias_V: Tensor | None, transform: LogitTransform, temperature: float
 ) -> Tensor:
-    """Float32 logits of some tokens over the temperature, which the caller may overwrite."""
+    """Float32 logits of some tokens, divided by the temperature; the caller may overwrite them."""
     logits = torch.nn.functional.linear(hidden, head_VH, bias_V).float()
     logits = transform_logits(logits, transform)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _slope_of_transform(logits: Tensor, transform: LogitTransform, temperature: float) -> Tensor | float | None:
-    """d transform(x) / dx, from the logits over the temperature; None where it is 1."""
+    """d transform(x) / dx, from the divided logits; None if it is 1."""
     if transform.cap is not None:
         # d cap tanh(scale x / cap) / dx = scale (1 - tanh^2)
         return (logits * (temperature / transform.cap)).square_().neg_().add_(1.0).mul_(transform.scale)

@@ -1,6 +1,5 @@
-"""Low-rank adapters through peft: put them into a model, switch them off, merge them into what is exported.
+"""Low-rank adapters through peft: add them to a model, switch them off, merge them for export.
 
-Not here: which weights the optimizer gets (backends/optim.py), checkpoints (backends/pytorch.py).
 Source: arXiv:2106.09685.
 """
 
@@ -24,18 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""What peft calls an adapter without a name."""
+"""peft's name for an adapter without a name."""
 LINEAR_BY_NAME_ALONE = ("Router", "GroupedLinear")
-"""How classes of transformers end that inherit from a linear layer and compute something else (Phi-MoE, DeepSeek 4)."""
+"""Class name endings in transformers of subclasses of a linear layer that compute something else (Phi-MoE, DeepSeek
+4)."""
 BASE_LAYER = ".base_layer."
-"""Where peft puts the weight that an adapter belongs to."""
+"""peft inserts this into the name of an adapted weight."""
 
 
 def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Freeze the model and give its linear layers trainable float32 adapters, which change nothing at first.
+    """Freeze the model and add trainable float32 adapters to its linear layers, which change nothing at first.
 
     Raises:
-        ConfigError: peft is not installed, or the model lacks one of the target modules.
+        ConfigError: peft is not installed, or the model lacks a target module.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -49,8 +49,8 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
         if not config.target_modules or any(is_target(layer, name) for name in config.target_modules)
     ]
     hf_model.requires_grad_(False)
-    # peft turns layers that are called like experts into the experts of models that it knows, and merged_weights cannot
-    # merge those: behind a name of ours it does not know which model this is, and takes the names as they are.
+    # For models that it knows, peft maps layers named like experts to fused experts, which merged_weights cannot merge.
+    # Inside a module of our own it does not recognize the model, and uses the names as given.
     held = nn.ModuleDict({"held": hf_model})
     settings = LoraConfig(
         r=config.rank,
@@ -71,7 +71,7 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
 
 @contextmanager
 def adapters_off(hf_model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters were trained, as long as the block runs."""
+    """The model as before training its adapters, inside the block."""
     layers = adapted_layers(hf_model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -83,9 +83,9 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied.
+    """The weights by Hugging Face name, tied ones once, adapters merged in; unadapted weights are not copied.
 
-    Merged ones are float32, and in host memory: a GPU may have no room for all of them beside the model.
+    Merged weights are float32 in host memory: a GPU may not have room for all of them.
     """
     adapted = {f"{name}.weight" for name in adapted_layers(hf_model)}
     return {name: tensor.cpu() if name in adapted else tensor for name, tensor in merge_each(hf_model)}
@@ -93,10 +93,10 @@ def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same one after another, each where the model is.
+    """Like `merged_weights`, one after another, on the model's device.
 
-    A merged weight is float32 whatever the frozen one is: rounded to bfloat16, it equals the frozen weight wherever the
-    adapter moved that by less than half of the distance to the next number, 1 in 512.
+    A merged weight is float32 even if the frozen one is bfloat16: rounding to bfloat16 would drop changes below 1/512
+    of a weight.
     """
     layers = {f"{name}.weight": layer for name, layer in adapted_layers(hf_model).items()}
     for name, base in base_weights(hf_model).items():
@@ -106,33 +106,33 @@ def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def replace_weights(hf_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Make `weights` what the model computes with: they become the frozen ones, and the adapters change nothing."""
+    """Replace the frozen weights by `weights`, and reset the adapters."""
     for name, tensor in base_weights(hf_model).items():
         tensor.copy_(weights[name])
     reset_adapters(hf_model)
 
 
 def base_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their Hugging Face names as the model holds them, tied ones once, without what adapters add."""
+    """The weights by Hugging Face name without the adapters, tied ones once."""
     named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
     return {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
 
 
 @torch.no_grad()
 def reset_adapters(hf_model: nn.Module) -> None:
-    """Let the adapters change nothing."""
+    """Reset the adapters to change nothing."""
     for name, parameter in hf_model.named_parameters():
         if is_adapter_weight(name) and ".lora_B." in name:
             parameter.zero_()
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """True if the parameter belongs to an adapter."""
     return ".lora_" in name
 
 
 def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers but those of which only the weight is used: the output head (logprobs.py), Mamba's."""
+    """Names of linear layers except those whose weight is read directly: the output head (logprobs.py), Mamba's."""
     head = hf_model.get_output_embeddings()
     parameters = dict(hf_model.named_parameters())
     return [
@@ -143,7 +143,7 @@ def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies with its weight and no more; some that inherit from linear layers choose experts."""
+    """True if a module only multiplies with its weight; some subclasses of linear layers route to experts."""
     return isinstance(module, nn.Linear | Conv1D) and not type(module).__name__.endswith(LINEAR_BY_NAME_ALONE)
 
 
@@ -153,6 +153,6 @@ def adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def _saved_buffers(hf_model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds beside parameters, the biases of a router for instance."""
+    """Non-parameters in a checkpoint, for example the biases of a router."""
     saved = hf_model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in hf_model.named_buffers() if name in saved}

@@ -1,7 +1,6 @@
-"""The numbers of a model's config.json that decide how much memory its activations and its cache take.
+"""The numbers in a model's config.json that determine the memory of its activations and cache.
 
-Not here: its weights (model_size.py), what the numbers come to (resource_needs.py). Models of the Llama family are
-described exactly, others by the numbers that they have in common with it.
+Exact for models of the Llama family; other models are described by the numbers they share with it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ NAMES = {
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocab_size": ("vocab_size",),
 }
-"""What models call the numbers without which nothing can be said."""
+"""Names of the required numbers in different models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class ModelShape:
     head_dim: int
     """Width of one head."""
     intermediate_size: int
-    """Width of the feed-forward layers that a token passes, all of its experts together."""
+    """Width of a token's feed-forward layers, summed over its experts."""
     vocab_size: int
     """Rows of the output head."""
 
@@ -50,7 +49,7 @@ class ModelShape:
 
 
 def read_shape(settings: Mapping[str, Any]) -> ModelShape | None:  # Any: JSON
-    """The shape that a config.json says, of its language model where it has others; None where it does not say."""
+    """The shape in a config.json (of its language model, if it has several); None if numbers are missing."""
     try:
         text = {**settings, **(settings.get("text_config") or {})}
         found = {name: next((int(text[each]) for each in names if text.get(each)), 0) for name, names in NAMES.items()}

@@ -1,14 +1,12 @@
-"""How large a model is, from the headers of its files: those in a folder, or on the Hugging Face hub.
-
-Not here: what its training takes (resource_needs.py). No weights are read or fetched, and torch is not imported: this
-is asked before anything is rented or started.
+"""Find a model's size from file headers, in a folder or on the Hugging Face hub.
 
     folder                                      headers of *.safetensors, config.json  ──> ModelSize
-    hub, in a process of its own:  cache, or the first bytes of its files and config.json  ──> ModelSize
-    anything else, or no answer in time                                  ModelSize without tensors, and why
+    hub, in a subprocess:  cache, or the first bytes of its files and config.json      ──> ModelSize
+    anything else, or no answer in time                                  ModelSize without tensors, and the reason
 
-The hub is asked in a process of its own, which is ended when its time is up: a name server that does not answer cannot
-be interrupted otherwise. It goes by the variables of the hub's library: HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME.
+Used before anything is rented or started, so weights are not read and torch is not imported. The hub is asked in a
+subprocess, because only killing a process ends the wait for an unresponsive name server. The hub's library reads the
+variables HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HF_HOME.
 """
 
 from __future__ import annotations
@@ -30,43 +28,43 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.system.regular_files import found_file
 
 HUB_TIMEOUT_S = 15.0
-"""How long the hub may take; loading its library takes a second or two of it."""
+"""Time limit for the hub, seconds; importing its library takes one or two of them."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What the files of a model say without its weights being read."""
+    """The size of a model, from its files without reading weights."""
 
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shape of each tensor by its name; empty where nobody knows."""
+    """Shape of each tensor by name; empty if unknown."""
     num_file_bytes: int = 0
-    """What the files of its weights take on a disk."""
+    """Size of the weight files, bytes."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """Its config.json; empty where there is none."""
+    """The model's config.json; empty without one."""
     problem: str = ""
-    """Why the tensors are not known; empty where they are."""
+    """Why the tensors are unknown; empty if they are known."""
 
     @property
     def num_parameters(self) -> int:
-        """The weights that are loaded; 0 where nobody knows. A head that is the embedding may lie there twice."""
+        """Number of loaded weights; 0 if unknown. Tied files may contain the embedding a second time as head."""
         is_twice = self.settings.get("tie_word_embeddings") is True and len(self.tensors) > 1
         return sum(math.prod(shape) for name, shape in self.tensors.items() if not (is_twice and name == HEAD))
 
     def describe_problem(self, path: str) -> str:
-        """A sentence for people where nobody knows the tensors."""
+        """A sentence for unknown tensors."""
         return (
-            f"model {path}: its size is not known ({self.problem}), so neither is what it takes of memory and disk: "
+            f"model {path}: its size is unknown ({self.problem}), so its need of memory and disk is not checked: "
             "machines that are too small are not refused"
         )
 
 
 def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
-    """The size of a model in a folder or on the hub; without tensors, and why, where it cannot be known.
+    """The size of a model in a folder or on the hub; without tensors, but with the reason, if it is unknown.
 
     Args:
-        timeout_s: how long the hub may take.
+        timeout_s: time limit for the hub.
     """
     folder = Path(model.path)
     if folder.is_dir():
@@ -83,7 +81,7 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
         return ModelSize(problem=f"the hub did not answer within {timeout_s:g} s")
     if done.returncode != 0:
         last_line = done.stderr.strip().rpartition("\n")[2]
-        return ModelSize(problem=f"the hub does not tell: {last_line.rstrip('.')}")
+        return ModelSize(problem=f"the hub gave no size: {last_line.rstrip('.')}")
     told = json.loads(done.stdout)
     return ModelSize(
         tensors={name: tuple(shape) for name, shape in told["tensors"].items()},
@@ -93,7 +91,7 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
 
 
 def read_folder(folder: Path) -> ModelSize:
-    """The size of the model in a folder."""
+    """The size of a model in a folder."""
     try:
         files = _weight_files(folder)
         tensors = {name: shape for path in files for name, shape in _shapes_in(path).items()}
@@ -101,32 +99,32 @@ def read_folder(folder: Path) -> ModelSize:
         config = folder / "config.json"
         settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        return ModelSize(problem=f"its files cannot be read ({first_line(error)})")  # who loads it says more
+        return ModelSize(problem=f"its files cannot be read ({first_line(error)})")  # loading reports the details
     if not tensors:
-        return ModelSize(problem="it has no weights as safetensors")
+        return ModelSize(problem="it has no safetensors weights")
     return ModelSize(tensors=tensors, num_file_bytes=num_file_bytes, settings=settings)
 
 
 def read_hub(name: str, revision: str | None) -> ModelSize:
-    """The size of a model of the hub; of what this machine's cache holds of it, where that is all.
+    """The size of a model on the hub, or from this machine's cache.
 
     Raises:
-        SystemExit: one line of why it cannot be known.
+        SystemExit: one line with the reason if it is unknown.
     """
     from huggingface_hub import (
         HfApi,
         hf_hub_download,
         try_to_load_from_cache,
-    )  # heavy, and only in a process of its own
+    )  # slow to import, and only used in the subprocess
 
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str) and (size := read_folder(Path(cached).parent)).tensors:
         return size
     try:
-        HfApi().model_info(name, revision=revision)  # tells of one that is missing, and does not ask a dead hub again
+        HfApi().model_info(name, revision=revision)  # fails early for a missing model or an unreachable hub
         metadata = HfApi().get_safetensors_metadata(name, revision=revision)
         settings = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text("utf-8"))
-    except Exception as error:  # its own errors, and those of the HTTP library that its version has
+    except Exception as error:  # the library's errors, and those of its HTTP client
         raise SystemExit(f"{type(error).__name__}: {first_line(error)}") from error
     tensors = [item for file in metadata.files_metadata.values() for item in file.tensors.items()]
     return ModelSize(
@@ -137,7 +135,7 @@ def read_hub(name: str, revision: str | None) -> ModelSize:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that a loader reads: a folder may hold the same weights in another form besides."""
+    """The files that a loader reads: a folder may contain the same weights in another form too."""
     index, whole = folder / INDEX, folder / WHOLE
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -149,7 +147,7 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     with found_file(path) as found, open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
         (num_header_bytes,) = struct.unpack("<Q", file.read(8))
         if num_header_bytes > path.stat().st_size:
-            raise ValueError(f"{path} is no safetensors file")
+            raise ValueError(f"{path} is not a safetensors file")
         header = json.loads(file.read(num_header_bytes))
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 

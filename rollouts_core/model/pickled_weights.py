@@ -1,6 +1,6 @@
-"""Refuse weights that are read by unpickling, which can run code: whatever loads a model's folder asks here first.
+"""Refuse pickled weights, which can run code when they are loaded. Every loader of a model's folder calls this first.
 
-Not here: loading (loading.py, reward_services.py, engines/launch.py). Nothing here imports torch.
+This file must not import torch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from rollouts_core.model.model_size import INDEX
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ADAPTER_SETTINGS, ADAPTER, PICKLED_ADAPTER = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-"""transformers puts an adapter that lies in a model's folder into the model."""
+"""transformers applies an adapter that it finds in a model's folder."""
 
 
 def refuse_pickled_weights(
     path: Path, *, instead: str = "convert them to safetensors, or set model.allow_pickle"
 ) -> None:
-    """Raise CheckpointError for a folder of which pickled files would be read, which can hold code.
+    """Raise CheckpointError for a folder whose loader would read pickled files, which can contain code.
 
-    They are the only weights, or the index or an adapter, which transformers puts into the model, names them.
+    Pickled files are read if there are no others, or if the index or an adapter names them.
 
     Args:
-        instead: what to do about it.
+        instead: the remedy, for the message.
     """
     pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
     has_adapter = (path / ADAPTER_SETTINGS).exists() and not (path / ADAPTER).exists()
@@ -39,7 +39,7 @@ def refuse_pickled_weights(
 
 
 def _indexed_files(path: Path) -> list[str]:
-    """The files that the index of a folder's safetensors names; [] if it cannot be read, which loading explains."""
+    """The files in a folder's safetensors index; [] if unreadable, which is reported when loading."""
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         return sorted({str(name) for name in index["weight_map"].values()})

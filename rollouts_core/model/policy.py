@@ -1,6 +1,4 @@
-"""The model being trained: a causal language model that says how likely the tokens of a batch are.
-
-Not here: loading models (loading.py), gradients and optimizers (backends/pytorch.py), generation (embedded/, engines/).
+"""The model in training: a causal language model that computes the log-probs of a batch's targets.
 
     batch -> decoder -> hidden states of the scored positions -> head, a piece at a time -> TokenScores
 
@@ -53,27 +51,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     Mask = Tensor | BlockMask
-    """What says which position may read which."""
+    """An attention mask: which position may read which."""
 
 KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
-"""By which share of its length a sample's hidden states differ where its neighbour changed them: in float32, and in
-bfloat16, which rounds, and may choose other experts."""
+"""Relative difference above which hidden states count as changed by a neighbour, in float32 and in bfloat16. bfloat16
+rounds more, and rounding can choose other experts."""
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model with what training needs on top of it.
+    """A Hugging Face causal language model with additions for training.
 
     Args:
-        temperature: logits are divided by it before the softmax: the rollouts' temperature in RL, 1 in SFT.
-        with_entropies: also give the entropy of every scored position.
-        with_values: add a value head, which predicts the return from the hidden state; its prediction starts at 0.
-        autocast_dtype: number format of the matrix products; None computes in that of the weights.
-        mixes_samples: samples that share a row change each other, so that packed rows are refused.
-        num_tokens: the softmax is over the token ids below it; None takes all that the model has.
-        start_sample: `sample_weights` of the weights that training starts from, without what adapters add; None where
-            nobody asks for them.
+        temperature: divides the logits before the softmax: the rollouts' temperature in RL, 1 in SFT.
+        with_entropies: also compute the entropy of every scored position.
+        with_values: add a value head that predicts the return from the hidden state; it starts at 0.
+        autocast_dtype: number format of matrix products; None uses the format of the weights.
+        mixes_samples: samples in a row affect each other, so packed rows are refused.
+        num_tokens: the softmax covers token ids below this; None covers all ids of the model.
+        start_sample: `sample_weights` of the start weights, without adapters; None if unused.
     """
 
     def __init__(
@@ -99,14 +96,14 @@ class Policy(nn.Module):
         self.start_sample: Mapping[str, Tensor] = start_sample or {}
 
     def forward(self, batch: TrainBatch) -> TokenScores:
-        """What the policy says about the batch.
+        """Score the batch's targets.
 
         Raises:
-            ConfigError: rows are packed, and the model cannot keep their samples apart.
+            ConfigError: rows are packed, but the model does not separate their samples.
         """
         if batch.is_packed and self.mixes_samples:
             raise ConfigError(
-                "packed rows would let samples see each other in the model's own code, as a trial shows: set "
+                "packed rows would let samples see each other: a test run of the model's own code showed it. Set "
                 "packing = false"
             )
         device_type = batch.inputs_BT.device.type
@@ -132,15 +129,15 @@ def create_policy(
     num_tokens: int | None = None,
     with_start_sample: bool = False,
 ) -> Policy:
-    """The model on disk as a policy that computes as `config` says.
+    """Load a model from disk as a policy with the settings of `config`.
 
     Args:
         num_tokens: leave token ids from here on out of the softmax.
-        with_start_sample: give the policy its `start_sample`, one copy from the device per tensor.
+        with_start_sample: fill `start_sample`, with one copy from the device per tensor.
 
     Raises:
-        CheckpointError: nothing loadable lies there.
-        ConfigError: a setting that this model, or what is installed here, cannot do; or a model that is quantized.
+        CheckpointError: the path has no loadable model.
+        ConfigError: the model or this machine does not support a setting, or the model is quantized.
     """
     check_not_quantized(model)
     autocast_dtype = None if config.precision == "float32" else torch.bfloat16
@@ -175,13 +172,13 @@ def create_policy(
 
 
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
-    """The attention kernel that the settings mean on a device: what "auto" stands for there, or the one they name.
+    """Resolve `policy.attention` for a device: the named kernel, or the choice for "auto".
 
-    "auto" means no flash-attn here. Batches may be made for the same "auto", which lets completions share a prompt by a
-    mask, and flash-attn takes none. A job settles "auto" before both, so it can take flash-attn.
+    Here "auto" never means flash-attn: batches for "auto" may share prompts through a mask, which flash-attn does not
+    support. A job resolves "auto" before it makes batches, so it may still choose flash-attn.
 
     Raises:
-        ConfigError: they name `varlen` or `flex`, which cannot train the model there.
+        ConfigError: the named kernel (`varlen` or `flex`) cannot train this model on this device.
     """
     device_type = torch.device(device).type
     if config.attention == "auto":
@@ -198,12 +195,12 @@ def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
 
 
 def loaded_kernel(kernel: str) -> str:
-    """The kernel that a model is loaded with before `use_kernel`: loading tries the model, on a CPU too."""
+    """The kernel to load a model with before `use_kernel`: loading runs the model, possibly on a CPU."""
     return "sdpa" if kernel in (VARLEN, FLEX) else kernel
 
 
 def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None:
-    """Let a model that `loaded_kernel` was used for compute its attention by a kernel."""
+    """Switch a model loaded with `loaded_kernel` to a kernel."""
     if kernel == VARLEN:
         use_varlen_attention(hf_model)
     elif kernel == FLEX:
@@ -214,10 +211,10 @@ def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None
 
 @torch.no_grad()
 def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
-    """Whether a sample is computed otherwise behind one that it shares a row and a prompt with than alone.
+    """Test whether a sample's hidden states change if another sample shares its row and prompt.
 
-    transformers' models are known by their settings (`check_packable`). Those of code that a model brings are not: it
-    may heed no mask or no positions, or carry a state that its settings do not speak of.
+    Models of transformers are judged by their settings (`check_packable`). A model's own code needs a test run: it may
+    ignore masks or positions, or carry a state that its settings do not mention.
     """
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return False
@@ -228,7 +225,7 @@ def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
     expected_TH = compute_hidden_states(hf_model, alone.to(hf_model.device))[0, place.num_shared :].float()
     try:
         found_TH = compute_hidden_states(hf_model, shared.to(hf_model.device))[0, place.own].float()
-    except (ConfigError, RuntimeError, ValueError, TypeError, IndexError):  # the model takes no such mask
+    except (ConfigError, RuntimeError, ValueError, TypeError, IndexError):  # the model does not support the mask
         return True
     finally:
         hf_model.train()
@@ -237,10 +234,10 @@ def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
 
 
 def recompute_activations(hf_model: PreTrainedModel) -> None:
-    """Make the layers compute their activations again in the backward pass, under either name of transformers 5.
+    """Recompute activations in the backward pass to save memory; transformers 5 has two names for the method.
 
     Raises:
-        ConfigError: the model's layers cannot.
+        ConfigError: the model's layers do not support it.
     """
     options = {"use_reentrant": False}
     try:
@@ -250,7 +247,7 @@ def recompute_activations(hf_model: PreTrainedModel) -> None:
             hf_model.gradient_checkpointing_enable(options)
     except ValueError as error:
         raise ConfigError(
-            f"{hf_model.config.model_type} models cannot compute activations again: set "
+            f"{hf_model.config.model_type} models do not support activation checkpointing: set "
             "policy.activation_checkpointing = false"
         ) from error
 
@@ -264,13 +261,13 @@ def score_targets(
     value_head: nn.Linear | None = None,
     num_tokens: int | None = None,
 ) -> TokenScores:
-    """Score the targets in the batch's loss mask; other positions are 0.
+    """Score the targets inside the batch's loss mask; other positions are 0.
 
     Args:
-        num_tokens: the softmax is over the token ids below it; None takes all that the model has.
+        num_tokens: the softmax covers token ids below this; None covers all ids of the model.
 
     Raises:
-        DataError: a target is none of these ids.
+        DataError: a target is outside these ids.
     """
     places_N = batch.layout.scored_N
     hidden_NH = compute_hidden_states(hf_model, batch).flatten(0, 1).index_select(0, places_N)
@@ -301,22 +298,22 @@ def check_targets(batch: TrainBatch, num_tokens: int) -> None:
     """Raise DataError for a trained token id that is not below `num_tokens`."""
     if (largest := batch.layout.largest_target) >= num_tokens:
         raise DataError(
-            f"a sample has the token id {largest} among those that are trained on, the tokenizer has the ids below "
-            f"{num_tokens}: what generates samples must leave out the others"
+            f"a sample trains on the token id {largest}, but the tokenizer has only ids below {num_tokens}: the "
+            "generation of samples must exclude the other ids"
         )
 
 
 def compute_logprobs(
     hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0, num_tokens: int | None = None
 ) -> Tensor:
-    """(B, T) log p(target | what precedes it in its own sample), nats; 0 outside the loss mask."""
+    """(B, T) log p(target | previous tokens of its sample), nats; 0 outside the loss mask."""
     return score_targets(hf_model, batch, temperature=temperature, num_tokens=num_tokens).logprobs_BT
 
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """(B, T, H) what the decoder makes of a batch, each sample seeing only itself."""
+    """(B, T, H) the decoder's output; each sample sees only itself."""
     kernel = hf_model.config._attn_implementation
-    is_masked = kernel == VARLEN and batch.layout.shares_prompts  # it falls back to sdpa if there is a mask
+    is_masked = kernel == VARLEN and batch.layout.shares_prompts  # varlen falls back to sdpa with a mask
     if kernel in KERNELS_WITHOUT_MASK and not is_masked and not find_unmasked_layers(hf_model.config):
         return _hidden_states_without_padding(hf_model, batch)
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
@@ -334,11 +331,11 @@ def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tenso
 
 
 def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask | dict[str, Mask]:
-    """The mask of packed rows; one per kind of layer where some layers see only a window.
+    """The mask of packed rows; one mask per kind of layer if some layers see only a window.
 
     Raises:
-        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask; or samples share
-            a prompt, and it counts distances along the row.
+        ConfigError: the model has layers that carry a state from sample to sample in spite of a mask, or samples share
+            a prompt and the model counts distances along the row.
     """
     check_packable(hf_model.config)
     if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:
@@ -356,9 +353,9 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask |
 
 
 def find_window(config: PreTrainedConfig) -> int | None:
-    """How many positions those layers see that do not see all; None where the model knows of no window.
+    """Number of positions that layers with a window see; None if the model has no window.
 
-    config.json may speak of one that the model's class does not read, as where a Mistral was made a Llama.
+    config.json may contain a window that the model's class ignores, for example in a Mistral converted to a Llama.
     """
     kind = type(config)
     is_read = hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind).parameters
@@ -368,7 +365,7 @@ def find_window(config: PreTrainedConfig) -> int | None:
 
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
-    """That of the weights, or that to which autocast has the kernel take its mask: each layer would keep a copy."""
+    """Dtype of masks: under autocast the kernel's dtype, since every layer would otherwise keep a converted copy."""
     is_sdpa = hf_model.config._attn_implementation in ("sdpa", SDPA_BY_ROWS, VARLEN)
     if is_sdpa and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -377,7 +374,7 @@ def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
 
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """(B, T, H) by kernels for sequences of varying length: all samples end to end in one row, without a mask."""
+    """(B, T, H) with kernels for sequences of varying length: all samples end to end in one row, without a mask."""
     layout = batch.layout
     assert not layout.shares_prompts, "these kernels cannot let samples share a prompt"
     hidden_1MH: Tensor = hf_model.base_model(
@@ -401,7 +398,7 @@ def _scatter(values_N: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def _values(value_head: nn.Linear, hidden_NH: Tensor) -> Tensor:
-    """(N,) expected returns, in float32 also under autocast: in bfloat16 they could be told apart by 1 in 256 only."""
+    """(N,) expected returns; float32 even under autocast, because bfloat16 has a resolution of only 1 in 256."""
     with torch.autocast(hidden_NH.device.type, enabled=False):
         values_N: Tensor = value_head(hidden_NH.float()).squeeze(-1)
     return values_N

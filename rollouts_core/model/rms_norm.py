@@ -1,11 +1,9 @@
-"""RMS norm on a CPU with a third of the passes over memory that transformers' takes, forward and backward.
-
-Not here: which models get it (policy.py), norms of other formulas, other devices: their models keep what they have.
+"""RMS norm on a CPU with a third of the memory passes of transformers' version, forward and backward.
 
     y = w * x * r,  r = (mean(x^2) + eps)^-1/2        dx = r * (w * dy - x * r * mean(w * dy * x * r))
 
-The kernel of layer norm's backward pass computes dx and dw at once when it is told a mean of 0 and r, but for the term
-r * mean(w * dy) that it takes off dx, since layer norm would also have to keep the mean.
+Layer norm's backward kernel, called with mean 0 and r, computes dx and dw at once. It subtracts r * mean(w * dy) from
+dx, which belongs to layer norm's mean, so the term is added back.
 
 N positions, H hidden size.
 """
@@ -21,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRIAL_TOLERANCE = 1e-5
-"""Largest accepted difference, relative to the largest output, from the norm that is replaced."""
+"""Largest accepted difference to the replaced norm, relative to the largest output."""
 
 
 class RMSNorm(nn.Module):
-    """`weight * x / rms(x)`, computed in float32 and rounded to the input's format before the weight, as Llama does."""
+    """`weight * x / rms(x)` in float32, rounded to the input's format before multiplying the weight, as in Llama."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -33,12 +31,11 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm over the last dimension."""
+        """Normalize the last dimension."""
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
         return normed
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
@@ -74,7 +71,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
-    """Replace the model's RMS norms that compute what ours does; their weights stay the same parameters."""
+    """Replace the model's RMS norms with the same formula; their weight parameters are kept."""
     for module in list(hf_model.modules()):
         for name, norm in list(module.named_children()):
             if type(norm).__name__.endswith("RMSNorm") and (replacement := _find_replacement(norm)) is not None:
@@ -83,7 +80,7 @@ def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _find_replacement(norm: nn.Module) -> RMSNorm | None:
-    """Ours in place of `norm`; None where a trial shows that `norm` has another formula."""
+    """The replacement of `norm`; None if a trial shows that `norm` has another formula."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None or dict(norm.named_children()):
         return None

@@ -1,12 +1,9 @@
-"""Attention over samples that lie end to end, without a mask: torch's `varlen_attn` as a kernel of transformers.
-
-Not here: which kernel a training takes (attention_choice.py), where samples begin and end (batch.py).
+"""Attention over concatenated samples without a mask: torch's `varlen_attn` as a kernel of transformers.
 
     rows without a shared prompt   q, k, v of all samples end to end, and their bounds -> varlen_attn
     rows with a shared prompt      q, k, v of the rows, and a mask of T x T            -> sdpa
 
-A mask holds T x T numbers, and the kernel computes the scores that it hides. With bounds it computes only those that
-count.
+With a mask of T x T numbers, a kernel also computes the masked scores. With bounds it computes only the needed ones.
 
 B rows, M tokens of all samples, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -31,30 +28,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VARLEN = "varlen"
-"""Its name in transformers and in `policy.attention`."""
+"""Name of this kernel in transformers and in `policy.attention`."""
 SDPA_BY_ROWS = "sdpa_by_rows"
-"""The name in transformers of sdpa with no mask but the caller's. To make one itself, transformers would wait for the
-GPU: it asks whether rows are packed."""
+"""Name in transformers of sdpa with only the caller's masks. To create a mask itself, transformers would test for
+packed rows, and wait for the GPU."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""The widths of heads that the kernel takes are multiples of the second number; others are filled up with zeros."""
+"""Largest supported head width, and its divisor; other widths are padded with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments by which models change attention scores, and which this kernel does not know."""
+"""Arguments with which models change attention scores, unsupported by this kernel."""
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's kernel; None if this torch has none, or one without windows."""
+    """torch's kernel; None if this torch has no kernel with windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    found: Callable[..., Any] = varlen_attn  # a tensor, unless more was asked for
+    found: Callable[..., Any] = varlen_attn  # it returns a tensor unless asked for more
     return found if {"window_size", "scale"} <= _parameters(found) else None
 
 
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of a function's parameters; every layer of every pass asks."""
+    """Parameter names of a function; cached, because every layer of every pass asks."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -69,12 +66,12 @@ def attend_varlen(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **others: Any,  # Any: what other kernels take
+    **others: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, None]:
-    """Causal attention as (B, T, H, D): by bounds if the caller gives them, else by its mask.
+    """Causal attention as (B, T, H, D): with bounds if given, else with the caller's mask.
 
     Raises:
-        ConfigError: the model changes attention scores in a way that the kernel does not know.
+        ConfigError: the model changes attention scores in an unsupported way.
     """
     if cu_seq_lens_q is None:
         attended, _ = sdpa_attention_forward(
@@ -82,7 +79,7 @@ def attend_varlen(
         )
         return attended, None
     _refuse_unknown_terms(dropout, others)
-    assert query_BHTD.shape[0] == 1, "samples that have bounds lie in one row"
+    assert query_BHTD.shape[0] == 1, "samples with bounds lie in one row"
     assert max_length_q is not None, "bounds come with the length of the longest sample"
     width, value_width = query_BHTD.shape[-1], value_BKTD.shape[-1]
     filled_width = -(-max(width, value_width) // HEAD_DIM_STEP) * HEAD_DIM_STEP
@@ -91,7 +88,7 @@ def attend_varlen(
         _fill_up(tensor[0].transpose(0, 1).to(dtype), filled_width) for tensor in (query_BHTD, key_BKTD, value_BKTD)
     )
     attend = find_varlen_attn()
-    assert attend is not None, "use_varlen_attention looked for it"
+    assert attend is not None, "use_varlen_attention requires it"
     num_sharers = query_MHD.shape[1] // key_MKD.shape[1]
     options: dict[str, Any] = {}  # Any: torch's keywords
     if num_sharers > 1 and "enable_gqa" in _parameters(attend):
@@ -115,11 +112,11 @@ def attend_varlen(
 
 def _refuse_unknown_terms(dropout: float, others: Mapping[str, Any]) -> None:
     if dropout or any(others.get(term) is not None for term in UNKNOWN_TERMS) or others.get("is_causal") is False:
-        raise ConfigError('policy.attention "varlen" does not know what this model adds to attention: set "auto"')
+        raise ConfigError('policy.attention "varlen" does not support this model\'s attention terms: set "auto"')
 
 
 def half_precision(value: Tensor) -> torch.dtype:
-    """The format of the products: norms and rotations may have made float32 of what goes into them."""
+    """Dtype of the products: norms and rotations may have produced float32 inputs."""
     device_type = value.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype
 
@@ -130,21 +127,21 @@ def _fill_up(tensor: Tensor, width: int) -> Tensor:
 
 
 def use_varlen_attention(hf_model: PreTrainedModel) -> None:
-    """Let a model compute its attention this way; `why_not_varlen` says before whether it can."""
-    # No mask is registered beside it: transformers would look for packed rows itself, and wait for the GPU.
+    """Switch a model to this kernel, after `why_not_varlen`."""
+    # No mask function is registered: transformers would test for packed rows, and wait for the GPU.
     AttentionInterface.register(VARLEN, attend_varlen)
     hf_model.set_attn_implementation(VARLEN)
 
 
 def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
-    """Let a model that computes with sdpa take no mask but the caller's, if its attention is plain."""
+    """Make a model with sdpa and plain attention use only the caller's masks."""
     if hf_model.config._attn_implementation == "sdpa" and not _why_no_bounds(hf_model):
         AttentionInterface.register(SDPA_BY_ROWS, attend_varlen)
         hf_model.set_attn_implementation(SDPA_BY_ROWS)
 
 
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
-    """Why the kernel cannot train a model on this machine, as the end of a sentence; empty if it can."""
+    """Why the kernel cannot train a model on this machine, as a clause; "" if it can."""
     if find_varlen_attn() is None:
         return f"torch {torch.__version__} has no varlen_attn with windows"
     if device_type != "cuda":
@@ -155,9 +152,9 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(model: ModelConfig) -> str:
-    """Why a model does more in its attention than the kernel, as the end of a sentence; empty if not.
+    """Why the kernel does not cover a model's attention, as a clause; "" if it does.
 
-    Settings do not show everything, so the model is tried once without values.
+    Settings do not show everything, so the model runs once without values.
     """
     try:
         hf_model = load_hf_model(model, device="meta", dtype=torch.bfloat16)
@@ -175,7 +172,7 @@ def why_unfit(model: ModelConfig) -> str:
 
 
 def takes_flash_attention(model: ModelConfig) -> bool:
-    """Whether a model computes the same with the kernels of the package flash-attn, which know caps of scores."""
+    """True if flash-attn's kernels, which support score caps, compute the model's attention."""
     try:
         return not _why_no_bounds(load_hf_model(model, device="meta", dtype=torch.bfloat16))
     except ConfigError:
@@ -183,7 +180,7 @@ def takes_flash_attention(model: ModelConfig) -> bool:
 
 
 def _why_no_bounds(hf_model: PreTrainedModel) -> str:
-    """Why a model needs more than the bounds of its samples, as the end of a sentence; empty if it does not."""
+    """Why a model needs more than the bounds of samples, as a clause; "" if it does not."""
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
         return f"{name} models are not known to have plain attention"
@@ -224,10 +221,10 @@ def _why_trial_fails(hf_model: PreTrainedModel) -> str:
             max_length_q=2,
             max_length_k=2,
         )
-    except Exception:  # noqa: BLE001 - whatever a model's code raises without values, sdpa may still train the model
-        return f"{hf_model.config.model_type} models do more in their attention"
+    except Exception:  # noqa: BLE001 - any error of a model's code without values: sdpa may still train the model
+        return f"{hf_model.config.model_type} models have further terms in their attention"
     finally:
         AttentionInterface.register(VARLEN, attend_varlen)
     if not widths:
-        return f"{hf_model.config.model_type} models take no kernel of others"
-    return f"its heads have {max(widths)} numbers, at most {MAX_HEAD_DIM} fit" if max(widths) > MAX_HEAD_DIM else ""
+        return f"{hf_model.config.model_type} models do not use exchangeable attention kernels"
+    return f"its heads have width {max(widths)}, the limit is {MAX_HEAD_DIM}" if max(widths) > MAX_HEAD_DIM else ""

@@ -1,9 +1,7 @@
-"""Measure how much of what training changed survives the number format of engines, on a sample of every weight.
-
-Not here: rounding weights for engines, and telling people (engines/rounding.py).
+"""Measure the share of training's changes that survives the engines' number format, on a sample of every weight.
 
     W_0  weights that training started from      W_t  weights that are published      r(W)  W in the engines' format
-    d = W_t - W_0  what training changed         e = r(W_t) - r(W_0)  what changes in engines
+    d = W_t - W_0  change by training            e = r(W_t) - r(W_0)  change in engines
 
     arrived = <e, d> / <d, d>, over all weights: the part of e along d, as a share of d
 
@@ -21,38 +19,38 @@ import torch
 from torch import Tensor
 
 NUM_SAMPLED = 4096
-"""Numbers of a tensor that are looked at, at random places that are the same each time; of a smaller one all. The
-error of `Arrival.arrived` by sampling is below 0.01 for models of 10 million weights and more."""
+"""Sampled numbers per tensor, at fixed random places; smaller tensors are used whole. The sampling error of
+`Arrival.arrived` is below 0.01 for models of 10 million weights or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """How much of the update since the start of training arrived in engines, estimated from a sample."""
+    """How much of the update since the start of training reached the engines, estimated from a sample."""
 
     arrived: float
-    """<e, d> / <d, d>: 1 without rounding, 0 if engines compute what they computed at the start."""
+    """<e, d> / <d, d>: 1 without rounding, 0 if engines still compute with the start weights."""
     changed: float
     """Share of the numbers in trained tensors whose value in engines differs from the start."""
 
 
 @torch.no_grad()
 def sample_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Up to `NUM_SAMPLED` numbers of each tensor in its own number format, in host memory; copies."""
+    """Copies of up to `NUM_SAMPLED` numbers of each tensor, in its number format, in host memory."""
     return {name: _pick(tensor.detach()).to("cpu", copy=True) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Arrival | None:
-    """How much of an update arrives in engines that keep `dtype`; None without an update.
+    """Measure how much of an update reaches engines with `dtype`; None without an update.
 
-    For tensors on a GPU, starts and places are copied there one by one; the sums are read once.
+    For tensors on a GPU, start values and places are copied there one by one; the sums are read once.
 
     Args:
-        start: `sample_weights` of the weights that training started from; tensors that it lacks are left out.
-        weights: whole tensors, before they are rounded.
+        start: `sample_weights` of the start weights; tensors missing there are skipped.
+        weights: whole tensors, before rounding.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for name, tensor in weights.items():  # in this order, so that the sums below round alike in every process
+    for name, tensor in weights.items():  # in a fixed order, so that the sums round alike in every process
         if name not in start:
             continue
         before, now = start[name].to(tensor.device), _pick(tensor)

@@ -1,1 +1,1 @@
-"""From prompts to batches of graded groups: asking engines, conversations, carrying over."""
+"""From prompts to batches of graded groups: requests to engines, conversations, scheduling, recorded rollouts."""

@@ -1,19 +1,17 @@
-"""From what an agent did to samples that can be trained on: every call of the policy, token by token.
+"""Convert an agent's trajectory to samples for training: every call of the policy, token by token.
 
-Not here: holding a conversation (conversation.py), engines (engines/).
-
-An agent calls the policy once per turn. What it read and what was sampled are kept as token ids, never as text: text
-that is tokenized again may give other tokens, with log-probs that nobody measured.
+An agent calls the policy once per turn. Its input and output are kept as token ids, never as text: tokenizing text
+again may give other tokens, whose log-probs are unknown.
 
     turn 0   prompt_tokens  [3 14 15 4]                        completion  [27 21 1]
     turn 1   prompt_tokens  [3 14 15 4  27 21 1  8 30 1 4]     completion  [33 1]
 
-    interleaved    one sample    3 14 15 4 27 21 1 8 30 1 4 33 1      the prompt of each turn begins with all of
-                   loss_mask     0  0  0 0  1  1 1 0  0 0 0  1 1      the turn before it
+    interleaved    one sample    3 14 15 4 27 21 1 8 30 1 4 33 1      the prompt of each turn begins with the whole
+                   loss_mask     0  0  0 0  1  1 1 0  0 0 0  1 1      previous turn
     branching      two samples   3 14 15 4 27 21 1
                    loss_mask     0  0  0 0  1  1 1
                                  3 14 15 4 27 21 1 8 30 1 4 33 1     for agents that shorten or rewrite their
-                   loss_mask     0  0  0 0  0  0 0 0  0 0 0  1 1     history; all share the trajectory's reward
+                   loss_mask     0  0  0 0  0  0 0 0  0 0 0  1 1     history; all samples share the reward
 """
 
 from __future__ import annotations
@@ -35,39 +33,39 @@ class AgentTurn:
     """One call of the policy."""
 
     prompt_tokens: list[int]
-    """What it read."""
+    """Input of the policy."""
     completion: Completion
-    """What was sampled, with log-probs and weight versions."""
+    """Output, with log-probs and weight versions."""
     outcome: Outcome = Outcome.OK
-    """What the environment made of it."""
+    """The environment's judgement of the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The whole of what an agent did for one prompt."""
+    """All turns of an agent for one prompt."""
 
     turns: tuple[AgentTurn, ...]
-    """At least one."""
+    """At least one turn."""
     messages: tuple[Message, ...]
-    """The conversation for people and rewards, the prompt's turns first."""
+    """The conversation for readers and rewards, beginning with the prompt."""
     status: Status
-    """How it ended."""
+    """How the trajectory ended."""
     finish_reason: str
-    """Why: the engine's word for it, or the budget that was used up."""
+    """The engine's reason, or the name of the exhausted budget."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """What joins the metadata of its samples."""
+    """Additions to the metadata of its samples."""
 
 
 def agent_integration(
     trajectory: Trajectory, pending: Sample | None = None, *, form: TrajectoryForm = "interleaved"
 ) -> list[Sample]:
-    """The samples that a trajectory gives, ungraded: one, or with `branching` one per turn.
+    """The ungraded samples of a trajectory: one, or with `branching` one per turn.
 
     Args:
-        pending: the sample that asked for the trajectory; its prompt, place and metadata stay.
+        pending: the requesting sample; its prompt, place and metadata are kept.
 
     Raises:
-        DataError: a turn of an interleaved trajectory that did not read what the turns before it said.
+        DataError: in an interleaved trajectory, a turn's input does not begin with the previous turns.
     """
     assert trajectory.turns, "a trajectory has at least one turn"
     asked_by = pending or Sample()
@@ -99,15 +97,15 @@ def _check_interleaved(trajectory: Trajectory, pending: Sample) -> None:
         if read != before:
             place = next((i for i, pair in enumerate(zip(read, before, strict=False)) if len(set(pair)) > 1), len(read))
             raise DataError(
-                f"prompt {pending.metadata.get('prompt_id', '?')!r}: turn {number} read other tokens than the turns "
-                f"before it wrote, from token {place} on: the agent must keep token ids instead of tokenizing text "
-                'again; one that rewrites its history needs the form "branching"'
+                f"prompt {pending.metadata.get('prompt_id', '?')!r}: the input of turn {number} differs from the "
+                f"previous turns from token {place} on: the agent must keep token ids instead of tokenizing text "
+                'again. An agent that rewrites its history needs the form "branching"'
             )
         before = [*turn.prompt_tokens, *turn.completion.tokens]
 
 
 def _fill_in_tokens(sample: Sample, turns: Sequence[AgentTurn]) -> Sample:
-    """The sample with the tokens of turns of which each one's prompt begins with all of the turn before it."""
+    """Fill a sample with the tokens of turns, each of which begins with the whole previous turn."""
     tokens: list[int] = []
     loss_mask: list[float] = []
     log_probs: list[float] = []
@@ -126,7 +124,7 @@ def _fill_in_tokens(sample: Sample, turns: Sequence[AgentTurn]) -> Sample:
 
 
 def place_version_spans(completion: Completion, start: int) -> list[VersionSpan]:
-    """Which policy versions sampled a completion whose first token stands at `start`."""
+    """The policy versions of a completion whose first token is at `start`."""
     return [
         VersionSpan(_version_number(version), start + begin, start + end)
         for version, begin, end in completion.version_spans
@@ -135,6 +133,6 @@ def place_version_spans(completion: Completion, start: int) -> list[VersionSpan]
 
 
 def _version_number(version: str) -> int:
-    """The number behind the last dash of an engine's weight version; -1 for a server's own start version."""
+    """The number after the last dash of an engine's weight version; -1 for a server's own start version."""
     number = version.rpartition("-")[2]
     return int(number) if number.isdigit() else -1

@@ -1,15 +1,13 @@
-"""Hold one conversation of the policy with an environment, growing by token ids.
-
-Not here: what environments are (environments/protocol.py), samples of it (agent.py), groups and batches (manager.py).
+"""Run one conversation between the policy and an environment, growing by token ids.
 
     prompt --tokenize_prompt--> tokens --generate--> completion --+--> environment.respond --> messages
                                   ^                               |                               |
                                   +--- tokens of the completion --+                               |
                                   +--- tokenize_reply <-------------------------------------------+
 
-Every budget that is used up ends it as TRUNCATED, with the budget's name as the reason. The one of time is the
-environment's alone: that an engine is busy, restarted or given new weights is nothing that the policy did. An answer
-that the chat template does not show the policy ends it as INVALID.
+An exhausted budget ends the conversation as TRUNCATED with the budget's name as reason. Only the environment's time
+counts: the policy is not responsible for an engine that is busy, restarted or loading weights. A reply that the chat
+template hides from the policy ends it as INVALID.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SampleTurn = Callable[[list[int], SamplingConfig, int], Awaitable[Completion]]
-"""(prompt tokens, how to sample, number of the turn) -> what the policy says."""
+"""(prompt tokens, sampling settings, turn number) -> the policy's completion."""
 
 MACHINERY_ERRORS = (EnvironmentUnavailableError, OSError, httpx.TransportError)
-"""What an environment raises where something else than the policy and the environment's code failed."""
+"""Exceptions of an environment that neither the policy nor the environment's code caused."""
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -58,12 +56,13 @@ async def hold_conversation(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
 ) -> Trajectory:
-    """The trajectory of one conversation, from the prompt until it is over or a budget is used up.
+    """Run a conversation from the prompt until it is finished or a budget is exhausted.
 
     Raises:
-        EnvironmentUnavailableError: the environment's machinery failed, or did not answer in time; names the prompt.
-        RewardError: the environment has a mistake, or computes for longer than it may; names the prompt.
-        EngineError: what sampling raised.
+        EnvironmentUnavailableError: a dependency of the environment failed, or did not answer in time; names the
+        prompt.
+        RewardError: the environment has a bug, or computes for too long; names the prompt.
+        EngineError: sampling failed.
     """
     limits = config.multi_turn
     conversation = Conversation(sample=pending, messages=list(pending.messages))
@@ -123,10 +122,10 @@ async def hold_conversation(
 def policy_dialect(
     tokenizer: PreTrainedTokenizerBase, environment: MultiTurnEnvironment, config: RolloutConfig
 ) -> Dialect:
-    """How the policy writes calls of the environment's tools.
+    """The policy's dialect for calls of the environment's tools.
 
     Raises:
-        DataError: the chat template writes calls in a dialect that is not known, and the environment has tools.
+        DataError: the chat template's dialect is unknown, and the environment has tools.
     """
     try:
         return find_dialect(tokenizer, config.multi_turn.response_template)
@@ -148,7 +147,7 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
     try:
         reply = await call_within(timeout_s, environment.respond, conversation)
     except BlockedError as error:
-        raise RewardError(f"{where} held up all other conversations without waiting: {error}") from error
+        raise RewardError(f"{where} blocked all other conversations while computing: {error}") from error
     except OutOfTimeError as error:
         raise EnvironmentUnavailableError(f"{where} did not answer within {timeout_s:g} s") from error
     except MACHINERY_ERRORS as error:
@@ -160,14 +159,14 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
     if not isinstance(reply, Reply) or not all(
         isinstance(message, dict) and {"role", "content"} <= message.keys() for message in reply.messages
     ):
-        raise RewardError(f"{where} answered {reply!r}: expected a Reply, each message of which has role and content")
+        raise RewardError(f"{where} answered {reply!r}: expected a Reply whose messages have role and content")
     if reply.outcome is Outcome.INFRASTRUCTURE_ERROR:
         raise EnvironmentUnavailableError(f"{where} failed: {[message['content'] for message in reply.messages]}")
     return reply
 
 
 async def _close(environment: MultiTurnEnvironment, conversation: Conversation) -> None:
-    """Let the environment free what it holds; where that fails the conversation stays what it was."""
+    """Let the environment free its resources; a failure does not change the conversation."""
     close = getattr(environment, "close", None)
     if close is None:
         return
@@ -176,7 +175,7 @@ async def _close(environment: MultiTurnEnvironment, conversation: Conversation) 
         with anyio.CancelScope(shield=True):
             await call_within(CLOSE_TIMEOUT_S, close, conversation)
     except OutOfTimeError as error:
-        logger.warning("%s was not closed, and may hold on to what it opened: %s", where, error)
+        logger.warning("%s was not closed, and may keep resources open: %s", where, error)
     except MACHINERY_ERRORS as error:
         logger.warning("%s could not be closed: %s", where, first_line(error))
 

@@ -1,9 +1,6 @@
-"""Finish one group: generate all its completions, grade them, and decide whether the group is trained on.
+"""Finish one group: generate its completions, grade them, and decide whether to train on the group.
 
-Not here: which groups there are and what becomes of them (manager.py), requests and conversations (generate.py),
-grading a sample (rewards.py).
-
-    pending group -> generate_fn, again where it was broken off -> reward_fn -> filter_fn -> kept or dropped, and why
+pending group -> generate_fn, again if interrupted -> reward_fn -> filter_fn -> kept or dropped, with a reason
 """
 
 from __future__ import annotations
@@ -28,22 +25,22 @@ from rollouts_core.user_code.failures import check_generated, failed_function_er
 logger = logging.getLogger(__name__)
 
 UNAVAILABLE = "environment_unavailable"
-"""The reason under which groups are counted for which something was not available."""
+"""Drop reason for groups whose environment or reward was unavailable."""
 
 
 class GroupFinisher:
-    """Finishes groups by the functions of a run.
+    """Finishes groups with the functions of a run.
 
     Args:
-        filter_fn: decides which groups are trained on, by itself or with a reason; None keeps all.
-        num_tokens: samples with sampled token ids from here on are invalid.
+        filter_fn: decides which groups to train on, as a bool or with a reason; None keeps all.
+        num_tokens: samples with token ids from here on are invalid.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
         generate_fn: GenerateFn,
-        filter_fn: Callable[[Group], Any] | None,  # Any: a user's function made it
+        filter_fn: Callable[[Group], Any] | None,  # Any: result of a user's function
         *,
         num_tokens: int | None = None,
     ) -> None:
@@ -55,13 +52,13 @@ class GroupFinisher:
     async def finish(
         self, group: Group, grade: RewardFn, *, version: int | None, note: Callable[[Group], None]
     ) -> FinishedGroup:
-        """The finished group and its fate; what went wrong is in it.
+        """Finish a group; errors are part of the result.
 
-        Raised in a task of the manager's, an error would reach its caller wrapped in an ExceptionGroup.
+        An exception raised in a task of the manager would reach its caller inside an ExceptionGroup.
 
         Args:
-            version: of the weights that the engines serve now, if known.
-            note: told of what there is of the group, each time that there is more.
+            version: weight version that the engines serve now, if known.
+            note: called with the group's samples each time they grow.
         """
         try:
             generated = await self._generate(group, version, note)
@@ -74,9 +71,9 @@ class GroupFinisher:
             return FinishedGroup(group=group, decision=FilterDecision(False), error=error)
 
     async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
-        """The group with all its completions; asked for again from the tokens it has where it was broken off."""
+        """Generate all completions of a group; interrupted ones are continued from their tokens."""
         if all(sample.status not in UNFINISHED for sample in group):
-            return group  # it was given up while it was graded
+            return group  # generated before; it was given up during grading
 
         async def generate(group: Group) -> Group:
             return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]
@@ -85,7 +82,7 @@ class GroupFinisher:
 
     async def _call_generate_fn(self, group: Group) -> Group:
         try:
-            # That which asks the engines is no user's: each of its requests has a limit.
+            # No limit for the built-in function: each of its engine requests has its own.
             timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
             generated: object = await call_within(timeout_s, self.generate_fn, group)
             return check_generated(generated, self.generate_fn, group)
@@ -108,14 +105,14 @@ class GroupFinisher:
 
 
 def dropped_for_outage(group: Group, reason: str) -> FinishedGroup:
-    """A group for which an environment or a reward was not available."""
+    """A group dropped because an environment or a reward was unavailable."""
     logger.warning("dropped group %d: %s", group[0].group_index, reason)
     return FinishedGroup(group=group, decision=FilterDecision(False, UNAVAILABLE), unavailable=reason)
 
 
 def _claim_version(sample: Sample, version: int | None) -> Sample:
-    """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
+    """Tag the sample with `version` (a lower bound) if the generate function reported none."""
     if version is None or sample.policy_versions or not any(sample.loss_mask):
-        return sample  # of a request that was broken off before its first token there is nothing but the prompt
+        return sample  # a request interrupted before its first token has only the prompt
     first = next(place for place, weight in enumerate(sample.loss_mask) if weight)
     return replace(sample, policy_versions=(VersionSpan(version, first, len(sample.tokens)),))

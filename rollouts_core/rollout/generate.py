@@ -1,7 +1,6 @@
-"""The functions that finish a group of pending samples: by one request to an engine, or by conversations.
+"""The generate functions for groups of pending samples: one engine request per group, or conversations.
 
-Not here: which groups are asked for and what becomes of them (manager.py), what an engine is (engines/), how one
-conversation goes (conversation.py).
+A single conversation: `conversation.py`. Which groups are generated: `manager.py`.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 Group = list[Sample]
 """The samples of one prompt."""
 UNFINISHED = (Status.PENDING, Status.ABORTED)
-"""How samples stand that have no completion yet, or a part of one."""
+"""Statuses of samples without a completion, or with a partial one."""
 AT_LIMIT = "length"
-"""The finish reason of a completion that has all the tokens that it may have, as engines call it."""
+"""The engines' finish reason of a completion at its token limit."""
 MAX_INTERRUPTIONS = 1000
-"""How often a completion is continued that was broken off."""
+"""Highest number of times that an interrupted completion is continued."""
 
 
 def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
 ) -> CompletionGenerator | ConversationGenerator:
-    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers.
+    """A `generate_fn` that uses `engines`: one request per group, or per turn of a conversation.
 
-    Samples that have tokens already are continued from them.
+    Samples with tokens are continued.
     """
     environment = resolve_environment(config)
     if is_multi_turn(environment):
@@ -66,10 +65,10 @@ def create_engine_generate_fn(
 
 
 class CompletionGenerator:
-    """A `generate_fn` that asks an engine once for each group.
+    """A `generate_fn` with one engine request per group.
 
     Args:
-        tools: what prompts say of the tools that there are.
+        tools: tool descriptions for the prompts.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class CompletionGenerator:
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
         limit = len(prompt_tokens) + self.config.sampling.max_new_tokens
-        # The limit may be a lower one than that under which they were begun: a run can go on with other settings.
+        # After resuming with other settings, the limit may be lower than before.
         finished = {
             sample.index: replace(sample, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
             for sample in group
@@ -123,11 +122,11 @@ class CompletionGenerator:
         ]
 
     async def break_off(self) -> None:
-        """End the requests under way: their samples have the tokens that they came to. Others wait until `go_on`."""
+        """Interrupt running requests; their samples keep their tokens. New requests wait until `go_on`."""
         await _break_off(self.engines)
 
     def go_on(self) -> None:
-        """Ask the engines again."""
+        """Allow requests again."""
         _go_on(self.engines)
 
 
@@ -137,12 +136,12 @@ def create_conversation_generate_fn(
     config: RolloutConfig,
     environment: MultiTurnEnvironment,
 ) -> ConversationGenerator:
-    """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
+    """A `generate_fn` with one conversation per sample of a group, all concurrent."""
     return ConversationGenerator(engines, tokenizer, config, environment)
 
 
 class ConversationGenerator:
-    """A `generate_fn` whose state is what the policy has said in the conversations under way."""
+    """A `generate_fn` that keeps the policy's turns of running conversations."""
 
     def __init__(
         self,
@@ -167,34 +166,34 @@ class ConversationGenerator:
         except BaseException:
             self._log.end(group, is_kept=self._is_broken_off)
             raise
-        self._log.end(group)  # all are whole: nobody asks for them again, also where others were broken off meanwhile
+        self._log.end(group)  # complete: not requested again, even if other groups were interrupted meanwhile
         return samples
 
     async def break_off(self) -> None:
-        """End the requests under way; conversations that are given up before `go_on` are continued, when they are asked
-        for again, from what the policy had said."""
+        """Interrupt running requests. A conversation that is given up before `go_on` is continued from its turns when
+        it is requested again."""
         self._is_broken_off = True
         await _break_off(self.engines)
 
     def go_on(self) -> None:
-        """Ask the engines again."""
+        """Allow requests again."""
         self._is_broken_off = False
         _go_on(self.engines)
 
     def versions_of(self, group: Sequence[Sample]) -> list[int]:
-        """The versions of the weights that said what these conversations would go on from."""
+        """The weight versions of the turns that these conversations would continue from."""
         return self._log.versions_of(group)
 
     def forget(self, group: Sequence[Sample]) -> None:
-        """Begin these conversations anew."""
+        """Discard the turns of these conversations."""
         self._log.forget(group)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """What has been said so far, as JSON values."""
+        """The turns so far, as JSON values."""
         return self._log.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Say it again, as far as the environment answers the same, when these conversations are asked for."""
+        """Restore turns: a conversation repeats them as long as the environment answers the same."""
         self._log.load_state_dict(state)
 
     async def _converse(self, pending: Sample) -> list[Sample]:
@@ -204,7 +203,7 @@ class ConversationGenerator:
 
     async def _hold(self, pending: Sample) -> Trajectory:
         log = self._log.begin(pending)
-        # The engine of a group has the beginning of its conversations in its cache.
+        # A group keeps its engine, which has the beginning of its conversations in its cache.
         engine = self.engines[pending.group_index % len(self.engines)]
 
         async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
@@ -224,7 +223,7 @@ class ConversationGenerator:
 
 
 def _interruptible(engines: Sequence[InferenceEngine], config: RolloutConfig) -> Sequence[InferenceEngine]:
-    """The engines, each so that its requests can be ended with their tokens where the settings keep those."""
+    """The engines, wrapped so that interrupted requests keep their tokens if the settings allow partial completions."""
     if not config.max_partial_staleness:
         return engines
     return [InFlightEngine(each) if isinstance(each, InterruptibleEngine) else each for each in engines]
@@ -241,14 +240,14 @@ def _go_on(engines: Sequence[InferenceEngine]) -> None:
 
 
 async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
-    """The trajectory, from the beginning again as often as the machinery of the environment may fail."""
+    """The trajectory, restarted if the environment was unavailable, up to the configured number of retries."""
     for attempt in itertools.count(1):
         try:
             return await hold()
         except EnvironmentUnavailableError as error:
             if attempt > config.max_environment_retries:
                 raise
-            logger.warning("began a conversation again (attempt %d failed: %s)", attempt, error)
+            logger.warning("restarted a conversation (attempt %d failed: %s)", attempt, error)
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
     raise AssertionError("the loop only ends by returning or raising")
 
@@ -259,13 +258,13 @@ async def generate_whole(
     *,
     note: Callable[[Group], None] = lambda group: None,
 ) -> Group:
-    """The group with whole completions: those that were broken off are asked for again from their tokens.
+    """Generate whole completions; interrupted ones are continued from their tokens.
 
     Args:
-        note: told of what there is of it, each time that there is more.
+        note: called with the group's samples each time they grow.
 
     Raises:
-        EngineError: it was broken off again and again.
+        EngineError: it was interrupted too often.
     """
     generated = group
     for _ in range(MAX_INTERRUPTIONS):
@@ -274,7 +273,7 @@ async def generate_whole(
         if all(sample.status is not Status.ABORTED for sample in generated):
             return generated
     index = group[0].group_index
-    raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
+    raise EngineError(f"group {index} was interrupted {MAX_INTERRUPTIONS} times: check the engine's log")
 
 
 async def complete_request(
@@ -284,14 +283,14 @@ async def complete_request(
     begun: Completion | None = None,
     note: Callable[[Completion], None] = lambda completion: None,
 ) -> Completion:
-    """The whole completion of a request, continued from its tokens each time that it is broken off.
+    """Generate the whole completion of a request; after an interruption it is continued from its tokens.
 
     Args:
-        begun: what there is of it already; returned as it is where it is whole.
-        note: told of what there is of it, each time that there is more.
+        begun: the completion so far; if it is whole, it is returned.
+        note: called with the completion each time it grows.
 
     Raises:
-        EngineError: it was broken off again and again.
+        EngineError: it was interrupted too often.
     """
     completion = begun
     for _ in range(MAX_INTERRUPTIONS):
@@ -305,11 +304,11 @@ async def complete_request(
         note(completion)
         if completion.status is not Status.ABORTED:
             return completion
-    raise EngineError(f"{engine.name} broke a completion off {MAX_INTERRUPTIONS} times: look at its log")
+    raise EngineError(f"{engine.name} interrupted a completion {MAX_INTERRUPTIONS} times: check its log")
 
 
 def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
-    """The request for the rest of a completion of which these tokens exist."""
+    """A request that continues a completion from these tokens."""
     if not tokens:
         return request
     num_left = request.sampling.max_new_tokens - len(tokens)
@@ -323,7 +322,7 @@ def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> Gener
 
 
 def join_completions(first: Completion, rest: Completion) -> Completion:
-    """A completion that was broken off, with what continued it."""
+    """Join an interrupted completion and its continuation."""
     start = len(first.tokens)
     return replace(
         rest,
@@ -339,7 +338,7 @@ def join_completions(first: Completion, rest: Completion) -> Completion:
 def complete_sample(
     pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    """The sample with what an engine sampled for it, after the tokens it has."""
+    """Append an engine's completion to the sample."""
     before = pending.tokens or prompt_tokens
     start = len(before)
     tokens = [*before, *completion.tokens]
@@ -356,9 +355,9 @@ def complete_sample(
 
 
 def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
-    """The samples of one prompt, not generated yet.
+    """The ungenerated samples of one prompt.
 
-    Each has metadata of its own: what a reward changes in them is of no other sample, and of no later draw.
+    Each has its own copy of the metadata, so that a reward's changes affect no other sample and no later draw.
     """
     metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
     return [
@@ -376,13 +375,13 @@ def check_prompt_lengths(
     tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
     bad: BadRows | None = None,
 ) -> int:
-    """The tokens of the longest prompt, with the description of `tools`.
+    """Check prompt lengths; returns the tokens of the longest prompt, including the description of `tools`.
 
     Args:
-        bad: takes the errors of rows; without it they are raised.
+        bad: collects errors of rows; without it they are raised.
 
     Raises:
-        DataError: prompts of more than `max_tokens` tokens.
+        DataError: prompts have more than `max_tokens` tokens.
     """
     texts: list[tuple[Prompt, str]] = []
     longest = 0
@@ -393,7 +392,7 @@ def check_prompt_lengths(
         except DataError as error:
             refused[prompt.row] = error
     if not texts and len({str(error) for error in refused.values()}) == 1 < len(prompts):
-        raise next(iter(refused.values()))  # the template is at fault, not each row
+        raise next(iter(refused.values()))  # equal errors in all rows: the template is wrong, not the rows
     with noted_rows(source, bad) as noted:
         for row, refusal in refused.items():
             noted.note(row, refusal)
@@ -408,5 +407,5 @@ def check_prompt_lengths(
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """A seed for one turn of one sample that depends on nothing but these, below 2**31."""
+    """A seed below 2**31 that depends only on these numbers."""
     return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

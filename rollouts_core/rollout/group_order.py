@@ -1,7 +1,4 @@
-"""In which order a batch looks at its groups where timing decides it, written down so that it can be repeated.
-
-Not here: generating groups (manager.py), the log that keeps the schedules of a run (rl.py).
-"""
+"""Record and replay in which order a batch considers its groups, if timing decides the order."""
 
 from __future__ import annotations
 
@@ -19,54 +16,54 @@ logger = logging.getLogger(__name__)
 
 
 class Schedule(NamedTuple):
-    """What timing and outages decided about one batch."""
+    """The decisions of timing and outages about one batch."""
 
     completed: Sequence[int]
-    """The groups in the order in which they were looked at."""
+    """Groups in the order in which they were considered."""
     unavailable: Sequence[int] = ()
-    """Those that were dropped because an environment or a reward was not available."""
+    """Groups dropped because an environment or a reward was unavailable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A finished group and its fate, or what went wrong."""
+    """A finished group and its fate, or its error."""
 
     group: list[Sample]
     decision: FilterDecision
     error: RolloutsError | None = None
     unavailable: str = ""
-    """What failed, where the group was dropped because an environment or a reward was not available."""
+    """The failure, if the group was dropped because an environment or a reward was unavailable."""
 
     @property
     def index(self) -> int:
-        """The number of the group."""
+        """The group's number."""
         return self.group[0].group_index
 
 
 class LoggedOrder:
-    """Holds finished groups back until a schedule has them next; without one, or behind its end, none is held back."""
+    """Holds finished groups back until a schedule reaches them. Without or after a schedule, groups pass at once."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self.unavailable = frozenset(schedule.unavailable if schedule else ())
-        """Groups that are not generated, because they were dropped unseen."""
+        """Groups to drop without generating them."""
         self.was_left = False
-        """The schedule could not be followed."""
+        """True if the schedule could not be followed."""
         self._expected = deque(schedule.completed if schedule else ())
         self._early: dict[int, FinishedGroup] = {}
 
     def add(self, finished: FinishedGroup) -> None:
-        """Take note of a group that has finished."""
+        """Add a finished group."""
         self._early[finished.index] = finished
 
     def next_finished(self, under_way: Container[int]) -> FinishedGroup | None:
-        """The next group to look at, None while it has not finished; the same one until `go_on_behind` or `forget`.
+        """The next group to consider; None until it has finished. Repeats until `go_on_behind` or `forget`.
 
         Args:
-            under_way: the groups that were asked for and not looked at yet.
+            under_way: groups that were requested and not considered yet.
         """
         if self._expected and self._expected[0] not in under_way:
             logger.warning(
-                "the logged schedule has group %d next, which was not asked for: from here on timing decides again",
+                "the logged schedule has group %d next, which was not requested: from now on timing decides",
                 self._expected[0],
             )
             self._expected.clear()
@@ -76,12 +73,12 @@ class LoggedOrder:
         return self._early.get(self._expected[0])
 
     def go_on_behind(self, index: int) -> None:
-        """Take note of the fate of the group that `next_finished` gave."""
+        """Remove the group that `next_finished` returned: its fate is decided."""
         del self._early[index]
         if self._expected:
             self._expected.popleft()
 
     def forget(self, indices: Iterable[int]) -> None:
-        """Wait for some groups again, where they have finished: their fate is not decided."""
+        """Discard results of groups whose fate is not decided, to wait for them again."""
         for index in indices:
             self._early.pop(index, None)

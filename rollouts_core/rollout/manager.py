@@ -1,24 +1,22 @@
-"""Sample, grade and filter completions until a batch of groups is full, and ahead of the trainer where it may.
-
-Not here: how one group is finished (finish_group.py), what settings name (resolve.py), the order of a logged schedule
-(group_order.py), when to wait for the end of an outage (outage.py), the order of prompts (data/data_buffer.py), batches
-from a plain function (plain_rollouts.py), advantages (algorithms/credit.py), tensors (rl_batch.py).
+"""Generate, grade and filter completions until a batch of groups is full, also ahead of the trainer.
 
     DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
                        ^                                           |
                        +------------ ask for more <------drop------+
 
-Groups are never chosen by reward, which would bias the gradient. How many are alive, under way or ready, is all the
-back-pressure there is:
+Groups are never selected by reward, which would bias the gradient. The only back-pressure is the number of live groups
+(running or ready):
 
-    max_staleness 0    One batch while the trainer waits for it, none while it trains. A batch is made of the groups
-                       that finish first; the others are given up and begin the next one, anew or, with
-                       max_partial_staleness, from the tokens that they have. Where that, or a filter,
-                       lets timing decide which groups a batch gets, the order is in its metadata; a manager that is
-                       told that order makes the same batch again, however the groups finish this time.
-    max_staleness S    S batches while the trainer trains, one more while it waits. A batch is made of the oldest
-                       groups that are alive, so timing decides nothing unless a filter drops some, and each group is
-                       at most S publications old when it is trained on.
+    max_staleness 0    One batch while the trainer waits, nothing while it trains. A batch takes the groups that finish
+                       first; the others are given up and start the next batch, from their prompts or, with
+                       max_partial_staleness, from their tokens. If this or a filter lets timing decide which groups a
+                       batch gets, the batch's metadata records the order. A manager that replays this order makes the
+                       same batch again.
+    max_staleness S    S batches while the trainer trains, and one more while it waits. A batch takes the oldest live
+                       groups, so timing decides nothing unless a filter drops groups. A group is at most S publications
+                       old when it is trained on.
+
+One group: `finish_group.py`. Replayed order: `group_order.py`. Outages: `outage.py`.
 """
 
 from __future__ import annotations
@@ -67,40 +65,40 @@ from rollouts_core.user_code.failures import describe_raised
 logger = logging.getLogger(__name__)
 
 BREAK_OFF_TIMEOUT_S = 30.0
-"""An engine that has not ended its requests by then loses the tokens that it came to."""
+"""Time limit for engines to interrupt their requests, seconds; later tokens are lost."""
 STALE = "stale"
-"""The reason under which groups are counted that were generated again because they had become too old."""
+"""Drop reason for groups that were too old and are generated again."""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What happened since the last batch was taken."""
+    """Counters since the last batch."""
 
     num_asked: int = 0
-    """Groups that were started."""
+    """Groups that were requested."""
     drops: Counter[str] = field(default_factory=Counter)
-    """Groups that were not kept, by reason."""
+    """Dropped groups by reason."""
     completed: list[int] = field(default_factory=list)
-    """Groups that were looked at, in order."""
+    """Considered groups, in order."""
     unavailable: list[int] = field(default_factory=list)
-    """Those of them that an outage dropped."""
+    """Groups dropped because of an outage."""
     rewards: list[float] = field(default_factory=list)
-    """Of all that was graded in them, kept or not; a trajectory counts once."""
+    """Rewards in all considered groups, kept or not; a trajectory counts once."""
     paused_s: float = 0.0
-    """Nothing was asked for, because of an outage."""
+    """Seconds without requests because of an outage."""
 
 
 class AsyncRolloutManager:
-    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are alive.
+    """Generates batches of groups in parallel from a `DataBuffer`; owns the live groups.
 
-    Used with `async with`, at whose end the groups under way are given up; they are in `partial_samples` then.
-    `generate_fn` defaults to the function that `config` names.
+    Use with `async with`. At its end running groups are given up and moved to `partial_samples`. `generate_fn` defaults
+    to the function in `config`.
 
     Args:
-        num_tokens: samples with sampled token ids from here on are invalid.
+        num_tokens: samples with token ids from here on are invalid.
 
     Raises:
-        ConfigError: a function name in the configuration that does not exist.
+        ConfigError: a function named in the configuration does not exist.
     """
 
     def __init__(
@@ -125,13 +123,13 @@ class AsyncRolloutManager:
         self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn, num_tokens=num_tokens)
         self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
-        """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
+        """Groups that were given up, with their tokens; they are requested first."""
         self.published = PublishedVersions(config.max_token_age + 2)
-        """The versions of the weights, as far as `weights_published` told of them."""
+        """The last published weight versions."""
         self._under_way: dict[int, Group] = {}
-        """Groups that were asked for and not looked at yet."""
+        """Groups that were requested and not considered yet."""
         self._begun: set[int] = set()
-        """Those of them that a task finishes, or has finished."""
+        """Groups under way that have a task, or had one that finished."""
         self._ready: dict[int, Group] = {}
         self._calls = anyio.Lock(fast_acquire=True)
         self._running = AsyncExitStack()
@@ -166,15 +164,16 @@ class AsyncRolloutManager:
             self._give_up_under_way()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
-        """The next `config.batch_size` groups that the filter keeps, ordered by group.
+        """The next `config.batch_size` groups that pass the filter, ordered by group.
 
-        Calling it says that the batch before has been trained on and, where that was due, its weights published. A call
-        that is cancelled, or raises, takes nothing away: the next one goes on with its groups and with what was decided
-        about them, so it gives the same batch. Calls at the same time are answered one after the other.
+        A call implies that the previous batch was trained on and, if due, its weights published. A call that is
+        cancelled or raises loses nothing: the next call continues with the same groups and decisions, and gives the
+        same batch. Concurrent calls run one after another.
 
         Raises:
-            RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
-            DataError: the filter dropped so much that `max_refills` was reached, or too many samples are invalid.
+            RewardError, EngineError: generating or grading a group failed; the other groups are stopped.
+            DataError: the filter dropped so many groups that `max_refills` was reached, or too many samples are
+            invalid.
         """
         async with self._calls:
             self._grade = reward_fn or self.reward_fn
@@ -192,23 +191,23 @@ class AsyncRolloutManager:
             finally:
                 try:
                     await self._stop()
-                finally:  # see there: it raises where the call was cancelled
+                finally:  # `_stop` raises if this call was cancelled
                     if self._interruptible:
                         self._interruptible.go_on()
             self._give_up_under_way()
             return self._take_batch(indices)
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
-        """Batches without end."""
+        """An endless stream of batches."""
         while True:
             yield await self.generate_batch(reward_fn)
 
     def weights_published(self, version: int) -> None:
-        """Take note that the engines serve other weights from now on."""
+        """Note that the engines serve this version from now on."""
         self.published.add(version)
 
     def take_idle_s(self) -> float:
-        """For how long no group was under way since the last call: generation waited for the trainer, seconds."""
+        """Seconds since the last call in which no group was running, so that generation waited for the trainer."""
         now = perf_counter()
         idle_s = self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
         self._idle_s = 0.0
@@ -216,23 +215,23 @@ class AsyncRolloutManager:
         return idle_s
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The groups that are alive, as JSON values: those to ask for again, with their tokens, and those ready."""
-        # Generated ahead, they are taken in the order of their numbers: who finished first is no part of the run.
+        """The live groups as JSON values: groups to request again, with their tokens, and ready groups."""
+        # With generation ahead, groups are taken by number: the order of finishing is not part of the run.
         order = sorted if self.config.max_staleness else list
         under_way = [sample for index in order(self._under_way) for sample in self._under_way[index]]
         return {
             "partial_samples": [sample.to_json() for sample in (*self.partial_samples, *under_way)],
             "ready_samples": [sample.to_json() for index in order(self._ready) for sample in self._ready[index]],
             "published": list(self.published.versions),
-            # A copy: the checkpoint is written while the next groups are generated, which may change what was given.
+            # A copy, because the next groups change the state while the checkpoint is written.
             **({"generation": deepcopy(self._resumable.state_dict())} if self._resumable else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
-        """Go on with the groups of `state_dict`.
+        """Restore the groups of `state_dict`.
 
         Args:
-            is_regraded: those ready were graded and filtered by other settings, so both are done again.
+            is_regraded: grade and filter ready groups again, because these settings changed.
         """
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
         ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
@@ -244,7 +243,7 @@ class AsyncRolloutManager:
             self._resumable.load_state_dict(state["generation"])
 
     def replay(self, schedules: Sequence[Schedule]) -> None:
-        """Make the next batches like those whose metadata said `completed` and `unavailable` so, in order."""
+        """Repeat the schedules of earlier batches, given by `completed` and `unavailable` in their metadata."""
         self._schedules = deque(schedules)
         self._order = self._next_order()
 
@@ -252,24 +251,24 @@ class AsyncRolloutManager:
         self._tasks = await self._running.enter_async_context(anyio.create_task_group())
 
     async def _stop(self) -> None:
-        """End the tasks; the groups that they have not finished stay under way, to be begun again."""
+        """End the tasks; unfinished groups stay under way and restart later."""
         if self._tasks is None:
             return
-        self._num_wanted = 0  # what finishes while it is being stopped is not looked at
+        self._num_wanted = 0  # groups that finish while stopping are not considered
         self._is_paused = False
         self._tasks.cancel_scope.cancel()
         try:
             await self._running.aclose()
-        finally:  # it raises in a task that was cancelled, too, when the last group has ended
+        finally:  # also if this task was cancelled, when the last group has ended
             self._tasks = None
             self._order.forget(self._begun)
             self._begun.clear()
             self._idle_since = perf_counter()
 
     def _give_up_under_way(self) -> None:
-        """Leave the groups under way to the next batch, which begins with them."""
+        """Move running groups to the next batch, which starts with them."""
         for index, group in self._under_way.items():
-            # Without a staleness to spare, the next weights generate it anew.
+            # Without permitted staleness, the next weights must generate the group from its prompt.
             self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
         self._under_way = {}
 
@@ -277,12 +276,12 @@ class AsyncRolloutManager:
         return LoggedOrder(self._schedules.popleft() if self._schedules else None)
 
     async def _wait_for_batch(self) -> list[int]:
-        """The groups of the next batch, which are ready then."""
+        """Wait until the groups of the next batch are ready; returns their numbers."""
         ahead = self.config.batch_size * self.config.max_staleness
         self._num_wanted = ahead + self.config.batch_size
         self._ask_for_groups()
-        self._look_at_finished()  # what finished while a failure was not told yet
-        await anyio.lowlevel.checkpoint()  # the groups begin before the trainer does, also where a batch is ready
+        self._look_at_finished()  # groups that finished after a failure and before this call
+        await anyio.lowlevel.checkpoint()  # lets the groups start before the trainer, even if a batch is ready
         while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -295,16 +294,16 @@ class AsyncRolloutManager:
         return indices
 
     def _next_batch(self) -> list[int] | None:
-        """The groups of the next batch, None while they are not all ready."""
+        """The groups of the next batch; None until all are ready."""
         alive = sorted({*self._ready, *self._under_way}) if self.config.max_staleness else list(self._ready)
         chosen = alive[: self.config.batch_size]
         is_full = len(chosen) == self.config.batch_size and all(index in self._ready for index in chosen)
         return chosen if is_full and self._failure is None else None
 
     def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
-        """Start those of some ready groups again that are too old to be trained on; False where there are none.
+        """Regenerate ready groups that are too old to train on; False if there are none.
 
-        In their place come groups that have finished since the batch was full.
+        Groups that finished after the batch was full take their place.
         """
         stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_token_age]
         for index in stale:
@@ -338,7 +337,7 @@ class AsyncRolloutManager:
         return convert_to_batch(samples, metadata=metadata)
 
     def _ask_for_groups(self) -> None:
-        """Ask for groups until as many are alive as are wanted, and begin those under way that no task has begun."""
+        """Request groups until enough are alive, and start requested groups without a task."""
         limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
         while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0:
             if self._is_paused or self._failure:
@@ -357,8 +356,8 @@ class AsyncRolloutManager:
         self._begin_groups()
 
     def _begin_groups(self) -> None:
-        """Begin groups under way that have no task: new ones, and what a pause or the end of a call broke off."""
-        assert self._tasks, "groups are begun while the manager is open"
+        """Start a task for each group without one: new groups, and those that a pause or a cancelled call stopped."""
+        assert self._tasks, "the manager must be open"
         if self._is_paused or self._failure:
             return
         for index in [index for index in self._under_way if index not in self._begun]:
@@ -370,14 +369,14 @@ class AsyncRolloutManager:
             self._tasks.start_soon(self._finish_group, self._under_way[index], self._grade)
 
     def _next_groups(self, num_groups: int) -> list[Group]:
-        """The groups to ask for: those given up first, then new prompts."""
+        """The groups to request: first given-up groups, then new prompts."""
         given_up = self._take_given_up(num_groups)
         first_index = self.data_buffer.num_drawn
         num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
         return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
 
     def _take_given_up(self, num_wanted: int) -> list[Group]:
-        """Groups that were given up, by the buffer filter's choice; the others stay."""
+        """Given-up groups that the buffer filter selects; the others stay."""
         given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
         chosen = given_up if self.buffer_filter_fn is None else self._choose(given_up, num_wanted)
         taken = {group[0].group_index for group in chosen}
@@ -385,7 +384,7 @@ class AsyncRolloutManager:
         return chosen
 
     def _choose(self, given_up: list[Group], num_wanted: int) -> list[Group]:
-        assert self.buffer_filter_fn is not None, "without one all are taken"
+        assert self.buffer_filter_fn is not None, "without a filter all groups are taken"
         try:
             with interrupt_after(self.config.reward_timeout_s):
                 chosen = self.buffer_filter_fn(given_up, num_wanted)
@@ -395,11 +394,11 @@ class AsyncRolloutManager:
         except Exception as error:
             raise RewardError(
                 f"buffer filter {name_of_function(self.buffer_filter_fn)} on {len(given_up)} groups "
-                f"{describe_raised(error)}: expected some of the groups that it was given"
+                f"{describe_raised(error)}: return some of the given groups"
             ) from error
 
     def _renewed_if_stale(self, group: Group) -> Group:
-        """A group that was given up; without its tokens where they have become too old to be trained on."""
+        """A given-up group, without its tokens if they are too old to train on."""
         versions = self._remembering.versions_of(group) if self._remembering else ()
         ages = [self.published.oldest(group), *map(self.published.staleness_of, versions)]
         if max(ages) <= self.config.max_token_age:
@@ -420,7 +419,7 @@ class AsyncRolloutManager:
             self._under_way[index] = generated
 
         if index in self._order.unavailable:
-            finished = dropped_for_outage(group, "it was dropped so in the schedule that is followed")
+            finished = dropped_for_outage(group, "the replayed schedule dropped it")
         else:
             finished = await self._finisher.finish(group, grade, version=self._newest_version, note=note)
         self._order.add(finished)
@@ -428,11 +427,11 @@ class AsyncRolloutManager:
 
     @property
     def _newest_version(self) -> int | None:
-        """The version of the weights that the engines serve, as far as is known."""
+        """The weight version that the engines serve; None if unknown."""
         return self.published.versions[-1] if self.published.versions else None
 
     def _look_at_finished(self) -> None:
-        """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
+        """Keep or drop finished groups in order, until a full batch waits to be taken."""
         while self._failure is None and self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
             finished = self._order.next_finished(self._under_way)
             if finished is None:
@@ -442,7 +441,7 @@ class AsyncRolloutManager:
                 continue
             self._failure = finished.error or self._note_outage(finished) or self._invalid.note(finished.group)
             if self._failure:
-                self._order.forget([finished.index])  # the next call begins it again
+                self._order.forget([finished.index])  # the next call restarts it
                 break
             self._order.go_on_behind(finished.index)
             self._settle(finished)
@@ -452,7 +451,7 @@ class AsyncRolloutManager:
         self._changed.set()
 
     def _settle(self, finished: FinishedGroup) -> None:
-        """Keep a group or drop it."""
+        """Keep or drop a group."""
         del self._under_way[finished.index]
         self._tally.completed.append(finished.index)
         if finished.unavailable:
@@ -465,8 +464,8 @@ class AsyncRolloutManager:
             self._tally.drops[finished.decision.reason] += 1
 
     def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
-        """Whether a group for which something was not available begins again after a pause, and is not dropped."""
-        assert self._tasks, "groups finish while the manager is open"
+        """True if a group without an available environment restarts after a pause, instead of being dropped."""
+        assert self._tasks, "the manager must be open"
         if not finished.unavailable or finished.index in self._order.unavailable:
             return False
         if not self._is_paused:
@@ -480,9 +479,9 @@ class AsyncRolloutManager:
         return True
 
     def _note_outage(self, finished: FinishedGroup) -> RolloutsError | None:
-        """What ends the run, where too many groups were dropped for an outage."""
+        """The error that ends the run if an outage dropped too many groups; None otherwise."""
         if finished.index in self._order.unavailable:
-            return None  # of what is available now, what an earlier attempt met says nothing
+            return None  # an outage in an earlier attempt says nothing about the present
         return self._outage.note_group(finished.unavailable)
 
     async def _end_pause(self, pause_s: float) -> None:
@@ -495,7 +494,7 @@ class AsyncRolloutManager:
 
 
 def _round_size(config: RolloutConfig) -> int:
-    """Groups that are asked for at a time where nothing is generated ahead."""
+    """Number of groups per request without generation ahead."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
 
 

@@ -1,11 +1,9 @@
-"""Rollouts that an earlier run recorded as the batches of RL: nothing is sampled, so no engine is needed.
-
-Not here: recording them (rl_job.py), sampling new ones (manager.py), training on either (rl.py).
+"""Recorded rollouts of an earlier run as the batches of RL; no engine is needed.
 
     samples/step_000001.jsonl, step_000002.jsonl, ...  ->  one batch each, in order, then again from the first
 
-A sample keeps its tokens, masks, log-probs and reward bit for bit, so the first step from the same weights gives the
-weights that the recorded step gave.
+A sample keeps its tokens, masks, log-probs and reward bit for bit, so a first step from the same weights gives the same
+weights as the recorded step.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ STEP_FILES = "step_*.jsonl"
 
 
 class OfflineRollouts:
-    """The batches in a folder of recorded steps, in place of an `AsyncRolloutManager`.
+    """The batches in a folder of recorded steps; replaces an `AsyncRolloutManager`.
 
     Args:
-        num_tokens: samples with sampled token ids from here on are invalid.
+        num_tokens: samples with token ids from here on are invalid.
 
     Raises:
         DataError: the folder has no recorded step.
@@ -46,12 +44,12 @@ class OfflineRollouts:
         self._num_taken = 0
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
-        """The next recorded step, with the rewards that it was given then.
+        """The next recorded step with its recorded rewards.
 
         Raises:
-            DataError: a file that holds no rollouts, or those of another temperature.
+            DataError: the file holds no rollouts, or rollouts of another temperature.
         """
-        assert reward_fn is None, "recorded rollouts have their rewards"
+        assert reward_fn is None, "recorded rollouts have rewards"
         epoch, place = divmod(self._num_taken, len(self.files))
         self._num_taken += 1
         samples = read_rollouts(self.files[place], temperature=self.config.sampling.temperature)
@@ -59,61 +57,61 @@ class OfflineRollouts:
         return convert_to_batch(valid, metadata={"epoch_id": epoch})
 
     def weights_published(self, version: int) -> None:
-        """Nothing: what was recorded does not become older."""
+        """Do nothing: recorded rollouts do not age."""
 
     def take_idle_s(self) -> float:
-        """0: nothing is generated, so nothing waits."""
+        """Always 0: nothing is generated."""
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The place in the folder."""
+        """The position in the folder."""
         return {"num_taken": self._num_taken}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
-        """Go on from the place of `state_dict`; recorded rollouts keep their rewards."""
+        """Restore the position; recorded rollouts keep their rewards."""
         self._num_taken = state["num_taken"]
 
     def replay(self, schedules: Sequence[Schedule]) -> None:
-        """Nothing: what was recorded comes in one order only."""
+        """Do nothing: recorded rollouts have a fixed order."""
 
 
 def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
     """The samples of a recorded step.
 
     Args:
-        temperature: the one by which training divides logits.
+        temperature: the training's divisor of logits.
 
     Raises:
-        DataError: something else than samples, or none; or samples of another temperature, where they say it.
+        DataError: the file contains no samples, something else, or samples recorded with another temperature.
     """
     try:
-        # Every line: of a file that was cut, the samples before would pass for the whole step.
+        # Every line must be valid: otherwise a truncated file would pass for the whole step.
         records = [json.loads(line) for line in path.read_bytes().splitlines()]
         samples = [sample_from_json(record) for record in records]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} holds no rollouts, or a part of them ({first_line(error)}): give what an RL stage recorded"
+            f"{path} is not a complete file of rollouts ({first_line(error)}): give a file recorded by an RL stage"
         ) from error
     if not any(any(sample.loss_mask) for sample in samples):
-        raise DataError(f"{path} holds no sampled token: give what an RL stage recorded")
+        raise DataError(f"{path} has no sampled token: give a file recorded by an RL stage")
     for recorded in {record.get("temperature", temperature) for record in records}:
         if recorded != temperature:
             raise DataError(
-                f"{path} was sampled at the temperature {recorded}, rollout.sampling.temperature is {temperature}: the "
-                "log-probs in it and those of training would be of two distributions; set it to that of the recording"
+                f"{path} was sampled at temperature {recorded}, but rollout.sampling.temperature is {temperature}: the "
+                "log-probs would belong to two distributions. Set it to the temperature of the recording"
             )
     return samples
 
 
 def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_tokens: int | None = None) -> str:
-    """What a folder of recorded steps holds, as a sentence.
+    """A sentence about the content of a folder of recorded steps.
 
     Args:
-        max_tokens: of a sample that the model can compute; None where it computes longer ones, too.
+        max_tokens: longest sample that the model can compute; None for no limit.
 
     Raises:
-        DataError: a file that holds no rollouts, or those of another temperature; or a token or a position that the
-            model does not have.
+        DataError: a file holds no rollouts, rollouts of another temperature, or tokens or positions that the model
+            lacks.
     """
     num_groups = num_samples = 0
     files = OfflineRollouts(folder, config).files
@@ -122,13 +120,14 @@ def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_
         largest = max(max(sample.tokens, default=0) for sample in samples)
         if largest >= vocab_size:
             raise DataError(
-                f"{path} has the token {largest}, the model embeds {vocab_size}: it was recorded with another tokenizer"
+                f"{path} has the token {largest}, but the model embeds {vocab_size}: it was recorded with another "
+                "tokenizer"
             )
         longest = max(len(sample.tokens) for sample in samples)
         if max_tokens is not None and longest > max_tokens:
             raise DataError(
-                f"{path} has a sample of {longest} tokens, the model has positions for {max_tokens}: it was recorded "
-                "with another model"
+                f"{path} has a sample of {longest} tokens, but the model has positions for {max_tokens}: it was "
+                "recorded with another model"
             )
         num_groups += len(group_samples(samples))
         num_samples += len(samples)

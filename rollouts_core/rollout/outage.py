@@ -1,13 +1,11 @@
-"""Tell an outage from a group that just had bad luck: when to wait for its end, and when to give the run up.
+"""Distinguish outages from single failures: when to drop a group, when to pause, and when to end the run.
 
-Not here: the groups, and the pause itself (manager.py), trying again within a group (generate.py, reward_services.py).
+    an environment or a reward was unavailable for a group
+      ├─ for few of the last groups                 the group is dropped and counted
+      ├─ for more of them than the settings allow   pause for 15 s, 30 s, ... 5 min, then retry
+      └─ also after the permitted pauses            EnvironmentOutageError
 
-    something was not available for a group
-      ├─ for few of the last groups                 it is dropped and counted
-      ├─ for more of them than the settings allow   nothing is asked for, for 15 s, 30 s, ... 5 min; then it is again
-      └─ also after the pauses that they allow      EnvironmentOutageError
-
-An evaluation can do without no group, so it waits for each (`OutagePauses`).
+An evaluation needs every group, so it pauses for each (`OutagePauses`).
 """
 
 from __future__ import annotations
@@ -27,30 +25,30 @@ ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 50
-"""Over so many groups the share is taken that was dropped because something was not available."""
+"""Number of last groups over which the share of unavailable ones is computed."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 15.0, 300.0
-"""The second pause is twice as long as the first, and so on."""
+"""Seconds. The length doubles with each pause."""
 
 
 class OutageWatch:
-    """Remembers for which of the last groups something was not available, and how long has been waited for it."""
+    """Remembers recent unavailable groups and the length of pauses."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._next_pause_s = FIRST_PAUSE_S
-        """Twice as long after each pause, until something is available."""
+        """Doubles with each pause, until a group succeeds."""
         self._paused_s = 0.0
-        """Of the outage that is not over: fewer failures than are allowed among the last groups end it."""
+        """Total pauses of the current outage. The outage ends when few enough of the last groups failed."""
 
     @property
     def _num_allowed(self) -> float:
         return self.config.max_environment_failure_share * FAILURE_WINDOW
 
     def begin_pause(self, problem: str) -> float:
-        """For how long nothing should be asked for before this group is asked for again, seconds.
+        """Seconds to pause before this group is requested again.
 
-        0 where it is dropped: this is no outage, or no time for pauses is left.
+        0 drops the group: this is not an outage, or the time for pauses is used up.
         """
         is_outage = 1 + sum(self._failures) > self._num_allowed or self._paused_s > 0
         left_s = self.config.max_outage_minutes * 60 - self._paused_s
@@ -59,7 +57,7 @@ class OutageWatch:
             return 0.0
         self._next_pause_s = min(MAX_PAUSE_S, 2 * self._next_pause_s)
         logger.warning(
-            "nothing is generated for %.0f s, because something was not available for more groups than "
+            "pausing generation for %.0f s: more groups were unavailable than "
             "rollout.max_environment_failure_share allows (%s); the run ends after %.0f minutes of pauses",
             pause_s,
             problem,
@@ -68,14 +66,14 @@ class OutageWatch:
         return pause_s
 
     def end_pause(self, pause_s: float) -> None:
-        """Take note of a pause that is over."""
+        """Add a finished pause."""
         self._paused_s += pause_s
 
     def note_group(self, problem: str) -> EnvironmentOutageError | None:
-        """Take note of a group that is kept or dropped; an error where too many were dropped for such a problem.
+        """Count a group that is kept or dropped; returns an error if too many were dropped as unavailable.
 
         Args:
-            problem: what was not available for it; empty where everything was.
+            problem: what was unavailable for the group; "" if nothing was.
         """
         self._failures.append(bool(problem))
         if not problem:
@@ -89,29 +87,29 @@ class OutageWatch:
         share = self.config.max_environment_failure_share
         return EnvironmentOutageError(
             f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
-            f"was not available, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
-            f"{pauses}; nothing of them was graded. Mend it, then start the run again. The last one: {problem}"
+            f"was unavailable, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
+            f"{pauses}; they were not graded. Repair it, then start the run again. The last problem: {problem}"
         )
 
 
 class OutagePauses:
-    """Has calls made again that failed because something was not available, after pauses that they share.
+    """Retries calls that failed as unavailable, after pauses that the calls share.
 
-    Others go on meanwhile: that one failed does not say that there is an outage.
+    Other calls continue: a single failure is not an outage.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self._next_pause_s = FIRST_PAUSE_S
-        """Twice as long after each pause, until a call succeeds."""
+        """Doubles with each pause, until a call succeeds."""
         self._pause_ends_at = 0.0
-        """By the clock of the event loop."""
+        """In the event loop's time."""
 
     async def wait_out(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """What the call returns, made again as long as the settings allow.
+        """The call's result, retried as long as the settings allow.
 
         Raises:
-            EnvironmentOutageError: the pauses that they allow were not enough for this call.
+            EnvironmentOutageError: the permitted pauses were not enough for this call.
         """
         left_s = self.config.max_outage_minutes * 60
         while True:
@@ -128,7 +126,7 @@ class OutagePauses:
                 return outcome
 
     def _begin_pause(self, problem: str) -> float:
-        """How long to wait, seconds: until the end of the pause under way, or that of a new one."""
+        """Seconds to wait: until the end of the current pause, or of a new one."""
         now = anyio.current_time()
         if now < self._pause_ends_at:
             return self._pause_ends_at - now
@@ -136,7 +134,7 @@ class OutagePauses:
         self._pause_ends_at = now + pause_s
         self._next_pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         logger.warning(
-            "something was not available (%s), and is asked for again in %.0f s; the evaluation ends after %.0f "
+            "an environment or a reward was unavailable (%s); retrying in %.0f s; the evaluation ends after %.0f "
             "minutes of such pauses for one prompt",
             problem,
             pause_s,
@@ -148,7 +146,7 @@ class OutagePauses:
         minutes = self.config.max_outage_minutes
         pauses = f", also after pauses of {minutes:.1f} minutes" if minutes else ""
         return EnvironmentOutageError(
-            f"an environment or a reward was not available{pauses} (rollout.max_outage_minutes "
-            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Mend it, then start the run "
+            f"an environment or a reward was unavailable{pauses} (rollout.max_outage_minutes "
+            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair it, then start the run "
             f"again. The last problem: {error}"
         )

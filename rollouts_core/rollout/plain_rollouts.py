@@ -1,7 +1,4 @@
-"""Batches from a plain function that is called once for each: no engine, no filter, nothing at the same time.
-
-Not here: groups in parallel, filters and what is generated ahead (manager.py).
-"""
+"""Batches from a plain function, called once per batch: no engine, no filter, no concurrency."""
 
 from __future__ import annotations
 
@@ -28,18 +25,18 @@ from rollouts_core.user_code.failures import check_generated, failed_function_er
 
 def generate_rollout_batches(
     data_buffer: DataBuffer, config: RolloutConfig, **kwargs: Any
-) -> Iterator[RolloutBatch]:  # Any: handed through to the user's function
-    """Batches without end from a plain `config.generate_fn`, one call per batch; no filter, no engine.
+) -> Iterator[RolloutBatch]:  # Any: passed to the user's function
+    """An endless stream of batches from a plain `config.generate_fn`; no filter, no engine.
 
-    A batch of which some samples come back as `Status.ABORTED` is handed in again, as groups are elsewhere.
+    A batch with samples of `Status.ABORTED` is passed to the function again, as for groups elsewhere.
 
     Args:
-        kwargs: handed to `generate_fn` with each call.
+        kwargs: passed to `generate_fn` in each call.
 
     Raises:
-        RewardError: a function took longer than the settings allow, a reward function failed, or `generate_fn` returned
-            something else than samples of all the places that it was given.
-        EngineError: it broke off samples again and again.
+        RewardError: a function took too long, a reward failed, or `generate_fn` did not return samples for all given
+            places.
+        EngineError: samples were interrupted too often.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
     timeout_s = config.reward_timeout_s
@@ -63,8 +60,8 @@ def generate_rollout_batches(
 
 def _generate_whole(
     generate: partial[Any], pending: list[Sample], config: RolloutConfig
-) -> list[Sample]:  # Any: the user's function made it
-    """The samples with whole completions: those that were broken off are asked for again from their tokens."""
+) -> list[Sample]:  # Any: result of the user's function
+    """Generate whole completions; interrupted ones are passed to the function again with their tokens."""
     generated = pending
     for _ in range(MAX_INTERRUPTIONS):
         try:
@@ -72,15 +69,15 @@ def _generate_whole(
                 answered: object = generate(generated)
         except BlockedError as error:
             raise failed_function_error("generation", generate.func, pending, error) from error
-        assert not inspect.isawaitable(answered), "a plain generate_fn returned something to wait for"
+        assert not inspect.isawaitable(answered), "a plain generate_fn returned an awaitable"
         generated = check_generated(answered, generate.func, pending)
         if all(sample.status is not Status.ABORTED for sample in generated):
             return generated
-    raise EngineError(f"{name_of_function(generate.func)} broke a batch off {MAX_INTERRUPTIONS} times: it ends nothing")
+    raise EngineError(f"{name_of_function(generate.func)} left a batch unfinished {MAX_INTERRUPTIONS} times")
 
 
 def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
-    """The graded sample; where an event loop has this thread, as in a notebook, another thread grades meanwhile."""
+    """Grade a sample; if this thread runs an event loop, as in a notebook, another thread grades."""
     grade = partial(anyio.run, partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
     graded: Sample = start_short_thread(grade).result() if _has_event_loop() else grade()
     return graded

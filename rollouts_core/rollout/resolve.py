@@ -1,8 +1,4 @@
-"""The functions, rewards and environment that the rollout settings name.
-
-Not here: how a name becomes a function (user_code/functions.py), what the shipped functions do (rewards.py, filters.py,
-environments/).
-"""
+"""Resolve the functions, rewards and environment that the rollout settings name."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 NO_GRADER = (
-    "nothing says how good a completion is: set rollout.environment to one that ships "
+    "no reward is configured: set rollout.environment to a built-in one "
     f'({", ".join(sorted(ENVIRONMENTS))}) or to your own "package.module:Class", or set rollout.reward_fn or '
     "rollout.rewards"
 )
@@ -33,74 +29,73 @@ NO_GRADER = (
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 """Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
 
-A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
-`Status.ABORTED` is handed in again, to be continued from the tokens that they have. One that is `Resumable`, too, is
-saved with each checkpoint; one that is `Interruptible` can end what is under way with the tokens that it has, and says
-how old they are where it is `Remembering`."""
+A trajectory may be returned as several samples, one per turn (`Sample.turn`). A group with samples of `Status.ABORTED`
+is passed again, to continue from their tokens. Implement `Resumable` to be saved in checkpoints, `Interruptible` to
+return partial completions on request, and `Remembering` to report the version of their weights."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A generate function with a state of its own: what it knows of the groups under way."""
+    """A generate function with state about running groups."""
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The state as JSON values. Called at a checkpoint, amid groups."""
+        """The state as JSON values; called at checkpoints, while groups run."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Go on with what `state_dict` gave, before the first group is asked for."""
+        """Restore `state_dict`; called before the first group."""
         ...
 
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """A generate function whose work can be broken off without losing it."""
+    """A generate function that can interrupt its work without losing it."""
 
     async def break_off(self) -> None:
-        """Stop generating. Calls under way return their samples as `Status.ABORTED`, or wait to be cancelled, with what
-        there is of theirs kept for the call that asks for the same samples again. Other calls wait."""
+        """Stop generating. Running calls return their samples as `Status.ABORTED`, or wait to be cancelled while their
+        work is kept for the next request of the same samples. New calls wait."""
         ...
 
     def go_on(self) -> None:
-        """Generate again after `break_off`."""
+        """Allow generation after `break_off`."""
         ...
 
 
 @runtime_checkable
 class Remembering(Protocol):
-    """A generate function that keeps tokens of groups under way itself, not in their samples."""
+    """A generate function that keeps tokens of running groups itself, not in their samples."""
 
     def versions_of(self, group: Sequence[Sample]) -> Sequence[int]:
-        """The versions of the weights that sampled what it would go on from."""
+        """The weight versions of the tokens that the group would continue from."""
         ...
 
     def forget(self, group: Sequence[Sample]) -> None:
-        """Begin the group anew when it is asked for: what there is of it has become too old to be trained on."""
+        """Discard the group's tokens, which are too old to train on."""
         ...
 
 
 def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
-    """The function that `rollout.generate_fn` names."""
+    """The function `rollout.generate_fn`."""
     if config.generate_fn == "":
         raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
     return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
 
 
 class NoEnvironment:
-    """Stands where `rollout.environment` is empty: it answers nothing, offers no tools and grades nothing."""
+    """Used if `rollout.environment` is empty: no replies, no tools, no grades."""
 
     def grade(self, sample: Sample) -> float:
-        """Raise ConfigError."""
+        """Always raises ConfigError."""
         raise ConfigError(NO_GRADER)
 
 
 def resolve_environment(config: RolloutConfig) -> Environment:
-    """The environment that `rollout.environment` names, made anew, or the object that it is.
+    """Create the environment that `rollout.environment` names, or return the given object.
 
-    Without one it is `NoEnvironment`.
+    If it is empty, `NoEnvironment` is returned.
 
     Raises:
-        ConfigError: no such name, something else than an environment, or one that cannot be made.
+        ConfigError: the name is unknown, is not an environment, or cannot be created.
     """
     if config.environment == "":
         return NoEnvironment()
@@ -117,13 +112,13 @@ def resolve_environment(config: RolloutConfig) -> Environment:
             return environment
     except TypeError as error:
         problem = first_line(error)
-    except RolloutsError:  # its own sentence
+    except RolloutsError:  # has its own message
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"rollout.environment: {name} cannot be made: it {describe_raised(error)}") from error
+        raise ConfigError(f"rollout.environment: {name} cannot be created: it {describe_raised(error)}") from error
     raise ConfigError(
-        f"rollout.environment: {name} is no environment ({problem}): "
-        "expected a class that is made without arguments and has the method grade(sample)"
+        f"rollout.environment: {name} is not an environment ({problem}): "
+        "expected a class with a constructor without arguments and a method grade(sample)"
     )
 
 
@@ -132,38 +127,37 @@ def _check_tools(environment: Environment, name: str) -> None:
     others = [tool for tool in tools if not isinstance(tool, Tool)] if isinstance(tools, Collection) else [tools]
     if others:
         raise ConfigError(
-            f"rollout.environment: {name} has among its tools something of the type {type(others[0]).__name__}: "
-            "expected `tools` to be a sequence of rollouts_core.Tool, which has name, description, parameters (the "
-            "JSON Schema) and function"
+            f"rollout.environment: {name} has a tool of the type {type(others[0]).__name__}: expected `tools` to be a "
+            "sequence of rollouts_core.Tool, with name, description, parameters (the JSON Schema) and function"
         )
     for tool in tools:
         if problem := find_schema_problem(tool):
             raise ConfigError(
-                f"rollout.environment: {name} has a tool {tool.name!r} whose parameters are no JSON Schema: "
+                f"rollout.environment: {name} has a tool {tool.name!r} whose parameters are not a JSON Schema: "
                 f"parameters{problem}"
             )
 
 
 def _check_row_fields(environment: Environment, name: str) -> None:
     fields = getattr(environment, "row_fields", ())
-    if isinstance(fields, str):  # a tuple of one whose comma is missing; each letter would be taken for a field
+    if isinstance(fields, str):  # a tuple of one without its comma; each letter would count as a field
         raise ConfigError(
-            f"rollout.environment: {name} has the text {fields!r} as row_fields: expected a sequence of names, as "
-            f'("{fields}",)'
+            f"rollout.environment: {name} has the string {fields!r} as row_fields: expected a sequence of names, for "
+            f'example ("{fields}",)'
         )
 
 
 def check_graded(config: RolloutConfig) -> None:
-    """Raise ConfigError where nothing is named that grades completions: no grader is usual enough to be taken."""
+    """Raise ConfigError if no reward is configured: there is no sensible default."""
     if "" in config.reward_names:
         raise ConfigError(NO_GRADER)
 
 
 def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade.
+    """The reward of `rollout.reward_fn`, the sum of `rollout.rewards`, or the environment's grade.
 
     Raises:
-        ConfigError: none of them is named, or by a name that stands for nothing.
+        ConfigError: none is configured, or a name is unknown.
     """
     check_graded(config)
     if config.rewards:
@@ -175,7 +169,7 @@ def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
 
 
 def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
-    """The function or service that one of `rollout.rewards` names."""
+    """The function or service of one entry of `rollout.rewards`."""
     if reward.kind != "function":
         return REWARD_SERVICES[reward.kind](reward)
     if reward.name == "":
@@ -184,7 +178,7 @@ def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
-    """The function that `rollout.filter_fn` names, or all of `rollout.filters` as one, if any."""
+    """The filter `rollout.filter_fn`, or all of `rollout.filters` composed; None without any."""
     if config.filters:
         return compose_filters(*map(resolve_filter, config.filters))
     if config.filter_fn == "":
@@ -193,7 +187,7 @@ def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
 
 
 def resolve_filter(config: FilterConfig) -> FilterFn:
-    """The function that one of `rollout.filters` names, with its settings."""
+    """The filter of one entry of `rollout.filters`, with its settings."""
     function = resolve_function(config.name, FILTERS, setting="rollout.filters")
     taken = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
     if unknown := sorted(config.settings.keys() - set(taken)):
@@ -205,7 +199,7 @@ def resolve_filter(config: FilterConfig) -> FilterFn:
 
 
 def resolve_buffer_filter_fn(config: RolloutConfig) -> BufferFilterFn | None:
-    """The function that `rollout.buffer_filter_fn` names, if any."""
+    """The function `rollout.buffer_filter_fn`; None if empty."""
     if config.buffer_filter_fn == "":
         return None
     return resolve_function(config.buffer_filter_fn, {}, setting="rollout.buffer_filter_fn")

@@ -1,7 +1,4 @@
-"""From graded samples to the columns and counters of a `RolloutBatch`.
-
-Not here: where samples come from (manager.py), advantages (algorithms/credit.py), tensors (rl_batch.py).
-"""
+"""Convert graded samples to the columns and counters of a `RolloutBatch`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rollouts_core.types import RolloutBatch, Sample, Status, compute_response_l
 def apply_sample_transforms(
     samples: Sequence[Sample], transforms: Sequence[Callable[[Sample], Sample]]
 ) -> list[Sample]:
-    """Each sample after all transforms, in order."""
+    """Apply all transforms to each sample, in order."""
     transformed = list(samples)
     for transform in transforms:
         transformed = [transform(sample) for sample in transformed]
@@ -24,7 +21,7 @@ def apply_sample_transforms(
 
 
 def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
-    """Graded samples as a batch. `metadata` (of any JSON values) joins the batch's own counters."""
+    """A batch of graded samples. `metadata` (any JSON values) is added to the batch's own counters."""
     columns = extract_sample_fields(samples)
     return RolloutBatch(
         tokens=columns["tokens"],
@@ -37,6 +34,6 @@ def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] |
 
 
 def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts of samples by how they ended."""
+    """Counts of samples by status."""
     counts = Counter(sample.status for sample in samples)
     return {f"num_{status.value}": counts[status] for status in Status if counts[status]}

@@ -1,9 +1,7 @@
-"""How far the tokens of a sample are behind the weights that they train.
+"""Measure how many publications the tokens of a sample are behind the current weights.
 
-Not here: what becomes of a sample that is too old (manager.py), the correction of its loss (algorithms/mismatch.py).
-
-    published versions    4    7    9    12 (current)
-    a token of version    7 is two publications behind, a sample is as stale as its oldest token
+published versions    4    7    9    12 (current)
+a token of version    7 is two publications behind, a sample is as stale as its oldest token
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from rollouts_core.types import Sample
 
 
 class PublishedVersions:
-    """The versions that were published last, in order.
+    """The last published versions, in order.
 
-    Staleness counts publications: a step may be skipped, or make several updates.
+    Staleness counts publications, not steps: a step may be skipped, or make several updates.
 
     Args:
-        num_kept: how many are remembered; what is older counts as older than all of them.
+        num_kept: number of remembered versions; older versions count as one more than these.
     """
 
     def __init__(self, num_kept: int, versions: Sequence[int] = ()) -> None:
@@ -28,21 +26,21 @@ class PublishedVersions:
         self.versions = list(versions)[-num_kept:]
 
     def add(self, version: int) -> None:
-        """Take note of a publication; of the current version again, after a restart, it is none."""
+        """Add a publication; the current version again, after a restart, does not count."""
         if not self.versions or version != self.versions[-1]:
             self.versions = [*self.versions, version][-self.num_kept :]
 
     def staleness_of(self, version: int) -> int:
-        """The number of publications since the one of `version`; 0 where none is known."""
+        """Number of publications after `version`; 0 if no publication is known."""
         return len(self.versions) - bisect_right(self.versions, version)
 
     def oldest(self, samples: Sequence[Sample]) -> int:
-        """The staleness of the oldest token of some samples."""
+        """Staleness of the oldest token in some samples."""
         versions = [span.version for sample in samples for span in sample.policy_versions]
         return self.staleness_of(min(versions)) if versions else 0
 
     def describe(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Mean and largest staleness of the sampled tokens, and the share that is not of the current version."""
+        """Mean and maximum staleness of the sampled tokens, and the share of outdated tokens."""
         spans = [span for sample in samples for span in sample.policy_versions]
         num_tokens = sum(span.end - span.start for span in spans)
         if not num_tokens:

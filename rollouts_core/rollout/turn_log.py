@@ -1,16 +1,14 @@
-"""What the policy has said in the conversations under way, so that a run that goes on need not sample it again.
+"""Log the policy's turns of running conversations, so that a resumed run need not sample them again.
 
-Not here: holding a conversation (conversation.py), which groups are under way (manager.py).
+An environment's state cannot be saved, so a resumed run starts its conversations again. As long as the policy's input
+is exactly as before, its turns are taken from the log, and the environment repeats its replies. After the first
+different input the policy is sampled again.
 
-What an environment holds cannot be saved, so a conversation is begun again after a restart. The policy's turns are then
-taken from the log as long as it reads exactly what it read before; the environment does again what it did, and the
-conversation stands where it stood. From the first other answer on the policy is asked again.
-
-    first run     prompt -> [turn 0] -> reply 0 -> [turn 1] -> reply 1 -> [turn 2, broken off]
+    first run     prompt -> [turn 0] -> reply 0 -> [turn 1] -> reply 1 -> [turn 2, interrupted]
     second run    prompt -> (turn 0) -> reply 0 -> (turn 1) -> reply 1 -> (turn 2, begun)[the rest] -> ...
 
-Without it the long conversations of a run that is often stopped would be begun over and over, and only the short ones
-would come to be trained on.
+Without the log, a run that is stopped often would restart its long conversations each time, and train only on short
+ones.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ Place = tuple[int, int]
 
 
 class TurnLog:
-    """The turns of conversations under way, by the sample that each one is for."""
+    """The turns of running conversations, by sample."""
 
     def __init__(self) -> None:
         self._under_way: dict[Place, ConversationLog] = {}
         self._earlier: dict[Place, list[AgentTurn]] = {}
 
     def begin(self, pending: Sample) -> ConversationLog:
-        """The log of a conversation that begins. What an earlier run logged of it is used once."""
+        """Start the log of a conversation. Turns of an earlier run are used once."""
         place = (pending.group_index, pending.index)
         log = self._under_way[place] = ConversationLog(self._earlier.pop(place, []))
         return log
 
     def end(self, group: Sequence[Sample], *, is_kept: bool = False) -> None:
-        """Forget the conversations of a group: all of them are over, or it was given up.
+        """Drop the conversations of a group that is finished or given up.
 
         Args:
-            is_kept: they go on later, from what has been said.
+            is_kept: keep their turns, to continue later.
         """
         for pending in group:
             place = (pending.group_index, pending.index)
@@ -53,17 +51,17 @@ class TurnLog:
                 self._earlier[place] = log.turns
 
     def versions_of(self, group: Sequence[Sample]) -> list[int]:
-        """The versions of the weights that said what conversations of a group would go on from."""
+        """The weight versions of the turns that a group's conversations would continue from."""
         turns = itertools.chain(*(self._earlier.get((pending.group_index, pending.index), ()) for pending in group))
         return [span.version for turn in turns for span in place_version_spans(turn.completion, 0)]
 
     def forget(self, group: Sequence[Sample]) -> None:
-        """Let the conversations of a group go on from nothing."""
+        """Discard the turns of a group's conversations."""
         for pending in group:
             self._earlier.pop((pending.group_index, pending.index), None)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The turns of the groups under way, also of those conversations that are over, as JSON values."""
+        """The turns of running groups, including their finished conversations, as JSON values."""
         turns_of = {**self._earlier, **{place: log.turns for place, log in self._under_way.items()}}
         return {
             "conversations": [
@@ -74,7 +72,7 @@ class TurnLog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Go on with the conversations of `state_dict`."""
+        """Restore the turns of `state_dict`."""
         self._earlier = {
             (record["group_index"], record["index"]): _turns_from_json(record["turns"])
             for record in state["conversations"]
@@ -82,14 +80,14 @@ class TurnLog:
 
 
 class ConversationLog:
-    """The turns of one conversation: those said so far, and behind them those that an earlier run came to."""
+    """The turns of one conversation: those of this run, followed by the remaining ones of an earlier run."""
 
     def __init__(self, earlier: Sequence[AgentTurn] = ()) -> None:
         self.turns = list(earlier)
         self._num_earlier = len(self.turns)
 
     def recall(self, turn: int, prompt_tokens: list[int]) -> Completion | None:
-        """What the policy said in an earlier run when it read just this, whole or in part."""
+        """The whole or partial completion of an earlier run for exactly this input; None without one."""
         if turn < self._num_earlier and self.turns[turn].prompt_tokens == prompt_tokens:
             return self.turns[turn].completion
         del self.turns[turn:]
@@ -97,12 +95,12 @@ class ConversationLog:
         return None
 
     def note(self, turn: int, prompt_tokens: list[int], completion: Completion) -> None:
-        """Keep what the policy has said of this turn, in place of what it had said of it."""
+        """Store the current completion of a turn."""
         self.turns[turn : turn + 1] = [AgentTurn(prompt_tokens=prompt_tokens, completion=completion)]
 
 
 def _turns_to_json(turns: Sequence[AgentTurn]) -> list[dict[str, Any]]:  # Any: JSON
-    """What each turn read behind the turn before it, and what was said: each token is written once."""
+    """Each turn's new input and its completion, so that each token is stored once."""
     records = []
     before: list[int] = []
     for turn in turns:

@@ -1,8 +1,6 @@
-"""Samples that say nothing about the policy: which are, and when there are too many of them.
+"""Mark invalid samples, which say nothing about the policy, and detect when there are too many.
 
-Not here: groups for which something was not available (outage.py), rewards (rewards.py).
-
-An invalid sample is neither graded nor trained on. It stays in its batch, where metrics count it by its reason.
+An invalid sample is neither graded nor trained on. It stays in its batch, and metrics count it by its reason.
 """
 
 from __future__ import annotations
@@ -15,18 +13,18 @@ from rollouts_core.errors import DataError
 from rollouts_core.types import Sample, Status, trajectory_places
 
 UNSEEN_REPLY = "unseen_reply"
-"""The chat template did not show the policy what it was answered."""
+"""The chat template hid a reply from the policy."""
 FOREIGN_TOKENS = "foreign_tokens"
-"""The policy sampled ids that its tokenizer does not have: the engine did not leave them out."""
+"""The policy sampled ids that its tokenizer lacks: the engine did not exclude them."""
 MAX_INVALID_SHARE = 0.05
 INVALID_WINDOW = 200
-"""Over so many samples the share is taken."""
+"""Number of last samples over which the share is computed."""
 MIN_WINDOW = 40
-"""As long as there are fewer samples, the share is taken of so many: one invalid sample is no share."""
+"""Smallest divisor of the share, so that single invalid samples at the start do not end the run."""
 
 
 def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
-    """The sample, invalid if the policy sampled ids from `num_tokens` on; None takes any."""
+    """Mark the sample as invalid if the policy sampled ids from `num_tokens` on; None permits all ids."""
     if num_tokens is None or max(sample.tokens, default=0) < num_tokens:
         return sample
     sampled = zip(sample.tokens, sample.loss_mask, strict=True)
@@ -34,15 +32,15 @@ def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
     if not foreign:
         return sample
     problem = (
-        f"the policy sampled the token id {foreign[0]}, and its tokenizer has the ids below {num_tokens}: the engine "
-        "did not leave out the others"
+        f"the policy sampled the token id {foreign[0]}, but its tokenizer has only ids below {num_tokens}: the engine "
+        "did not exclude the others"
     )
     metadata = {**sample.metadata, "invalid": problem}
     return replace(sample, status=Status.INVALID, finish_reason=FOREIGN_TOKENS, reward=None, metadata=metadata)
 
 
 def count_invalid(samples: Sequence[Sample]) -> Counter[str]:
-    """How many trajectories are invalid, by the reason."""
+    """Number of invalid trajectories by reason."""
     lasts = [samples[places[-1]] for places in trajectory_places(samples)]
     return Counter(sample.finish_reason for sample in lasts if sample.status is Status.INVALID)
 
@@ -51,14 +49,14 @@ class InvalidWatch:
     """Remembers which of the last samples were invalid.
 
     Args:
-        window: of how many samples.
+        window: number of remembered samples.
     """
 
     def __init__(self, window: int = INVALID_WINDOW) -> None:
         self._were_invalid: deque[bool] = deque(maxlen=window)
 
     def note(self, samples: Iterable[Sample]) -> DataError | None:
-        """Look at finished samples; returns what ends the run if more than `MAX_INVALID_SHARE` are invalid."""
+        """Count finished samples; returns an error if more than `MAX_INVALID_SHARE` are invalid."""
         problem = ""
         for sample in samples:
             is_invalid = sample.status is Status.INVALID
@@ -70,5 +68,5 @@ class InvalidWatch:
             return None
         return DataError(
             f"{num_invalid} of the last {num_known} samples are invalid, more than {MAX_INVALID_SHARE:.0%}; they were "
-            f"neither graded nor trained on. The last one: {problem}"
+            f"neither graded nor trained on. The last problem: {problem}"
         )

@@ -1,6 +1,6 @@
-"""The stages of a run, and the orders in which they run. A new stage is a file or folder here and a row of STAGES.
+"""The stages of a run and their order in each mode. A new stage is a file or folder here and a row of STAGES.
 
-Not here: the jobs that do a stage (jobs/), where and when they run (tasks, flows). Nothing here imports torch.
+The jobs of stages: `jobs/`. This package must not import torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PIPELINES = {"sft": (SFT, SELECT), "rl": (RL, SELECT), "sft+rl": (SFT, SELECT, R
 """The stages of each mode, in order. Every run ends with EVALUATE."""
 TRAININGS = {name: kind for name, kind in STAGES.items() if kind.trains}
 BASE = "base"
-"""The name of the start model in evaluations."""
+"""Name of the start model in evaluations."""
 
 
 class StagePlace(NamedTuple):
@@ -50,19 +50,19 @@ class StagePlace(NamedTuple):
 
 
 def selection_of(training: str) -> str:
-    """The name of the stage that chooses a checkpoint of a training."""
+    """The name of the stage that selects a checkpoint of a training."""
     return f"{SELECT.name}-{training}"
 
 
 STAGE_NAMES = (*(name for each in TRAININGS for name in (each, selection_of(each))), EVALUATE.name)
-"""The stages that a run may have, in order."""
+"""The names of all possible stages, in order."""
 
 
 def stages_of(mode: str) -> tuple[StagePlace, ...]:
     """The stages of a run, in order.
 
     Args:
-        mode: a name of PIPELINES; empty for a run that only evaluates.
+        mode: a key of PIPELINES; "" for a run that only evaluates.
     """
     places: list[StagePlace] = []
     for kind in PIPELINES[mode] if mode else ():
@@ -74,15 +74,15 @@ def stages_of(mode: str) -> tuple[StagePlace, ...]:
 
 
 def trainings_of(mode: str) -> tuple[StagePlace, ...]:
-    """The stages of a run that train, in order."""
+    """The training stages of a run, in order."""
     return tuple(place for place in stages_of(mode) if place.kind.trains)
 
 
 def kind_of(name: str) -> StageKind:
-    """The kind of a stage of a run.
+    """The kind of a run's stage.
 
     Raises:
-        KeyError: there is no such stage.
+        KeyError: unknown stage.
     """
     if is_selection(name):
         return SELECT
@@ -90,29 +90,28 @@ def kind_of(name: str) -> StageKind:
 
 
 def is_selection(name: str) -> bool:
-    """Whether a stage of this name chooses a checkpoint."""
     return name.startswith(f"{SELECT.name}-")
 
 
 def is_training(name: str) -> bool:
-    """Whether a stage of this name trains. Stores of other versions may have stages that are unknown here."""
+    """True if the stage trains. Stores of other versions may contain unknown stages."""
     return name in TRAININGS
 
 
 def label_of(model: str) -> str:
-    """The label of a model of an evaluation: that of the training that left it. Other models keep their names."""
+    """The label of a model in an evaluation: the label of its training. Unknown models keep their names."""
     if model == BASE:
         return "Base"
     return kind_of(model).label if is_training(model) else model
 
 
 def capitalized(title: str) -> str:
-    """The title as the start of a sentence."""
+    """The title with a capital, to begin a sentence."""
     return title[:1].upper() + title[1:]
 
 
 def describe_mode(mode: str) -> str:
-    """What the runs of a mode train. Modes of other versions keep their names."""
+    """The trainings of a mode as text. Modes of other versions keep their names."""
     if mode not in PIPELINES:
         return mode
     return ", then ".join(place.kind.title for place in trainings_of(mode))

@@ -1,8 +1,7 @@
-"""`StageKind`: everything about a stage that code outside of the stage asks.
+"""`StageKind`: everything that code outside of a stage asks about it.
 
-Not here: the stages themselves (a file or folder per stage beside this one).
-
-Nothing here imports torch. Functions that need it are dotted names, `package.module:function`, which `load` resolves.
+This file must not import torch. Functions that need torch are dotted names, `package.module:function`, which `load`
+resolves.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ class Curve(NamedTuple):
     note: str
     is_from_zero: bool = True
     min_high: float = 0.0
-    """The axis reaches at least this far, so that rounding noise looks as small as it is."""
+    """The axis reaches at least this value, so that rounding noise does not look large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRates:
-    """The usual learning rates of a training of large language models. The defaults are those of SFT."""
+    """Usual learning rates for training large language models. The defaults are for SFT."""
 
     of_all: str = "5e-6 to 5e-5"
-    """If all weights are trained."""
+    """Range when all weights are trained."""
     of_adapters: str = "1e-4 to 5e-4"
-    """If adapters are trained."""
+    """Range when adapters are trained."""
     low_for_adapters: float = 2e-5
-    """At most this much is remarked on for adapters: it is usual for all weights."""
+    """For adapters, a learning rate up to this value gives a warning: it is usual for all weights."""
     share: float = 1.0
-    """The share of a learning rate of SFT that this training takes."""
+    """This training's learning rate divided by the usual one of SFT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,56 +41,55 @@ class StageKind:
     """A kind of stage: a row of STAGES. A training must have `settings`, `job`, `plan` and `run`."""
 
     name: str
-    """The stage in settings, directories and records. `training.NAME` has the settings of a training."""
+    """Name in settings, directories and records. The settings of a training are `training.NAME`."""
     title: str
-    """The stage in a sentence: "supervised fine-tuning"."""
+    """Name in a sentence: "supervised fine-tuning"."""
     label: str = ""
-    """The model that a training leaves, in tables: "SFT"."""
+    """Name of the trained model in tables: "SFT"."""
     trains: bool = False
     """Whether the stage trains the model and leaves checkpoints."""
     purpose: str = ""
-    """What the stage does, in a sentence."""
+    """Purpose of the stage, in one sentence."""
     leaves: str = ""
-    """What its job reads and leaves in its directory, in sentences for a person who starts it by hand."""
+    """Inputs and outputs in the job's directory, in sentences for --help."""
     settings: str = ""
-    """Class of a training's settings, `training.NAME`: a Record with the fields that SFTTrainingConfig and
-    RLTrainingConfig share."""
+    """Class of a training's settings, `training.NAME`: a Record with the common fields of SFTTrainingConfig and
+    RLTrainingConfig."""
     job: str = ""
-    """Class of a training's job: a TrainingJob whose kind is the name of the stage."""
+    """Class of a training's job: a TrainingJob whose kind is the stage's name."""
     plan: str = ""
-    """Function of the start model and the Config: the training's job, with digests of what it reads."""
+    """Function (start model, Config) -> the training's job, with digests of its inputs."""
     run: str = ""
-    """Function that does a training's job in a run directory."""
+    """Function that runs a training's job in a run directory."""
     reads: tuple[str, ...] = ()
-    """The settings of `data` that a training may read."""
+    """Settings of `data` that the training may read."""
     needs: tuple[tuple[str, ...], ...] = ()
-    """The settings of `data` that a training cannot do without; one of each tuple is enough."""
+    """Settings of `data` that the training needs; one of each tuple is enough."""
     is_graded: bool = False
-    """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`.
-    Only RL may set this so far: the checks of graded modes read `training.rl`, and the job has the fields of RLJob."""
+    """Whether the training learns from rewards of completions, by engines or recorded in `data.rollouts`. So far only
+    RL may set this: the checks of graded modes read `training.rl`, and the job has the fields of RLJob."""
     is_judged: bool = False
-    """Whether a run fails if this training does not improve on the model that it started from."""
+    """Whether a run fails if this training does not improve on its start model."""
     rules: str = ""
-    """Function of a Config: a sentence for each rule between sections that the training's settings break."""
+    """Function (Config) -> a sentence for each broken rule between sections."""
     warn: str = ""
-    """Function of a Config without mistakes: a warning for each setting of the training that is probably one."""
+    """Function (valid Config) -> a warning for each probable mistake in the training's settings."""
     memory: str = ""
-    """Function of a training's settings, the Config, the model's size and the number of processes: the parts of GPU
-    memory that it takes."""
+    """Function (settings, Config, model size, number of processes) -> the parts of the training's GPU memory."""
     remedies: str = ""
-    """Function of a training's settings and their section: settings of its own by which it takes less GPU memory."""
+    """Function (settings, section) -> settings of the training that lower its GPU memory."""
     find_unused: str = ""
-    """Function of a Config: a sentence for each setting of the training's own that does nothing."""
+    """Function (Config) -> a sentence for each setting of the training without effect."""
     learning_rates: LearningRates = LearningRates()
-    """The learning rates that large language models are usually trained with."""
+    """Usual learning rates, for warnings."""
     curves: tuple[Curve, ...] = ()
-    """The metrics that are drawn, in order."""
+    """Metrics to draw, in order."""
     colors: tuple[str, str] = ("#2f6fd0", "#6ea3f5")
-    """CSS colors of a training on the pages, on light and on dark ground."""
+    """CSS colors of the training on pages, on a light and a dark background."""
     keeps_samples: bool = False
-    """Whether a training writes completions to samples/, which the live page shows."""
+    """Whether the training writes completions to samples/, which the live page shows."""
     facts: str = ""
-    """Function of a training's job and run directory: (what, text) pairs for the report."""
+    """Function (job, run directory) -> (name, text) pairs for the report."""
 
     def __post_init__(self) -> None:
         missing = [name for name in ("settings", "job", "plan", "run") if self.trains and not getattr(self, name)]
@@ -104,7 +102,7 @@ class StageKind:
 
 
 def load(name: str) -> Any:  # Any: functions and classes of many shapes
-    """The function or class of `package.module:name`. An empty name gives a function that returns nothing: ()."""
+    """Import `package.module:name`. An empty name gives a function that returns ()."""
     if not name:
         return lambda *_: ()
     module, _, function = name.partition(":")

@@ -1,6 +1,6 @@
-"""From settings to the jobs of trainings: what they start from and read, with the digests of it.
+"""Build the jobs of trainings from settings: start model and inputs with their digests.
 
-Not here: where a job lies and runs, and the jobs that score (tasks/plan.py).
+`tasks/plan.py` chooses a job's directory and node, and plans the jobs that score.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rollouts_core.stages import BASE
 
 
 def sft_job(start: InputModel, config: Config) -> SFTJob:
-    """The job of SFT."""
     eval_data = config.data.sft_eval
     return SFTJob(
         model=start,
@@ -47,27 +46,27 @@ def rl_job(start: InputModel, config: Config) -> RLJob:
 
 
 def base_model(config: Config) -> InputModel:
-    """The model that the pipeline starts from."""
+    """The start model of the pipeline."""
     return InputModel(name=BASE, model=config.model, digest=digest_model(config.model))
 
 
 def input_file(path: str, columns: Mapping[str, ColumnType] | None = None) -> InputFile:
-    """A data file with the digest of its content, and the types of its columns if it is CSV."""
+    """A data file with its digest and, for CSV, the types of its columns."""
     return InputFile(path=path, digest=digest_path(path), columns=dict(columns or {}))
 
 
 def input_dataset(dataset: DatasetConfig) -> InputDataset:
-    """A dataset with the digest of its content; one of the hub is held to the commit that it has now."""
+    """A dataset with its digest; a dataset of the hub is pinned to its current commit."""
     revision = resolve_revision(dataset.path, dataset.revision)
     digest = digest_path(dataset.path, revision=revision)
     return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
 
 
 def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
-    """The digest of the user's own code and models that sampling, grading, filtering and the loss name.
+    """The digest of the user's code and models that sampling, grading, filtering and the loss use.
 
-    `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine; of a
-    judge's folder the tokenizer, which is all that is read there.
+    It covers `digest_plugins` of the names and the local folders of reward models. Of a judge's folder only the
+    tokenizer counts: nothing else is read there.
     """
     own_loss = training.functions_named if training else {}
     tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]

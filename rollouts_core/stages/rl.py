@@ -10,9 +10,9 @@ RL = StageKind(
     label="RL",
     trains=True,
     purpose="Improve a model by reinforcement learning, against engines or from recorded rollouts.",
-    leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, samples/ with what the policy said in every "
-    "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job `serve` "
-    "is one.",
+    leaves="Resumes from the newest intact checkpoint. Writes checkpoints/, samples/ with the completions of every "
+    "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must already run, for example as a "
+    "job `serve`.",
     settings="rollouts_core.config.rl:RLTrainingConfig",
     job="rollouts_core.job:RLJob",
     plan="rollouts_core.stages.planning:rl_job",
@@ -26,21 +26,21 @@ RL = StageKind(
     memory="rollouts_core.checks.resource_needs:rl_memory",
     remedies="rollouts_core.checks.resource_needs:rl_remedies",
     find_unused="rollouts_core.checks.no_effect:rl_without_effect",
-    # Rewards carry little information per step, and large updates would undo what the start model can do.
+    # Rewards carry little information per step, and large updates would destroy skills of the start model.
     learning_rates=LearningRates(of_all="5e-7 to 5e-6", of_adapters="5e-6 to 1e-4", low_for_adapters=2e-6, share=0.1),
     curves=(
         Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
         Curve(
             "reward_unfiltered",
             "Reward before the filter",
-            "With the dropped groups. If the filter drops solved prompts, only this curve shows the progress.",
+            "Includes dropped groups. If the filter drops solved prompts, only this curve shows the progress.",
             is_from_zero=False,
         ),
         Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
         Curve(
             "kl_rollout_policy",
             "KL(rollout ‖ policy)",
-            "Between the engine and the policy before each update; with one per step 0 when they agree.",
+            "Between the engine and the policy before each update; 0 if they agree and there is one update per step.",
             min_high=0.001,
         ),
         Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
@@ -49,21 +49,22 @@ RL = StageKind(
         ),
         Curve("clip_share", "Clip share", "Share of tokens whose gradient the objective limited.", min_high=0.01),
         Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
+        Curve("tool_error_share", "Tool errors", "Share of turns with a tool call that failed.", min_high=0.1),
         Curve(
-            "tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1
-        ),
-        Curve(
-            "parse_failure_share", "Parse failures", "Share of turns that the environment cannot read.", min_high=0.1
+            "parse_failure_share", "Parse failures", "Share of turns that the environment could not read.", min_high=0.1
         ),
         Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
         Curve(
             "update_arrived_share",
             "Update in engines",
-            "Share of what training changed in the weights that the engines' number format does not round away.",
+            "Share of the weight changes that survive rounding to the engines' number format.",
             min_high=1.0,
         ),
         Curve(
-            "signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0
+            "signal_share",
+            "Signal share",
+            "Share of groups whose rewards differ; only these are learned from.",
+            min_high=1.0,
         ),
     ),
     keeps_samples=True,

@@ -10,7 +10,7 @@ SFT = StageKind(
     label="SFT",
     trains=True,
     purpose="Fine-tune a model on demonstrations.",
-    leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the "
+    leaves="Resumes from the newest intact checkpoint. Writes checkpoints/, metrics.jsonl, events.jsonl and, at the "
     "end, result.json.",
     settings="rollouts_core.config.sft:SFTTrainingConfig",
     job="rollouts_core.job:SFTJob",
@@ -25,8 +25,8 @@ SFT = StageKind(
     curves=(
         Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
         Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
-        Curve("lr", "Learning rate", "As the optimizer used it."),
-        Curve("tokens_per_s", "Throughput", "Tokens of the rows per second, also those that are not trained on."),
+        Curve("lr", "Learning rate", "As used by the optimizer."),
+        Curve("tokens_per_s", "Throughput", "Tokens per second, including tokens without loss."),
     ),
     colors=("#2f6fd0", "#6ea3f5"),
     facts="rollouts_core.report.trainings:sft_facts",

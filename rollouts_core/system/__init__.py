@@ -1,1 +1,1 @@
-"""What any program needs of its process and its machine: whole files, waiting, limits of time, GPUs, HTTP."""
+"""Helpers for processes, files, time limits, GPUs and HTTP that do not depend on training."""

@@ -1,7 +1,4 @@
-"""Wait for several things at once; compute beside the event loop.
-
-Not here: how long one of them may take (time_limits.py).
-"""
+"""Await several calls at once; compute beside the event loop."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 MAX_READING_THREADS = 4
-"""They compute no torch, and all else waits for them: what a process does besides is not slowed by them for long."""
+"""Reading threads slow the rest of the process, which waits for them; four keep that short."""
 MIN_BYTES_PER_THREAD = 16 * 2**20
-"""A thread for less costs more than it saves: 2.4 ms instead of 0.5 ms for 0.6 MB on two cores."""
+"""A thread for fewer bytes costs more than it saves: 2.4 ms instead of 0.5 ms for 0.6 MB on two cores."""
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concurrent: int = 1024) -> list[ResultT]:
-    """The results of the calls in their order, `max_concurrent` of them under way at a time.
+    """The results of the calls in their order, with at most `max_concurrent` calls at a time.
 
-    When one raises, the others are cancelled, and its own error is raised: not a group of errors.
+    If a call raises, the others are cancelled, and its own error is raised instead of an exception group.
     """
     results: dict[int, ResultT] = {}
-    # A limiter makes every call wait one turn of the event loop, also where it lets all of them in.
+    # A limiter costs every call one turn of the event loop, even if it admits all of them.
     limiter = anyio.CapacityLimiter(max_concurrent) if len(calls) > max_concurrent else nullcontext()
 
     async def run(number: int) -> None:
@@ -53,9 +50,9 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
 
 
 def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_bytes: int) -> list[ResultT]:
-    """What `read`, which digests or compares bytes, gives for each item, in order.
+    """The results of `read`, which digests or compares bytes, for each item in order.
 
-    Where they are many bytes in all, threads do it, which end with it. Of several errors the first item's is raised.
+    Large inputs are read by threads, which end with the call. Of several errors the first item's is raised.
     """
     num_threads = min(MAX_READING_THREADS, count_processors(), num_bytes // MIN_BYTES_PER_THREAD)
     if num_threads <= 1:
@@ -65,10 +62,10 @@ def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_b
 
 
 def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
-    """The future of what `work` returns in a thread that ends with it.
+    """The future of the result of `work`, which runs in a new thread.
 
-    Not a thread of a pool: a thread that computed with torch keeps its OpenMP workers as long as it lives, and with
-    those beside the main thread's there are more than cores, which slows everything in the process down.
+    Not in a pool's thread: a thread that computed with torch keeps its OpenMP workers as long as it lives. Together
+    with the main thread's workers they would outnumber the cores and slow down the whole process.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="short")
     future = executor.submit(work)
@@ -77,14 +74,14 @@ def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
 
 
 async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
-    """What `work` returns in a thread that ends with it; the thread goes on when nobody waits for it any more."""
-    results: list[ResultT] = []  # a future that was wrapped refers to itself, and would keep its result for a while
+    """The result of `work` from a new thread; the thread finishes even if the caller is cancelled."""
+    results: list[ResultT] = []  # a wrapped future refers to itself and would keep its result alive
     await asyncio.shield(asyncio.wrap_future(start_short_thread(lambda: results.append(work()))))
     return results.pop()
 
 
 async def in_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
-    """The same for work that nothing can break off where it never ends: the process ends without it."""
+    """Like `in_short_thread`, for work that may never end: the process can exit without it."""
     done: Future[ResultT] = Future()
 
     def run() -> None:
@@ -98,7 +95,7 @@ async def in_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
 
 
 class ClosedOnExit(ABC):
-    """What owns connections, and closes them at the end of `async with`."""
+    """Owns connections, and closes them at the end of `async with`."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,7 +1,4 @@
-"""Write files so that a reader, or a crash, never meets half of one.
-
-Not here: what the files mean (run_directory.py, checkpoint.py).
-"""
+"""Write files and folders atomically: readers and crashes never see a partial one."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` when the block, which syncs it, succeeds, and vanishes when it fails."""
+    """A temporary file that replaces `path` if the block succeeds, else is deleted. The block must sync it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -42,7 +39,7 @@ def write_json(path: Path, value: Any) -> None:  # Any: JSON
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut."""
+    """Sync a directory, so that its names survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,9 +49,9 @@ def fsync_directory(path: Path) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `path` when the block succeeds and vanishes when it fails.
+    """A temporary directory that becomes `path` if the block succeeds, and is deleted if it fails.
 
-    What lay at `path` is replaced. The block's files are synced to disk before the rename.
+    An existing `path` is replaced. The block's files are synced to disk before the rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
@@ -72,26 +69,26 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory so that a crash on the way leaves no half of it under its name."""
+    """Delete a directory so that a crash in between leaves nothing partial under its name."""
     doomed = path.with_name(f".{path.name}.partial-removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def remove_partial_directories(parent: Path) -> None:
-    """Delete what `new_directory` and `remove_directory` left behind when their process was killed."""
+    """Delete leftovers of `new_directory` and `remove_directory` calls that were killed."""
     for leftover in parent.glob(".*.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """The file at a second place, whole or not at all, without a second copy where the file system allows that."""
+    """Make the file available at a second path, atomically: as a hard link if possible, else as a copy."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
-        destination.hardlink_to(source.resolve())  # where it is a link itself: to a link the way would be another
+        destination.hardlink_to(source.resolve())  # a link to a relative symbolic link would point elsewhere
     except OSError:  # another file system, or one without hard links
         with appearing_whole(destination) as partial:
-            shutil.copy(source, partial)  # with its mode
+            shutil.copy(source, partial)  # keeps the mode
             _fsync_file(partial)
 
 

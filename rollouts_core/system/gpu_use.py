@@ -1,11 +1,9 @@
-"""How busy the GPUs of a training are, and how much of their memory is taken, sampled while it goes on.
-
-Not here: which GPUs it has (config/deployment.py), drawing the curves (report/curves.py).
+"""Sample the load and memory of a training's GPUs while it runs.
 
     nvidia-smi, every ten seconds, in a thread ──> gpu_use.jsonl
         {"time": ..., "attempt": 1, "gpus": [{"gpu": 0, "use_percent": 97.0, "memory_gib": 61.2, "total_gib": 79.6}]}
 
-What a GPU does not tell is left out of its object. A machine without nvidia-smi has no such file.
+Readings that a GPU does not report are omitted. Machines without nvidia-smi have no such file.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 TIMEOUT_S = 30.0
-"""nvidia-smi takes seconds on a machine whose driver is not kept loaded."""
+"""nvidia-smi takes seconds if the driver is not kept loaded."""
 END_S = 5.0
 QUERY = "--query-gpu=index,utilization.gpu,memory.used,memory.total"
 MIB_PER_GIB = 1024.0
@@ -37,10 +35,10 @@ MIB_PER_GIB = 1024.0
 
 @contextmanager
 def sampled_gpu_use(path: Path, gpus: Sequence[str], *, attempt: int, interval_s: float = INTERVAL_S) -> Iterator[None]:
-    """Append to the file what nvidia-smi says of the GPUs, as long as the block runs.
+    """Append readings of nvidia-smi to the file during the block.
 
     Args:
-        gpus: numbers or UUIDs, as nvidia-smi understands them.
+        gpus: numbers or UUIDs, as nvidia-smi accepts them.
     """
     if not gpus or shutil.which("nvidia-smi") is None:
         yield
@@ -78,17 +76,17 @@ def _sample_until(ended: threading.Event, path: Path, gpus: Sequence[str], *, at
 
 
 def query_gpu_use(gpus: Sequence[str]) -> list[dict[str, float]]:
-    """What nvidia-smi says of the GPUs at the moment.
+    """Current readings of the GPUs by nvidia-smi.
 
     Raises:
-        OSError, SubprocessError: it cannot be run, or fails.
+        OSError, SubprocessError: nvidia-smi cannot be started, or fails.
     """
     command = ["nvidia-smi", f"--id={','.join(gpus)}", QUERY, "--format=csv,noheader,nounits"]
     return parse_gpu_use(subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout)
 
 
 def parse_gpu_use(text: str) -> list[dict[str, float]]:
-    """The readings in lines of number, use in percent, used and total MiB; words such as [N/A] are no readings."""
+    """Parse lines of number, load in percent, used and total MiB; words such as [N/A] are skipped."""
     found = []
     for line in text.splitlines():
         gpu, *cells = (cell.strip() for cell in line.split(","))
@@ -106,7 +104,7 @@ def parse_gpu_use(text: str) -> list[dict[str, float]]:
 
 
 def gpus_in_use(job: TrainingJob) -> list[str]:
-    """The GPUs of this process, and of the engines that an RL has on this machine; none on the CPU."""
+    """The GPUs of this process and of an RL job's engines on this machine; empty on the CPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     gpus = [gpu.strip() for gpu in visible if gpu.strip() not in ("", "-1")]
     if isinstance(job, RLJob) and any(not ENGINES[each.kind].is_own and not each.lease_url for each in job.engines):

@@ -1,4 +1,4 @@
-"""Refuse a process without a home folder: libraries would keep their caches in a folder called `~`."""
+"""Refuse a process without a home folder, because libraries would put their caches in a folder called `~`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rollouts_core.errors import ConfigError
 
 
 def check_home() -> None:
-    """Raise ConfigError if neither HOME nor the list of users names a home folder.
+    """Raise ConfigError if neither HOME nor the user database gives a home folder.
 
-    Containers and schedulers start processes so, with a number as the user.
+    Containers and schedulers may start processes this way, under a bare user number.
     """
-    if os.path.expanduser("~") == "~":  # noqa: PTH111 - Path's raises where there is no home
+    if os.path.expanduser("~") == "~":  # noqa: PTH111 - Path.home raises without a home
         raise ConfigError(
             f"HOME is not set, and user {os.getuid()} has no entry in the list of users: set HOME to a folder that the "
             "user may write, as `export HOME=/scratch/me`"

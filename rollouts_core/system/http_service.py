@@ -1,12 +1,13 @@
-"""Ask a service for JSON: a bounded number of requests at a time, over shared connections, again while it is away.
+"""Ask a service for JSON: bounded concurrency, shared connections, and retries.
 
-Not here: what is asked and what the answer means (reward_services.py, reward_models.py), inference servers (engines/).
+Requests and answers are interpreted in reward_services.py and reward_models.py; inference servers have their own client
+(engines/).
 
     ask -> slot -> POST -- answer --> read --> result
                     ^                  |
-                    +---- pause <------+   connection lost, overloaded, too slow, an answer that cannot be read
+                        +---- pause <------+   connection lost, overloaded, too slow, or an unreadable answer
 
-A request keeps its slot while it pauses, so an overloaded service gets fewer requests, not as many again.
+A pausing request keeps its slot, so an overloaded service gets fewer requests instead of the same number.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from rollouts_core.system.http_answers import parse_json, shown_beginning
 
 OVERLOADED = (408, 425, 429)
 NEVER = (501, 505)
-"""Of the failures of a service, 500 and above, those that it says of a kind of request. Proxies have numbers of their
-own for the others, as 520 to 524 and 529."""
+"""Status codes of 500 and above that are permanent for a kind of request. Other codes, including the proxies' own such
+as 520 to 524 and 529, are retried."""
 MAX_ANSWER_BYTES = 64 << 20
-"""No scores, and nothing that a judge writes, are as long; the memory that they would take is the training's."""
+"""Far above any scores or judge's text; a longer answer would take memory from the training."""
 MAX_SHOWN_CHARACTERS = 200
 
 
 class _NoAnswerError(Exception):
-    """Asking again may help.
+    """A failure that a retry may fix.
 
     Args:
         problem: what happened.
-        retry_after_s: how long the service asked to be left alone; 0 where it said nothing.
+        retry_after_s: pause that the service asked for; 0 without one.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
@@ -50,10 +51,10 @@ class _NoAnswerError(Exception):
 
 
 class RefusedError(RewardError):
-    """A service does not take a request.
+    """A service refused a request.
 
     Args:
-        parameter: the field of it that is to blame, where the service says so as OpenAI's does; else empty.
+        parameter: the refused field, if the service names it as OpenAI's does; else empty.
     """
 
     def __init__(self, problem: str, parameter: str = "") -> None:
@@ -64,7 +65,7 @@ class RefusedError(RewardError):
 class HTTPService:
     """One address that answers JSON to JSON.
 
-    Its connections are open while requests are under way, and closed with the last of them: nobody has to.
+    Connections are open while requests are under way, and closed with the last request, so no `close` is needed.
     """
 
     def __init__(self, url: str, config: RewardConfig) -> None:
@@ -75,14 +76,14 @@ class HTTPService:
         self._num_users = 0
 
     async def ask(self, body: dict[str, Any] | None, read: Callable[[Any], Any]) -> Any:  # Any: JSON
-        """What `read` finds in the answer to `body`.
+        """The result of `read` on the answer to `body`.
 
         Args:
-            body: None asks without one, by GET.
-            read: raises ValueError, KeyError, TypeError or IndexError for an answer that it cannot read.
+            body: sent by POST; with None the request is a GET.
+            read: raises ValueError, KeyError, TypeError or IndexError for an unreadable answer.
 
         Raises:
-            EnvironmentUnavailableError: no answer that can be read, however often it was asked.
+            EnvironmentUnavailableError: all attempts failed, or their answers were unreadable.
             RefusedError: the service refused the request.
         """
         num_attempts = self.config.max_retries + 1
@@ -147,7 +148,7 @@ async def _read_content(response: httpx.Response) -> bytes:
 
 
 def _find_parameter(content: bytes) -> str:
-    """What `{"error": {"param": name}}` names; empty where the answer is no such object."""
+    """The name in `{"error": {"param": name}}`; empty for other answers."""
     try:
         return str(parse_json(content)["error"]["param"] or "")
     except (ValueError, KeyError, TypeError, IndexError):

@@ -1,7 +1,4 @@
-"""How many files and connections this process may have open, and how many of them may be requests to engines.
-
-Not here: the requests (engines/http.py), the limits of what runs a model's code (environments/sandbox_child.py).
-"""
+"""Limits on open files and connections of this process, and on concurrent requests to engines."""
 
 from __future__ import annotations
 
@@ -14,40 +11,40 @@ from pathlib import Path
 from anyio.lowlevel import RunVar
 
 MAX_OPEN_FILES = 65_536
-"""More than any job needs. Some programs look at every number up to the limit that they inherit."""
+"""More than any job needs. Not higher, because some programs loop over all numbers up to the inherited limit."""
 SHARE_OF_REQUESTS = 4
-"""A quarter of what is left for each kind of request: a connection stays open for a while after it, and rewards,
-sandboxes, weights and checkpoints need files, too."""
+"""Each kind of request gets a quarter of the free file descriptors: a connection stays open for a while after its
+request, and rewards, sandboxes, weights and checkpoints need files too."""
 MIN_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlaces:
-    """As many places as requests may be under way at the same time in an event loop, whichever engines they go to."""
+    """Limits on the concurrent requests of an event loop, over all engines."""
 
     completions: asyncio.Semaphore
-    """Of those that may take long."""
+    """For requests that may take long."""
     questions: asyncio.Semaphore
-    """Of those that are asked for each completion, and are answered at once: they wait behind none that takes long."""
+    """For short requests that accompany completions, so that they need not wait for long ones."""
 
 
 _places: RunVar[RequestPlaces] = RunVar("places of requests")
 
 
 def raise_file_limit() -> None:
-    """Let this process, and what it starts, have as many files open as it may allow itself.
+    """Raise this process's limit on open files as far as permitted; child processes inherit it.
 
-    The usual limit of a login is 1024, which is for programs that know no other; a request to an engine is a file.
+    The usual limit of a login is 1024. Each request to an engine needs a file descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # a system may have a limit of its own below that
+        with suppress(ValueError, OSError):  # the system's limit may be lower
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def request_places() -> RequestPlaces:
-    """The places of this event loop; how many there are is decided when they are first asked for."""
+    """The limits of this event loop, computed at the first call."""
     try:
         return _places.get()
     except LookupError:
@@ -58,7 +55,7 @@ def request_places() -> RequestPlaces:
 
 
 def _count_files_left() -> int:
-    """How many files this process could open more than it has."""
+    """How many more files this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
     return limit - len([*Path("/dev/fd").iterdir()])

@@ -1,8 +1,8 @@
-"""End a process when the one that started it is gone, however that ended: nothing is left running on a rented machine.
+"""End a process when its parent is gone, for whatever reason, so that no process is left on a rented machine.
 
-Run as a file it becomes another program that ends so. It imports nothing of ours, so that it starts at once:
+Run as a file, it becomes another program with this property. It imports only the standard library, to start quickly:
 
-    python -I -S parent_death.py PARENT COMMAND...      PARENT is the process id of who starts it
+    python -I -S parent_death.py PARENT COMMAND...      PARENT: the process id of the parent
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 ORPHANED = 125
-"""Exit code of a process whose parent died before it could ask to be told."""
+"""Exit code of a process whose parent died before the process could register."""
 NO_PROGRAM = 127
-"""Exit code where the command cannot be run, as of a shell."""
+"""Exit code if the command cannot be started, as in a shell."""
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Let the kernel kill this process when the one that started it is gone, however that ended (Linux only).
+    """Let the kernel kill this process when its parent is gone, for whatever reason (Linux only).
 
     Args:
-        parent: who started it, where it may be gone by now.
+        parent: the parent's process id, if the parent may already be gone.
     """
     if sys.platform == "linux":
         parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(ORPHANED)
 
 

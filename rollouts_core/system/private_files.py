@@ -1,6 +1,6 @@
-"""Files that programs of a policy must not see: data with what is expected of them, and the store of a run.
+"""Register files that a policy's programs must not see: data with expected answers, and the store of a run.
 
-Not here: which folders a program sees (environments/sandbox.py).
+The folders that a program sees are chosen in environments/sandbox.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from functools import lru_cache
 from pathlib import Path
 
 _private: set[Path] = set()
-"""Absolute, and without links."""
+"""Absolute paths with symbolic links resolved."""
 
 
 def keep_private(path: str | Path) -> None:
-    """Have no program of a policy started that sees the file, or the folder."""
+    """Refuse to start a policy's programs that would see this file or folder."""
     _private.add(Path(path).resolve())
 
 
 def find_seen(folders: Iterable[str]) -> tuple[Path, str] | None:
-    """A private file that lies in one of the folders, and that folder; None if there is no such file."""
+    """A private file inside one of the folders, and that folder; None if there is no such file."""
     return _find_seen(frozenset(_private), tuple(folders))
 
 

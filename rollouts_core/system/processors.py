@@ -1,7 +1,7 @@
-"""How many processors this process can keep busy: more threads than that wait for each other.
+"""How many processors this process can keep busy; more threads than that only wait for each other.
 
-A container that may use seven processors often sees all 96 of its machine. torch's threads meet at a barrier after each
-operation, so that one which has used up the container's time holds up all others: it gets slower by ten times and more.
+A container limited to seven processors often sees all 96 of its machine. torch's threads meet at a barrier after each
+operation, so a thread paused by the container's limit delays all others: computing becomes ten times slower or worse.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 
 def count_processors(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Those that this process may run on, or as many as its control groups leave it time for; at least one."""
-    # Linux alone has either.
+    """Processors in this process's affinity, or fewer if its control groups limit CPU time; at least one."""
+    # Affinity and control groups exist only on Linux.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(int(share) for share in _find_shares(membership, mount))]))
 
 
 def _find_shares(membership: Path, mount: Path) -> Iterator[float]:
-    """For how many processors each of our control groups has time, where that is limited.
+    """The number of processors that each of our control groups permits, if it has a limit.
 
-    A container often sees its own group at the root of the mount, whatever the path says.
+    A container often sees its own group at the root of the mount, regardless of the path in /proc.
     """
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -36,11 +36,11 @@ def _find_shares(membership: Path, mount: Path) -> Iterator[float]:
 
 
 def _share_of(directory: Path) -> Iterator[float]:
-    """The limit of one group; none where it has none. The names are those of version 2 and of version 1."""
+    """The limit of one group, if it has one. The file names are those of version 2 and of version 1."""
     quota, _, period = _read(directory / "cpu.max").partition(" ")
     if not quota:
         quota, period = (_read(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    with suppress(ValueError):  # "max", or no such file
+    with suppress(ValueError):  # "max", or the file does not exist
         if int(quota) > 0 and int(period) > 0:
             yield int(quota) / int(period)
 

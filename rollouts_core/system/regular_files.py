@@ -1,8 +1,6 @@
-"""Open files whose names others give, and nothing that only looks like a file.
+"""Open files named by untrusted input, and refuse anything that only looks like a file.
 
-To open a FIFO waits until a program writes to it, to open a device may set it to work, and /dev/zero never ends.
-
-Not here: writing files (files.py), what is in them.
+Opening a FIFO waits for a writer, opening a device may start it, and /dev/zero never ends.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 LOOK_AT = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
-"""O_PATH, which Linux alone has, finds a file without opening it."""
+"""O_PATH, which only Linux has, finds a file without opening it."""
 
 
 @contextmanager
 def found_file(path: Path | str) -> Iterator[str]:
-    """A path by which the block opens the regular file at `path`, also if another file takes its place meanwhile.
+    """A path that opens the regular file now at `path`, even if another file takes its place during the block.
 
-    Links are followed: another process's memory is named by one (/proc/<pid>/fd/<n>).
+    Symbolic links are followed, because another process's memory is named by one (/proc/<pid>/fd/<n>).
 
     Raises:
-        OSError: there is no file, it may not be read, is empty, or is no regular file.
+        OSError: the file does not exist, is not readable, is empty, or is not a regular file.
     """
     try:
         descriptor = os.open(path, LOOK_AT)
@@ -43,7 +41,7 @@ def found_file(path: Path | str) -> Iterator[str]:
         status = os.fstat(descriptor)
         if problem := _find_problem(status.st_mode):
             raise OSError(f"it is {problem}")
-        if not status.st_size:  # so are files of /proc, of which some wait for their next line for ever
+        if not status.st_size:  # includes files of /proc, some of which block forever
             raise OSError("it is empty")
         found = f"/dev/fd/{descriptor}"
         if not os.access(found, os.R_OK):
@@ -57,7 +55,7 @@ def open_file(path: Path | str) -> BufferedReader:
     """Open a regular file, which may be empty, for reading.
 
     Raises:
-        OSError: it may not be read, or is not a regular file; `strerror` says which kind it is.
+        OSError: the file is not readable, or is not a regular file; `strerror` names the kind.
     """
     descriptor = os.open(path, LOOK_AT)
     try:
@@ -71,7 +69,7 @@ def open_file(path: Path | str) -> BufferedReader:
 
 
 def describe_missing(path: Path) -> str:
-    """Say why a path is not a regular file, to stand after its name: "does not exist", "is a FIFO, not a file"."""
+    """Why a path is not a regular file, to follow its name: "does not exist", "is a FIFO, not a file"."""
     try:
         problem = _find_problem(path.stat().st_mode)
         return f"is {problem}" if problem else "cannot be read"
@@ -80,7 +78,7 @@ def describe_missing(path: Path) -> str:
 
 
 def _find_problem(mode: int) -> str:
-    """Say which kind of file it is, "" for a regular file."""
+    """The kind of a file that is not regular; empty for a regular file."""
     return "" if stat.S_ISREG(mode) else f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 

@@ -1,8 +1,6 @@
-"""Standard error that may be gone: a run goes on for hours after `| head`, a killed `tee` or a closed terminal.
+"""Write to standard error even if its reader is gone, as after `| head`, a killed `tee` or a closed terminal.
 
-And standard streams that were never there: some schedulers and daemons start programs without them.
-
-Not here: what is written (tasks/progress.py, flows/commands/terminal.py).
+Also handles processes started without standard streams, as by some schedulers and daemons.
 """
 
 from __future__ import annotations
@@ -15,21 +13,21 @@ from typing import TextIO, cast
 
 
 def open_standard_streams() -> None:
-    """Open those that this process was started without on /dev/null; else the next file would get their numbers.
+    """Open missing standard streams on /dev/null; otherwise the next opened files would get their numbers.
 
-    What a subprocess takes for its standard error could be a database then.
+    A subprocess could then write its errors into a database.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: that of the stream
+            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def standard_error() -> TextIO:
-    """What is written to it goes to standard error; where nobody reads that any more it is lost, and nothing is raised.
+    """A stream that writes to standard error; if standard error is closed, text is dropped without an error.
 
-    Standard error is found anew each time: progress bars, and tests, put something else in its place.
+    `sys.stderr` is looked up at each write, because progress bars and tests replace it.
     """
     return cast(TextIO, _StandardError())
 
@@ -59,5 +57,5 @@ class _StandardError(io.TextIOBase):
 
 
 def _stream() -> TextIO:
-    """Standard error itself, also while a bar of rich's shows what is written to it, by writing it here."""
+    """Standard error itself, even while a progress bar of rich redirects it and writes through this module."""
     return cast(TextIO, getattr(sys.stderr, "rich_proxied_file", sys.stderr))

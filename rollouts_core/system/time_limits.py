@@ -1,14 +1,12 @@
-"""End a call of a user's function at its deadline, also one that never waits for anything.
+"""End a call of a user's function at its deadline, even if the function never awaits.
 
-Not here: what is called (rewards.py, conversation.py), limits of other processes (environments/sandbox.py).
-
-A function that never waits holds the event loop up, so no timer of the loop can end it. Where the loop has the main
-thread, as in every job, a signal does: in the function itself, and in each stretch of a coroutine between two waits. It
-costs a few microseconds a call, and keeps functions in the thread that libraries with signals of their own need. In
-another thread a plain function gets a thread of its own, which is left behind when its time is over.
+A function that never awaits blocks the event loop, so the loop's timers cannot end it. If the loop runs in the main
+thread, as in every job, a signal interrupts the function, or the part of a coroutine between two awaits. This costs a
+few microseconds per call, and keeps functions in the main thread, which libraries with their own signals need. In
+another thread a plain function runs in a new thread, which is abandoned at the deadline.
 
     call of grade ── waits for its turn ── runs a program ── returns
-    its time      |      stands (take_turn)  |---------------|
+    its time      |    paused (take_turn)    |---------------|
 """
 
 from __future__ import annotations
@@ -32,53 +30,53 @@ import anyio
 ResultT = TypeVar("ResultT")
 MIN_TIMER_S = 0.001
 INSIST_S = 1.0
-"""An interrupt that the interrupted code swallowed comes again after this long."""
+"""Pause before the interrupt is repeated, in case the interrupted code swallowed it."""
 
 CLEAN_UP_S = 5.0
-"""How long a stretch of a coroutine may take that was told that its time is over."""
+"""Time for a part of a coroutine between two awaits after the coroutine was cancelled at its deadline."""
 
 
 class OutOfTimeError(TimeoutError):
-    """A call was given up at its deadline; what it raises itself, a TimeoutError too, is no such error."""
+    """A call was given up at its deadline. A TimeoutError that the call itself raises is not of this class."""
 
 
 class BlockedError(OutOfTimeError):
-    """A function took too long without waiting for anything, and was interrupted where the message says."""
+    """A function took too long without awaiting, and was interrupted; the message says in which line."""
 
 
 class _Interrupt(BaseException):
-    """No Exception: a function that goes on after every error would go on after this one, too."""
+    """Not an Exception, because a function that continues after every exception would continue after this one too."""
 
 
 class _Clock:
-    """What is left of the time of a call that waits for something; it stands as long as that is only its turn.
+    """The remaining time of a call that awaits; paused while the call waits for its turn.
 
     Args:
-        outer: that of the call within which this one was made.
+        outer: the clock of the enclosing call.
     """
 
     def __init__(self, timeout_s: float, outer: _Clock | None) -> None:
         self.outer = outer
         self.scope = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
-        """Ends the call's waits."""
+        """Cancels the call's awaits."""
         self._deadline = monotonic() + timeout_s
         self._left_s = timeout_s
-        """While it stands."""
+        """The remaining time while the clock is paused."""
         self._num_waits = 0
 
     @property
     def left_s(self) -> float:
-        """How long the call may still take."""
+        """The call's remaining time."""
         return self._left_s if self._num_waits else self._deadline - monotonic()
 
     def stop(self) -> None:
-        """Let no time pass until as many calls of `go_on` as of this."""
+        """Pause the clock until `go_on` was called as often as `stop`."""
         self._left_s = self.left_s
         self.scope.deadline = math.inf
         self._num_waits += 1
 
     def go_on(self) -> None:
-        """Let time pass again."""
+        """Let the clock run again."""
         self._num_waits -= 1
         if not self._num_waits:
             self._deadline = monotonic() + self._left_s
@@ -86,20 +84,20 @@ class _Clock:
 
 
 _current_clock: ContextVar[_Clock | None] = ContextVar("current_clock", default=None)
-"""That of the innermost call under way, in each task."""
+"""The clock of the innermost call of each task."""
 
 
 async def call_within(
     timeout_s: float | None, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """What a plain or coroutine function returns. Its time passes from here on, but not where it says `uncounted`.
+    """The result of a plain or coroutine function. Its time runs from now, except inside `uncounted`.
 
-    Code that waits inside C without looking at signals, or a task that a coroutine starts for itself, has no limit
-    here; nor has a stretch of a coroutine that never waits, where the event loop is not in the main thread.
+    Not limited: code that waits inside C without checking signals, tasks that a coroutine starts, and, if the event
+    loop is not in the main thread, a part of a coroutine that never awaits.
 
     Raises:
-        OutOfTimeError: it did not return in time.
-        BlockedError: nor did it wait for anything, so everything else waited for it.
+        OutOfTimeError: the call did not return in time.
+        BlockedError: the call did not return in time and did not await, so it blocked everything else.
     """
     if timeout_s is None:
         outcome = function(*arguments)
@@ -125,10 +123,9 @@ async def call_within(
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Nothing of the block's time counts towards the limits of the calls that it is in.
+    """Exclude the block's time from the limits of the enclosing calls.
 
-    For waits that have an end by themselves, and of whose length the call knows nothing: for its turn, or for an answer
-    that has a limit of its own.
+    For waits with their own limit, whose length does not depend on the call: for its turn, or for an answer.
     """
     clock, clocks = _current_clock.get(), list[_Clock]()
     while clock is not None:
@@ -145,7 +142,7 @@ def uncounted() -> Iterator[None]:
 
 @asynccontextmanager
 async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
-    """One of the limiter's places for the block; the wait for it is `uncounted`."""
+    """Hold one of the limiter's places during the block; the wait for it is `uncounted`."""
     with uncounted():
         await limiter.acquire()
     try:
@@ -155,7 +152,7 @@ async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
 
 
 def can_interrupt() -> bool:
-    """Whether `interrupt_after` has an effect: in the main thread, of systems with the signal for it."""
+    """Whether `interrupt_after` has an effect: only in the main thread of systems with the signal."""
     return threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
 
 
@@ -163,13 +160,13 @@ def can_interrupt() -> bool:
 def interrupt_after(
     timeout_s: float, *, left_s: float | None = None, is_over: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Raise BlockedError in the block when it takes longer, whatever it computes.
+    """Raise BlockedError in the block if it takes longer, whatever it computes.
 
-    By a signal, so in the main thread only; elsewhere, and on systems without that signal, there is no limit.
+    Uses a signal, so there is a limit only in the main thread, and only on systems with that signal.
 
     Args:
-        left_s: what is left of `timeout_s`, where something else took a part of it.
-        is_over: asked at the end of the time, and every second from then on; the block goes on until it is true.
+        left_s: the rest of `timeout_s`, if a part is already spent.
+        is_over: called at the deadline and every second afterwards; the block continues until it returns true.
     """
     if not can_interrupt():
         yield
@@ -178,9 +175,9 @@ def interrupt_after(
     hook = sys.unraisablehook
 
     def insist(unraisable: sys.UnraisableHookArgs) -> None:
-        """Interrupt again at once if the interrupt came amid a finalizer or a callback of the garbage collector.
+        """Repeat an interrupt at once if it hit a finalizer or a callback of the garbage collector.
 
-        Python drops their errors.
+        Python drops exceptions there.
         """
         nonlocal place
         if not issubclass(unraisable.exc_type, _Interrupt):
@@ -206,7 +203,7 @@ def interrupt_after(
         raise BlockedError(_say_late(timeout_s) + place) from None
     finally:
         is_inside = False
-        # Whoever had set the timer before gets what is left of it.
+        # A timer that was set before gets its remaining time back.
         remaining_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -216,9 +213,9 @@ def interrupt_after(
 
 @contextmanager
 def interrupt_after_computing(limit_s: float) -> Iterator[None]:
-    """Raise BlockedError in the block when its thread has computed for longer, whatever others did meanwhile.
+    """Raise BlockedError in the block after `limit_s` of its thread's CPU time.
 
-    What ends does not depend on how busy the machine is. Otherwise as `interrupt_after`.
+    The load of the machine does not matter. Otherwise like `interrupt_after`.
     """
     began = thread_time()
     with interrupt_after(limit_s, is_over=lambda: thread_time() - began >= limit_s):
@@ -237,7 +234,7 @@ def _describe(frame: FrameType | None) -> str:
 
 
 class _InterruptedSteps:
-    """An awaitable whose every stretch between two waits is interrupted at the deadline."""
+    """An awaitable that is interrupted at the deadline in each part between two awaits."""
 
     def __init__(self, awaitable: Awaitable[Any], timeout_s: float, clock: _Clock) -> None:  # Any: a user's
         self._awaitable = awaitable
@@ -257,7 +254,7 @@ class _InterruptedSteps:
             thrown = None
             try:
                 yield waited_for
-            except BaseException as error:  # noqa: BLE001 - a cancellation too belongs to the coroutine
+            except BaseException as error:  # noqa: BLE001 - the coroutine must also see a cancellation
                 thrown = error
 
 
@@ -268,9 +265,9 @@ async def _wait_for(awaitable: Awaitable[ResultT]) -> ResultT:
 async def _call_in_thread(
     timeout_s: float, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """What the function returns in a thread of its own; nothing can end that thread, so at the deadline it is left.
+    """The result of the function in a new thread. A thread cannot be ended, so at the deadline it is abandoned.
 
-    A daemon, which does not keep the process from ending.
+    It is a daemon thread, so the process can exit.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()  # Any: a user's function made it
@@ -283,7 +280,7 @@ async def _call_in_thread(
         error, outcome = None, None
         try:
             outcome = function(*arguments)
-        except BaseException as raised:  # noqa: BLE001 - the future carries it to who waits
+        except BaseException as raised:  # noqa: BLE001 - the future passes it to the caller
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(report, error, outcome)
@@ -291,4 +288,4 @@ async def _call_in_thread(
     threading.Thread(target=call, name="user function", daemon=True).start()
     with anyio.move_on_after(timeout_s):
         return await result
-    raise BlockedError(f"{_say_late(timeout_s)}, and goes on in a thread that nothing can end")
+    raise BlockedError(f"{_say_late(timeout_s)}, and continues in a thread that cannot be ended")

@@ -1,7 +1,6 @@
-"""Let a command read and write UTF-8 whatever the locale says: files, their names, arguments, output, what it starts.
+"""Make a command use UTF-8 for files, file names, arguments, output and child processes, whatever the locale.
 
-Naming the encoding of each file would leave the names of files and the output to the locale. Not here: programs that
-run on nodes, which are started in UTF-8 mode (infra/node_agent.py, infra/supervisor/program.py).
+Programs on nodes are started in UTF-8 mode anyway (infra/node_agent.py, infra/supervisor/variables.py).
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import sys
 
 
 def ensure_utf8() -> None:
-    """Begin this process anew in Python's UTF-8 mode if its locale has another encoding; otherwise do nothing.
+    """Restart this process in Python's UTF-8 mode if its locale has another encoding; otherwise do nothing.
 
-    Call it first: nothing that the process has done until then is kept.
+    Call it first, because the process loses its state.
     """
     if codecs.lookup(locale.getencoding()).name == "utf-8":
         return
-    os.environ["PYTHONUTF8"] = "1"  # for the processes that this one starts
+    os.environ["PYTHONUTF8"] = "1"  # for child processes
     if not sys.flags.utf8_mode:
-        # An option, because `-E` and `-I` make a process blind to the variable: so it begins anew only once.
+        # As an option, because `-E` and `-I` ignore the variable, and the process would restart forever.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

@@ -1,1 +1,1 @@
-"""Code of the user that settings name: how it is found, which files it is, and what is said when it raises."""
+"""Code of the user that settings name: how it is found, which files belong to it, and how its errors are described."""

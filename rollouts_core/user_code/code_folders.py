@@ -1,9 +1,7 @@
-"""The folders from which the user's modules can be imported, beside those on PYTHONPATH.
+"""Folders, besides those on PYTHONPATH, from which the user's modules can be imported.
 
-They come after everything that is installed, in this process and in the jobs that it starts, so that a file in them
-called like an installed package does not take its place. PYTHONPATH would put them before the standard library.
-
-Not here: the import itself (functions.py), which files of the folders a job elsewhere gets (own_files.py).
+They come last on sys.path, in this process and in jobs that it starts, so that a file named like an installed package
+does not hide the package. PYTHONPATH would put them before the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "ROLLOUTS_CODE_PATH"
-"""Hands the folders to processes that this one starts."""
+"""Passes the folders to processes that this one starts."""
 
 
 def add_code_folders(folders: Iterable[str | Path]) -> None:
@@ -27,7 +25,7 @@ def add_code_folders(folders: Iterable[str | Path]) -> None:
 
 
 def use_code_folders() -> None:
-    """Have this process import from the folders of the variable."""
+    """Add the folders of the environment variable to this process's import path."""
     first = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     last = [each for each in _listed() if each not in first]
     if not last or sys.path[-len(last) :] == last:

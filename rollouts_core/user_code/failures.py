@@ -1,8 +1,4 @@
-"""Say what code of the user's raised, and where in the user's own files.
-
-Not here: how such code is found (functions.py), who calls it (rewards.py, rollout/finish_group.py,
-plain_rollouts.py, conversation.py).
-"""
+"""Describe an error of the user's code, with its place in the user's files."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def describe_raised(error: BaseException) -> str:
-    """`raised KeyError: 'x' (my_rewards.py, line 6)`: kind and first line of an error, and the place in user code."""
+    """`raised KeyError: 'x' (my_rewards.py, line 6)`: type and first line of an error, and its place in user code."""
     return f"raised {type(error).__name__}: {first_line(error)}{find_user_place(error)}"
 
 
@@ -34,7 +30,7 @@ def failed_function_error(
     group: Sequence[Sample],
     error: Exception,
 ) -> RewardError:
-    """The error that names a function of the user's which raised, or took too long, and the prompt it was given."""
+    """The error for a user's function that raised or took too long; names the function and the prompt."""
     where = f"{kind} function {name_of_function(function)} on prompt {group[0].metadata.get('prompt_id', '?')!r}"
     return RewardError(
         f"{where}: {error}" if isinstance(error, OutOfTimeError) else f"{where} {describe_raised(error)}"
@@ -46,10 +42,10 @@ def check_generated(
     function: Callable[..., Any],  # Any: a user's function made it
     pending: Sequence[Sample],
 ) -> list[Sample]:
-    """What a generation function returned for a group, or for several: samples of all their places, and of no other.
+    """Check the result of a generation function for some groups: it must have samples for all of their places only.
 
     Raises:
-        RewardError: it is something else; names the function and the first prompt.
+        RewardError: the result is wrong; names the function and the first prompt.
     """
     if problem := _find_problem(generated, pending):
         prompt = pending[0].metadata.get("prompt_id", "?")
@@ -73,7 +69,7 @@ def _find_problem(generated: object, pending: Sequence[Sample]) -> str:
         return f"a sample for the place {_name_place(other[0], groups)}, which it was not asked for: {derive}"
     turns = [(sample.group_index, sample.index, sample.turn) for sample in generated]
     if len({*turns}) < len(turns):
-        return "two samples for one place: number them by `turn` where each is a turn of a conversation"
+        return "two samples for one place: number them by `turn` if each is a turn of a conversation"
     return ""
 
 
@@ -89,9 +85,9 @@ def _describe_type(value: object) -> str:
 
 
 def find_user_place(error: BaseException) -> str:
-    """` (file, line n)` of the innermost frame in a file of the user's own; empty where there is none.
+    """` (file, line n)` of the innermost frame in the user's files; empty without such a frame.
 
-    A syntax error names its place itself.
+    Syntax errors name their place themselves.
     """
     if isinstance(error, SyntaxError):
         return ""
@@ -101,13 +97,13 @@ def find_user_place(error: BaseException) -> str:
 
 
 def is_raised_by_user_code(error: BaseException) -> bool:
-    """True if one of an error's causes was raised within code of the user's, whose traceback says more than we can."""
+    """True if one of an error's causes was raised in the user's code, so that its traceback helps the user."""
     cause = error.__cause__
     return cause is not None and (bool(find_user_place(cause)) or is_raised_by_user_code(cause))
 
 
 def _is_users(file: str) -> bool:
-    """True for a file that is neither ours nor of Python or an installed package; `<frozen ...>` is no file."""
+    """True for a file outside this project, Python and installed packages; `<frozen ...>` is not a file."""
     path = Path(file)
     is_installed = not INSTALLED_FOLDERS.isdisjoint(path.parts) or path.is_relative_to(STANDARD_LIBRARY)
     return not (file.startswith("<") or is_installed or path.is_relative_to(PACKAGE_FOLDER))

@@ -1,7 +1,4 @@
-"""Find a function by the name that a configuration gives it: the one place where such names are resolved.
-
-Not here: the functions themselves (rewards.py, filters.py, environments/).
-"""
+"""Resolve the function names of a configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user function
 
 
 def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, setting: str) -> FunctionT:
-    """The function that `name` stands for: a key of `known`, or `package.module:function`.
+    """The function with this name: a key of `known`, or `package.module:function`.
 
     Args:
         setting: the configuration key, for messages.
 
     Raises:
-        ConfigError: no such name, module or function.
+        ConfigError: the name, module or function does not exist.
     """
     if not isinstance(name, str):
         return name
@@ -67,11 +64,11 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
 
 
 def find_foreign_home(found: object, module: ModuleType) -> str:
-    """The module that defines what a name led to, if it is another package than that of `module`, else "".
+    """The module that defines the object, if it belongs to another package than `module`, else "".
 
-    Trust in a package would otherwise reach everything that the package imports, such as `os.abort`. Objects and inner
-    functions that the package made from parts of others are its own, unless they are names of the other one, too. Of
-    this project a module is trusted, not the package.
+    Otherwise trust in a package would reach everything that it imports, such as `os.abort`. Objects and inner functions
+    that the package built from parts of others are its own, unless they are also names of the other package. Of this
+    project single modules are trusted, not the package.
     """
     is_defined = inspect.isroutine(found) or inspect.isclass(found)
     home = str(getattr(found if is_defined else type(found), "__module__", None) or "builtins")
@@ -104,7 +101,7 @@ def _import(module_name: str, *, setting: str) -> ModuleType:
     except ImportError as error:
         is_itself_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         place = "" if is_itself_missing else find_user_place(error)
-        remedy = IS_MISSING if is_itself_missing else ": install what it imports, or mend that"
+        remedy = IS_MISSING if is_itself_missing else ": install what it imports, or repair the import"
         raise ConfigError(
             f"{setting}: {module_name!r} cannot be imported ({first_line(error)}){place}{remedy}"
         ) from error

@@ -1,16 +1,14 @@
-"""Which files are the user's own code that settings name as `package.module:function`.
+"""Find the files of the user's own code that settings name as `package.module:function`.
 
-They are part of a stage's identity (fingerprint.py) and are brought to other machines (tasks/upload_inputs.py).
-Not here: importing the functions (functions.py), what their errors say (failures.py).
+They are part of a stage's identity (fingerprint.py) and are copied to other machines (tasks/upload_inputs.py).
 
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files
                                                                └── a single file
-    what their files import by name is looked up in the same way, again and again
+    imports in these files are looked up in the same way, recursively
 
-Installed packages are left out, except those that add entry points for us (plugins.py).
-
-Nothing is imported here: import statements are read.
+Installed packages are left out, except those that add entry points for us (plugins.py). Import statements are parsed;
+the code is not executed here.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OF_PROJECT = (__name__.partition(".")[0], "rollouts")
-"""Its core is sent by itself, and jobs do not import the rest."""
+"""This project's core is sent separately, and jobs do not import its other packages."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -39,25 +37,25 @@ _VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """A package, a folder without __init__.py, or a single file, that Python imports by its top-level name."""
+    """A package, a folder without __init__.py, or a single file, importable by its top-level name."""
 
     name: str
     package: Path | None = None
-    """Its folder, where it has an __init__.py: all files below it belong to it, but hidden ones and keys."""
+    """The folder with __init__.py: all files below it belong to the code, except hidden files and keys."""
     folders: tuple[Path, ...] = ()
-    """Its folders, where it has none: Python files alone belong to it, because data may lie there as well."""
+    """Folders without __init__.py: only Python files belong to the code, because data may lie there too."""
     file: Path | None = None
     about: Mapping[str, Path] = field(default_factory=dict)
-    """Of an installed package with entry points for us: the files that Python finds these by."""
+    """For an installed package with entry points for us: the metadata files that declare them."""
 
     @property
     def sent(self) -> dict[str, Path]:
-        """All that another machine needs to import it, and to find its entry points."""
+        """All files that another machine needs to import it and to find its entry points."""
         return {**self.files, **self.about}
 
     @property
     def files(self) -> dict[str, Path]:
-        """What belongs to it, by the names below the folder that is to be on sys.path elsewhere."""
+        """Its files by their names below the folder that is to be on sys.path elsewhere."""
         if self.file is not None:
             return {self.file.name: self.file.resolve()}
         if self.package is not None:
@@ -67,7 +65,7 @@ class OwnCode:
 
 
 def find_code(name: str) -> OwnCode | None:
-    """What Python would import by a top-level name; None where there is no such, or none that has files of its own."""
+    """The code that Python would import by a top-level name; None if it does not exist or has no files."""
     use_code_folders()
     try:
         spec = importlib.util.find_spec(name)
@@ -86,9 +84,9 @@ def find_code(name: str) -> OwnCode | None:
 
 
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
-    """The user's own code that these modules are, and all that it imports of the same kind, sorted by name.
+    """The user's own code behind these modules, and everything of the same kind that it imports, sorted by name.
 
-    This project and installed packages without entry points for us are neither returned nor looked into.
+    This project, and installed packages without entry points for us, are neither returned nor searched.
     """
     found: dict[str, OwnCode] = {}
     pending = deque(sorted({module.partition(".")[0] for module in modules}))
@@ -114,7 +112,7 @@ def _is_installed(code: OwnCode) -> bool:
 
 
 def _imports_of_file(path: Path) -> frozenset[str]:
-    """Top-level names that a file imports anywhere in it; none of a file that is no Python."""
+    """Top-level names that a file imports anywhere in it; empty for a file that is not Python."""
     if path.suffix != ".py":
         return frozenset()
     try:
@@ -126,7 +124,7 @@ def _imports_of_file(path: Path) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
-    """See `_imports_of_file`; a file is read again when it has changed."""
+    """Cached by modification time and size; see `_imports_of_file`."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -141,7 +139,7 @@ def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
 
 
 def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that may go to another machine, under the folder's name."""
+    """The files below a folder that may be copied to another machine, by their names under the folder's name."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         if _VIRTUAL_ENVIRONMENT in files:
             folders.clear()
@@ -158,10 +156,10 @@ def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
 
 
 def _is_followed(folder: Path, top: Path) -> bool:
-    """False for a link that Python imports nothing from, as one to data, or that leads back to a folder around it.
+    """False for a link that Python would not import from, such as one to data, or one back to an enclosing folder.
 
     Args:
-        top: the outermost folder that is looked into.
+        top: the outermost folder of the search.
     """
     if not folder.is_symlink():
         return True
@@ -171,5 +169,5 @@ def _is_followed(folder: Path, top: Path) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """True for the name of a file that stays where it is: hidden ones, as .env, and private keys."""
+    """True for the names of hidden files, such as .env, and private keys, which stay on this machine."""
     return name.startswith((".", *_KEY_NAMES)) or name.endswith(_KEY_ENDINGS)

@@ -18,7 +18,7 @@ import pytest
 from rollouts.infra.ports import find_free_port
 from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, WeightTransfer
-from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
+from rollouts_core.engines import SGLangEngine, VLLMEngine, cleanup_process
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.launch import LaunchCommand
 from rollouts_core.job import InputModel, ServeJob
@@ -126,12 +126,14 @@ def started_by_hand(command: LaunchCommand, folder: Path) -> Iterator[subprocess
     scratch = folder / "scratch"
     scratch.mkdir()
     closed_at_the_end, held_by_the_engine = os.pipe()
-    subprocess.run([sys.executable, "-I", "-S", sweep.__file__, str(scratch)], stdin=closed_at_the_end, check=True)
+    subprocess.run(
+        [sys.executable, "-I", "-S", cleanup_process.__file__, str(scratch)], stdin=closed_at_the_end, check=True
+    )
     os.close(closed_at_the_end)
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command.argv,
-            env={**os.environ, **command.env, **sweep.scratch_variables(str(scratch))},
+            env={**os.environ, **command.env, **cleanup_process.scratch_variables(str(scratch))},
             stdout=log,
             stderr=log,
             pass_fds=(held_by_the_engine,),
@@ -141,6 +143,6 @@ def started_by_hand(command: LaunchCommand, folder: Path) -> Iterator[subprocess
     try:
         yield process
     finally:
-        time.sleep(sweep.LOOK_S)  # what it made a moment ago has not been looked at
+        time.sleep(cleanup_process.LOOK_S)  # what it made a moment ago has not been looked at
         os.killpg(process.pid, signal.SIGKILL)  # while it starts it is deaf to SIGTERM
         process.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.config import EngineKind
-from rollouts_core.engines import sweep
+from rollouts_core.engines import cleanup_process
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import serving
 
@@ -24,9 +24,9 @@ def test_a_killed_engine_leaves_no_shared_memory_behind(kind: EngineKind, start:
         assert server.process is not None
         variables = Path(f"/proc/{server.process.pid}/environ").read_bytes().decode().split("\0")
         [folder] = [each.partition("=")[2] for each in variables if each.startswith("TMPDIR=")]
-        time.sleep(2 * sweep.LOOK_S)  # as long as it takes that its processes were looked at
-        inodes = sweep.mapped_by(sweep.find_processes(folder))
-        made = [path for path in sweep.SHARED_MEMORY.iterdir() if path.stat().st_ino in inodes]
+        time.sleep(2 * cleanup_process.LOOK_S)  # as long as it takes that its processes were looked at
+        inodes = cleanup_process.mapped_by(cleanup_process.find_processes(folder))
+        made = [path for path in cleanup_process.SHARED_MEMORY.iterdir() if path.stat().st_ino in inodes]
         assert made, "the engine makes none any more: this test, and what it tests, can go"
         server.kill()
     deadline = time.monotonic() + 60

@@ -64,8 +64,8 @@ def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, 
         ("rows.csv", "prompt,completion\né,2\n".encode("latin-1"), "rows.csv, row 1: not UTF-8"),
         ("rows.csv", b'prompt,completion\n"1,2\n', "rows.csv, row 1: not valid CSV"),
         ("rows.jsonl.gz", b"hello", "rows.jsonl.gz cannot be read"),
-        ("rows.parquet", b"hello", "rows.parquet is not a Parquet file, or was cut"),
-        ("rows.parquet", b"PAR1 and then nothing", "rows.parquet is not a Parquet file, or was cut"),
+        ("rows.parquet", b"hello", "rows.parquet is not a Parquet file, or is truncated"),
+        ("rows.parquet", b"PAR1 and then nothing", "rows.parquet is not a Parquet file, or is truncated"),
     ],
 )
 def test_a_data_file_of_another_kind_is_named(folder: Path, name: str, content: bytes, words: str) -> None:

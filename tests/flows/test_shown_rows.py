@@ -31,7 +31,7 @@ def test_rows_are_shown_with_their_trained_part_and_what_becomes_of_them(folder:
     assert [each["outcome"] for each in of_sft] == ["trained", "cut", "error", "dropped"]
     assert of_sft[0]["text"].count("[[") == of_sft[0]["text"].count("]]") == 1
     assert sum(of_sft[0]["loss_mask"]) == of_sft[0]["num_trained"] < of_sft[0]["num_tokens"] == len(of_sft[0]["tokens"])
-    assert "tokens behind the first 128 are cut" in of_sft[1]["reason"]
+    assert "tokens after the first 128 are cut" in of_sft[1]["reason"]
     assert "expected `messages`" in of_sft[2]["reason"]
     assert {each["outcome"] for each in shown if each["source"].endswith("heldout.jsonl")} == {"prompt"}
 

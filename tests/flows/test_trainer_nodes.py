@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
-from rollouts_core.backends.unit import MACHINE_LOST_CODE
+from rollouts_core.backends.multi_node import MACHINE_LOST_CODE
 from tests.flows.clusters import Cluster, two_machines
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
 from tests.flows.test_ssh import SHORTER

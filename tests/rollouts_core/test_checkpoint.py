@@ -68,7 +68,7 @@ def test_the_digest_of_a_model_depends_on_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        ("truncated", r"model\.safetensors has 6 bytes, its manifest says 7: it was cut or changed"),
+        ("truncated", r"model\.safetensors has 6 bytes, its manifest says 7: truncated or changed"),
         ("tampered", r"model\.safetensors does not have the content that its manifest lists"),
         ("missing", r"lacks model\.safetensors"),
         ("trainer", r"trainer/state\.json does not have the content"),
@@ -76,7 +76,7 @@ def test_the_digest_of_a_model_depends_on_its_weights(tmp_path: Path) -> None:
         ("cut manifest", r"is not a whole checkpoint: no readable manifest\.json"),
         ("empty manifest", r"is not a whole checkpoint: no readable manifest\.json"),
         ("endless manifest", r"is not a whole checkpoint: no readable manifest\.json"),
-        ("added code", r"modeling\.py is not in the manifest of its checkpoint: it was added"),
+        ("added code", r"modeling\.py is not in the manifest of its checkpoint: remove the added file"),
         ("added weights", r"model-2\.safetensors is not in the manifest"),
         ("later format", r"has manifest format 2, this version reads 1"),
     ],

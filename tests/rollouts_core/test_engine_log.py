@@ -10,10 +10,10 @@ from rollouts_core.engine_log import explain_engine_log
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2", "heads have a size"),
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2", "head size"),
         ("launch_server.py: error: unrecognized arguments: --no-such-thing", "one of its arguments"),
         ("ModuleNotFoundError: No module named 'sglang'", "package is missing"),
-        ("RuntimeError: No CUDA GPUs are available", "found no GPU"),
+        ("RuntimeError: No CUDA GPUs are available", "found no usable GPU"),
         ("RuntimeError: FlashAttention only support fp16, bf16, and fp8_e4m3 data type", "no kernels for float32"),
         ("RuntimeError: rmsnorm(...)::<lambda()> failed to dispatch data type Float", "no kernels for float32"),
         ("ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0.", '= "float16"'),
@@ -49,7 +49,7 @@ from rollouts_core.engine_log import explain_engine_log
             "RuntimeError: The NVIDIA driver on your system is too old (found version 12040). Please update your GPU "
             "driver by downloading and installing a new version from the URL: "
             "http://www.nvidia.com/Download/index.aspx",
-            "built for a newer CUDA",
+            "needs a newer CUDA",
         ),
         (
             "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
@@ -57,39 +57,39 @@ from rollouts_core.engine_log import explain_engine_log
             "are not ready",
         ),
         ("CUDA error: no kernel image is available for execution on the device", "this type of GPU"),
-        ("RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)", "by NCCL"),
+        ("RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)", "through NCCL"),
         (
             "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, "
             "unhandled system error, NCCL version 2.27.5",
-            "by NCCL",
+            "through NCCL",
         ),
         (
             "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
             "initializing the engine (this flag also controls CPU memory reservation on the CPU backend, despite its "
             "name)",
-            "share of the memory",
+            "share of the GPU memory",
         ),
         (
             "ValueError: To serve at least one request with the model's max seq len (40960), (4.38 GiB KV cache is "
             "needed, which is larger than the available KV cache memory (1.02 GiB). Based on the available memory, "
             "the estimated maximum model length is 9552.",
-            "share of the memory",
+            "share of the GPU memory",
         ),
         (
             "ValueError: Free memory on device cuda:0 (3.21/79.1 GiB) on startup is less than desired GPU memory "
             "utilization (0.92, 72.77 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
             "processes.",
-            "other programs have memory of its GPU",
+            "other programs use memory of its GPU",
         ),
         (
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
             "mem_fraction_static=0.2",
-            "share of the memory",
+            "share of the GPU memory",
         ),
         (
             "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.2. Raise "
             "--mem-fraction-static above 0.412",
-            "share of the memory",
+            "share of the GPU memory",
         ),
     ],
 )
@@ -106,4 +106,4 @@ def test_what_transformers_says_of_a_stretched_context_is_no_reason() -> None:
         "length = config.max_position_embeddings / config.rope_parameters['original_max_position_embeddings'] = 1.25)."
     )
     assert explain_engine_log(said) == ""
-    assert "by NCCL" in explain_engine_log(f"{said}\nncclSystemError: System call (e.g. socket, malloc) failed\n")
+    assert "through NCCL" in explain_engine_log(f"{said}\nncclSystemError: System call (e.g. socket, malloc) failed\n")

@@ -266,7 +266,7 @@ def test_what_an_engine_by_url_samples_without_leaving_out_is_counted_and_neithe
     ("scale", "error", "reason"),
     [
         (1.0, WeightSyncError, r"1\.\d+ nats per token away .* it samples token ids from \d+ on, which the tokenizer"),
-        (40.0, DataError, r"are invalid, more than 5%; .* the policy sampled the token id \d+, and its tokenizer has"),
+        (40.0, DataError, r"are invalid, more than 5%; .* the policy sampled the token id \d+, but its tokenizer has"),
     ],
 )
 def test_an_engine_by_url_that_samples_many_other_ids_ends_the_run_with_the_reason(

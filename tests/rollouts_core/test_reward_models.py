@@ -136,10 +136,10 @@ def test_of_several_scores_that_of_the_label_is_the_reward(
 @pytest.mark.parametrize(
     ("labels", "label", "sentence"),
     [
-        (("bad", "good"), "", "set label to the one whose score is the reward: those of .* are bad, good$"),
-        (("bad", "good"), "fine", "there is no label 'fine': those of .* are bad, good$"),
+        (("bad", "good"), "", "set label to the label whose score is the reward: .* has the labels bad, good$"),
+        (("bad", "good"), "fine", "there is no label 'fine': .* has the labels bad, good$"),
         (("bad", "good"), "2", "there is no label '2'"),
-        ((), "good", "names no labels .*: give its number, from 0"),
+        ((), "good", "has no label names .*: set label to its number, from 0"),
     ],
 )
 def test_a_label_that_is_missing_or_unknown_is_refused_without_the_server(
@@ -155,8 +155,8 @@ def test_a_label_that_is_missing_or_unknown_is_refused_without_the_server(
     ("scores", "label", "sentence"),
     [
         ([[1.0, 2.0]], "", "gives 2 scores, expected one: set label to the number"),
-        ([[1.0, 2.0]], "5", "gives 2 scores, and label means number 5"),
-        ([[1.0], [2.0]], "", "1 samples were answered with 2 rewards"),
+        ([[1.0, 2.0]], "5", "gives 2 scores, but label is number 5"),
+        ([[1.0], [2.0]], "", "1 samples got 2 rewards"),
     ],
 )
 def test_other_scores_than_the_settings_say_end_the_run(

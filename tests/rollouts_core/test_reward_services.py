@@ -219,8 +219,8 @@ def test_a_service_that_stays_away_gives_no_reward_and_names_the_prompt(serve: A
     [
         ((400, {"error": "no such field"}), "answered 400: .*no such field"),
         ((501, {"error": "no POST"}), "answered 501: .*no POST"),
-        ((200, {"rewards": [1.0, 2.0]}), "1 samples were answered with 2 rewards"),
-        ((200, b'{"rewards": [NaN]}'), "returned nan: expected a finite number"),
+        ((200, {"rewards": [1.0, 2.0]}), "1 samples got 2 rewards"),
+        ((200, b'{"rewards": [NaN]}'), "returned nan: return a finite number"),
     ],
 )
 def test_a_service_with_a_mistake_ends_the_run_and_names_the_prompt(serve: Any, answer: Answer, sentence: str) -> None:
@@ -282,7 +282,7 @@ def test_a_judge_that_takes_no_temperature_is_asked_without_one_from_then_on(
         assert grade(make_samples(*responses), reward) == [0.5] * len(responses)
     assert ["temperature" in body for body in service.bodies] == [True, False, False, False]
     [line] = caplog.messages
-    assert "is asked without temperature 0" in line
+    assert "refuses temperature 0" in line
 
 
 def test_a_judge_behind_sglangs_own_endpoint_is_asked_in_tokens(
@@ -446,7 +446,7 @@ def test_a_classifier_scores_the_same_in_a_batch_and_alone(
 
 
 def test_a_classifier_with_several_labels_or_none_is_refused(classifier: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has 3 labels: a reward model has one"):
+    with pytest.raises(ConfigError, match="has 3 labels: use a model with one label"):
         create_classifier_reward(RewardConfig(kind="classifier", model=str(classifier(3))))
     with pytest.raises(ConfigError, match="is not a folder"):
         create_classifier_reward(RewardConfig(kind="classifier", model=str(tmp_path / "missing")))

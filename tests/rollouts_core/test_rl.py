@@ -583,7 +583,7 @@ def test_samples_that_do_not_say_how_likely_they_were_are_refused_where_the_loss
     backend = create_pytorch_backend(base_model, training.optim, create_policy_loss(training.loss), num_steps=1)
     trained = train_on_rollouts(backend, convert_to_batch(silent), training, pad_id=0)
     if is_needed:
-        with pytest.raises(DataError, match=r"2 of 2 completions have no rollout_log_probs, .* must say how likely"):
+        with pytest.raises(DataError, match=r"2 of 2 completions have no rollout_log_probs .* must set the log-prob"):
             asyncio.run(trained)
     else:
         metrics = asyncio.run(trained)
@@ -634,7 +634,7 @@ EXCLUDE: dict[str, object] = {"advantage": {"unscored": "exclude"}}
 def test_a_completion_that_could_not_be_scored_stops_the_step_and_names_its_prompt(base_model: ModelConfig) -> None:
     samples = [replace(s, metadata={"prompt_id": f"p{s.group_index}"}) for s in graded_samples()]
     samples[5] = replace(samples[5], reward=None)
-    with pytest.raises(RewardError, match=r"1 of 12 completions have no reward, one of prompt 'p1' first.*exclude"):
+    with pytest.raises(RewardError, match=r"1 of 12 completions have no reward \(first: prompt 'p1'\).*exclude"):
         asyncio.run(
             train_on_rollouts(make_backend(base_model, TRAINING), convert_to_batch(samples), TRAINING, pad_id=0)
         )

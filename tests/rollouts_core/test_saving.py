@@ -360,8 +360,8 @@ def test_differences_that_were_allowed_are_told(allowed: list[str]) -> None:
 @pytest.mark.parametrize(
     ("allowed", "said"),
     [
-        (["optim.lrr"], "name them in allow_changed: optim.lrr there names none of them"),
-        (["seed", "optm", "lr"], "name them in allow_changed: optm, lr there names none of them"),
+        (["optim.lrr"], "name them in allow_changed (there optim.lrr matches none of them)"),
+        (["seed", "optm", "lr"], "name them in allow_changed (there optm, lr matches none of them)"),
         (["seed"], "or name them in allow_changed"),
     ],
 )
@@ -480,7 +480,7 @@ def test_extending_another_schedule_is_told_to_be_inexact(
     train(base_model, tmp_path, num_steps=2, optim=optim)
     with caplog.at_level(logging.WARNING):
         history = train(base_model, tmp_path, num_steps=5, optim=optim)
-    assert "linear schedule spanned 2 steps until step 2 and spans 5 from there on" in caplog.text
+    assert "linear schedule covered 2 steps until step 2 and now covers 5" in caplog.text
     assert events_of(tmp_path, "extended")[0]["exact"] is False
     assert [metrics["lr"] for metrics in history] == pytest.approx([0.005, 0.0025, 0.0])  # steps 3 to 5 of 5
 
@@ -516,7 +516,7 @@ def test_a_training_goes_on_with_other_evaluation_rows_and_says_so(base_model: M
 
 def test_a_run_does_not_go_back(base_model: ModelConfig, tmp_path: Path) -> None:
     train(base_model, tmp_path)
-    with pytest.raises(CheckpointError, match="is of step 4, num_steps is 3: raise num_steps"):
+    with pytest.raises(CheckpointError, match="is at step 4, num_steps is 3: raise num_steps"):
         train(base_model, tmp_path, num_steps=3)
 
 

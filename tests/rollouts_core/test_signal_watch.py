@@ -82,9 +82,9 @@ def test_without_a_limit_nothing_ends() -> None:
         ([dead(0.0), dead(0.25, std=0.4), dead()], "mean rewards were 0 to 0.25 ("),
         ([dead(0.5, std=0.5)] * 3, "mean rewards were 0.5 ("),
         ([dead(None)] * 3, "no completion had a reward ("),
-        ([dead()] * 3, "give prompts that the model solves now and then, more completions of each, or a reward that"),
-        ([dead(signal_share=0.5)] * 3, "look at reward_shaping.mask_truncated"),
-        ([dead()] * 3, "to go on from there, raise training.rl.max_steps_without_signal (3; 0 sets no limit)"),
+        ([dead()] * 3, "use prompts that the model solves sometimes, more completions per prompt, or a reward that"),
+        ([dead(signal_share=0.5)] * 3, "check reward_shaping.mask_truncated"),
+        ([dead()] * 3, "To resume, raise training.rl.max_steps_without_signal (3; 0 sets no limit)"),
     ],
 )
 def test_the_end_says_what_was_seen_and_what_to_do(steps: list[Metrics], words: str) -> None:

@@ -57,7 +57,7 @@ def test_an_update_sums_the_losses_of_its_micro_batches(base_model: ModelConfig)
 
 def test_a_loss_that_is_no_number_names_its_samples_and_stops(base_model: ModelConfig) -> None:
     backend = create_backend(base_model)
-    with pytest.raises(NonFiniteError, match=r"the loss became nan after 0 optimizer steps.*these were 0/0, 0/0"):
+    with pytest.raises(NonFiniteError, match=r"the loss became nan after 0 optimizer steps.*samples: 0/0, 0/0"):
         asyncio.run(update_policy(backend, make_update(poisoned=True)))
 
 

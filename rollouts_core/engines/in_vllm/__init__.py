@@ -1,1 +1,1 @@
-"""What runs inside vLLM's own environment: launch.py has vLLM import it from this folder, by its name alone."""
+"""Code for vLLM's own environment: launch.py lets vLLM import it from this folder by its module name alone."""

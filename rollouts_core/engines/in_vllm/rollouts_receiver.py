@@ -22,7 +22,7 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
 
 class WeightReceiver:
-    """What a worker of vLLM can do besides; `self` is the worker."""
+    """Additional methods of a vLLM worker; `self` is the worker."""
 
     def join_weight_group(self, address: str, port: int, name: str, backend: str, size: int) -> None:
         """Become a member of the group that the trainer opened; returns when all are there."""

@@ -117,7 +117,7 @@ def test_every_check_and_warning_asks_the_row(monkeypatch: pytest.MonkeyPatch) -
     assert warn_of_uncorrected_age(config_of()) == []
     monkeypatch.setitem(OBJECTIVES, "toy", replace(TOY, has_ratio=True, needs_rollout_logprobs=True))
     assert warn_of_uncorrected_age(config) == [] and config.training.rl.needs_rollout_logprobs
-    with pytest.raises(ValueError, match="corrects twice"):
+    with pytest.raises(ValueError, match="would correct twice"):
         LossConfig.model_validate({"objective": "toy", "mismatch": {"weight": "token"}})
 
 

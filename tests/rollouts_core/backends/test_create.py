@@ -61,7 +61,7 @@ def test_a_backend_that_is_not_installed_is_named_with_its_remedy(
     ("setting", "value"), [("lora", LoRAConfig(rank=4)), ("compile", True), ("attention", "eager")]
 )
 def test_settings_that_jax_does_not_have_are_refused_by_name(setting: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=rf'backend "jax" has no {setting} setting: leave it out'):
+    with pytest.raises(ValidationError, match=rf'backend "jax" has no {setting} setting: remove it'):
         PolicyConfig.model_validate({"backend": "jax", setting: value})
 
 

@@ -127,7 +127,7 @@ def test_the_first_step_can_be_the_one_that_is_skipped(base_model: ModelConfig, 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (POISON, r"^the loss became nan after 0 optimizer steps.*; these were 0/0, 0/0$"),
+        (POISON, r"^the loss became nan after 0 optimizer steps.*; samples: 0/0, 0/0$"),
         (EXPLOSIVE, r"^the gradient norm became nan after 0 optimizer steps"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_long_step_can_be_given_up_until_the_device_has_done_all_but_the_chang
 
 def test_a_loss_that_is_not_finite_leaves_the_step_whole(base_model: ModelConfig) -> None:
     backend, holds = create(base_model, late=True), []
-    with pytest.raises(NonFiniteError, match="these were 0/0, 0/0"):
+    with pytest.raises(NonFiniteError, match="samples: 0/0, 0/0"):
         asyncio.run(update_policy(backend, make_update(0, POISON), stop=_NotedStop(lambda: holds.append(1))))
     assert not holds
 

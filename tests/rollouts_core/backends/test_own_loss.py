@@ -69,5 +69,5 @@ def test_metrics_that_some_micro_batches_lack_are_named(base_model: ModelConfig)
         return loss, {"loss": loss} | ({"rare": 1.0} if len(calls) == 2 else {})
 
     backend = create_pytorch_backend(base_model, OPTIM, own_loss(returned), num_steps=1, device="cpu")
-    with pytest.raises(ConfigError, match="the metrics rare for some micro-batches"):
+    with pytest.raises(ConfigError, match="the metrics rare for only some micro-batches"):
         asyncio.run(update_policy(backend, [make_batch(), make_batch(1)]))

@@ -202,7 +202,7 @@ def test_a_model_that_counts_distances_along_the_row_is_refused_where_completion
 ) -> None:
     GPTNeoConfig().save_pretrained(tmp_path)
     config = config_of(tmp_path, mode, training={"rl": rl})
-    words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
+    words = r"gpt_neo models would see a shared prompt at a wrong distance: set training\.rl\.packing = false"
     with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
         check_packing(config)
 
@@ -341,7 +341,7 @@ def test_weights_of_other_shapes_than_their_config_json_are_refused(tmp_path: Pa
     check_model_files(config)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "intermediate_size": 96}))
-    expected = r"^model\.path: the weights at .*m are not of its config\.json: .*proj\.weight has shape .*, expected "
+    expected = r"^model\.path: the weights at .*m do not match its config\.json: .*proj\.weight has shape .*, expected "
     with pytest.raises(CheckpointError, match=expected):
         check_model_files(config)
 
@@ -405,7 +405,7 @@ def test_a_quantized_model_is_refused_before_a_training_and_by_it(
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
     config = with_rollout(environment="arithmetic").model_copy(update={"model": ModelConfig(path=str(folder))})
-    with pytest.raises(InputError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
+    with pytest.raises(InputError, match=rf"{folder} are quantized \({method}, .*use the original model"):
         create_policy(config.model, PolicyConfig()) if is_loaded else validate_config(config)
 
 

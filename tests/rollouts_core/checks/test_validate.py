@@ -140,7 +140,7 @@ def test_an_evaluation_without_a_usable_model_reads_its_held_out_rows_alone(
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("{{ m.content }}", "writes nothing of what the role 'tool' says"),
+        ("{{ m.content }}", "drops text of the role 'tool'"),
         (
             "{{ m.content }}{% for c in m.tool_calls or [] %}call {{ c.function | tojson }}{% endfor %}",
             "which none of the dialects hermes, .* reads back",
@@ -217,7 +217,7 @@ def test_a_reward_model_without_its_label_is_found_before_the_run(
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"id2label": {"0": "bad", "1": "good"}}')
     served = RewardConfig(kind="reward_model", url="http://127.0.0.1:9", model=str(tmp_path), max_retries=0)
-    with pytest.raises(ConfigError, match=r"set label to the one whose score is the reward: .* are bad, good$"):
+    with pytest.raises(ConfigError, match=r"to the label whose score is the reward: .* has the labels bad, good$"):
         check_functions(with_rollout(rewards=(served,)), make_prompts(1), tokenizer)
     labelled = served.model_copy(update={"label": "good"})
     with pytest.raises(ConfigError, match=r"cannot be graded.*: http://127.0.0.1:9/v1/models gave no reward in 1"):
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_provisione
     with pytest.raises(CheckpointError, match=r"trained with other settings.*optim\.lr was 0\.001 and is 0\.01"):
         check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-2}))
     check_resumed(make_config("a.jsonl", **{**again, "num_steps": 10}, optim={"lr": 1e-3}))
-    with pytest.raises(CheckpointError, match="is of step 10, num_steps is 9: raise num_steps"):
+    with pytest.raises(CheckpointError, match="is at step 10, num_steps is 9: raise num_steps"):
         check_resumed(make_config("a.jsonl", **{**again, "num_steps": 9}, optim={"lr": 1e-3}))
     with pytest.raises(CheckpointError, match="nowhere"):
         check_resumed(make_config("a.jsonl", **{**again, "resume_from": str(tmp_path / "nowhere")}))

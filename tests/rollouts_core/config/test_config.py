@@ -136,7 +136,7 @@ def make_full_config(directory: Path) -> Config:
         (
             "rollout.engine",
             {"kind": "vllm", "context_length": 24},
-            r"rollout\.engine: engine\.context_length 24 is too short .* vllm proves its weights: give 26 or more",
+            r"rollout\.engine: engine\.context_length 24 is too short .* weights of vllm: set it to 26 or more",
         ),
     ],
 )
@@ -149,13 +149,13 @@ def test_a_mistake_is_one_sentence_with_file_and_key(key: str, value: object, se
 @pytest.mark.parametrize(
     ("rl", "rollout", "sentence"),
     [
-        ({"num_minibatches": 9}, {}, r"num_minibatches 9 are more than the 8 groups of a step"),
+        ({"num_minibatches": 9}, {}, r"num_minibatches 9 exceeds the 8 groups of a step"),
         ({"num_minibatches": 8}, {}, ""),
-        ({"algorithm": "verl-dapo"}, {"batch_size": 2}, r"num_minibatches \d+ are more than the 2 groups"),
+        ({"algorithm": "verl-dapo"}, {"batch_size": 2}, r"num_minibatches \d+ exceeds the 2 groups"),
         (
             {"reward_shaping": {"max_response_tokens": 640, "overlong_buffer_tokens": 128}},
             {},
-            r"subtracts for more than 512 tokens .*max_new_tokens 512 lets no .*: set max_response_tokens to 512",
+            r"applies above 512 tokens .*max_new_tokens 512 keeps all .*: set max_response_tokens to 512",
         ),
         ({"reward_shaping": {"max_response_tokens": 640, "overlong_buffer_tokens": 129}}, {}, ""),
         ({"reward_shaping": {"max_response_tokens": 640}}, {}, ""),
@@ -177,7 +177,9 @@ def test_an_algorithm_whose_penalty_is_for_longer_completions_says_all_that_has_
     with pytest.raises(ConfigError, match=words):
         parse({**settings, "training": {"rl": {"algorithm": "verl-dapo"}}})
     shaping = {"max_response_tokens": 512}
-    with pytest.raises(ConfigError, match=r"overlong_buffer_tokens 4096 needs .* and the buffer to a part of it$"):
+    with pytest.raises(
+        ConfigError, match=r"overlong_buffer_tokens 4096 must not exceed .* the buffer to a part of it$"
+    ):
         parse({**settings, "training": {"rl": {"algorithm": "verl-dapo", "reward_shaping": shaping}}})
     parse(
         {
@@ -241,7 +243,7 @@ def test_a_baseline_alone_is_the_estimator_that_subtracts_it() -> None:
 
 @pytest.mark.parametrize("other", [{"advantage": {"estimator": "group_mean"}}, {"algorithm": "verl-grpo"}])
 def test_a_baseline_beside_another_way_to_take_advantages_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"baseline is short for advantage .* give one of them"):
+    with pytest.raises(ValidationError, match=r"baseline is short for advantage .* give only one of them"):
         RLTrainingConfig.model_validate({"baseline": 0.5, **other})
 
 
@@ -278,14 +280,14 @@ BROKEN_RULES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "rollout",
         {"reward_fn": "exact_match", "rewards": [{"name": "exact_match"}], **AHEAD},
-        ["give reward_fn or rewards", "over_sampling_factor 2 is", "max_partial_staleness 1 is for max_staleness 0"],
+        ["reward_fn and rewards", "over_sampling_factor 2 is", "max_partial_staleness 1 is for max_staleness 0"],
     ),
     (
         "rollout.engine",
         ENGINE,
         [
             *("engine.python", "engine.extra_args is", 'engine.weight_transfer "nccl"'),
-            *("engine.router_url", "engine.extra_args has a key"),
+            *("engine.router_url", "engine.extra_args contains a key"),
         ],
     ),
     (
@@ -299,7 +301,7 @@ BROKEN_RULES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "training.rl.loss.mismatch",
         LIMITS,
-        ["weight_low 2 must be below", 'mask "token" leaves'],
+        ["weight_low 2 must be below", 'mask "token" needs limits'],
     ),
     (
         "training.rl.loss",
@@ -309,7 +311,7 @@ BROKEN_RULES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "deployment",
         {**GPUS, "colocated": True, "trainer_processes": 2},
-        ["engine_gpu_ranks names 3", "colocated means", "trainer_processes 2"],
+        ["engine_gpu_ranks names 3", "colocated needs", "trainer_processes 2"],
     ),
     ("data", {"prompts": {"file": "p"}, "heldout": {}}, ["prompts: expected a path", "heldout: expected a path"]),
 ]
@@ -384,7 +386,7 @@ def with_temperature(kind: str, name: str, temperature: float) -> dict[str, Any]
 
 @pytest.mark.parametrize("name", ["rollout.sampling.temperature", "evaluation.temperature"])
 def test_vllm_is_asked_for_no_temperature_that_it_refuses(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} 2\.5 is above 2, and vLLM refuses such requests: lower it"):
+    with pytest.raises(ConfigError, match=rf"{name} 2\.5 is above 2, the limit of vLLM: lower it"):
         parse(with_temperature("vllm", name, 2.5))
     parse(with_temperature("vllm", name, 2.0))
     parse(with_temperature("sglang", name, 2.5))
@@ -484,7 +486,7 @@ def test_a_byte_order_mark_is_no_part_of_a_configuration(tmp_path: Path, name: s
         ("p.toml", b"[model\n", "is not valid TOML"),
         ("p.json", b"{", "is not valid JSON"),
         ("p.toml", b"\xff\xfe", "is not valid TOML"),
-        ("p.json", b"[]", "must hold a table of settings at its top, found list"),
+        ("p.json", b"[]", "must contain a table of settings, found list"),
         ("p.toml", b"", "model is missing"),
         ("p.toml", b'model = "x"\ndata = 3\n', r"model: .*found 'x'\n.*p\.toml: data: .*found 3"),
     ],
@@ -583,6 +585,6 @@ def test_a_path_that_no_file_system_takes_is_named_in_part(tmp_path: Path, secti
         "training": {"training": {"rl": {"resume_from": path}}},
         "rollout": {"rollout": {"rewards": [{"kind": "classifier", "model": path}]}},
     }
-    with pytest.raises(ConfigError, match="is too long for a path or a name") as caught:
+    with pytest.raises(ConfigError, match="is too long for a path or name") as caught:
         resolve_paths(every[section], tmp_path)
     assert len(str(caught.value)) < 200

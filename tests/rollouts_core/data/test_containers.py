@@ -152,7 +152,7 @@ def test_columns_below_the_field_of_a_readme_are_rows(tmp_path: Path) -> None:
         ('{"data": 3}', "'data' is neither an array of rows nor columns of one length"),
         ('{"data": {"a": [1], "b": []}}', "neither an array of rows nor columns"),
         ('{"data": [1,]}', "not valid JSON"),
-        ('{"data" [1]}', "expected : behind 'data'"),
+        ('{"data" [1]}', "expected : after 'data'"),
     ],
 )
 def test_a_file_without_the_field_of_its_readme_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
@@ -166,7 +166,7 @@ def test_a_folder_with_rows_of_several_kinds_loses_none_silently(tmp_path: Path)
     folder_with(tmp_path, "a.jsonl", b'{"prompt": "x"}\n')
     folder_with(tmp_path, "dataset_info.json", b"{}")
     folder = folder_with(tmp_path, "b.csv", b"prompt\ny\n")
-    with pytest.raises(DataError, match=r"rows of several kinds \(a\.jsonl and b\.csv\), and only one kind would be"):
+    with pytest.raises(DataError, match=r"several kinds of row files \(a\.jsonl and b\.csv\), but only one kind"):
         list(load_rows(folder))
 
 
@@ -218,9 +218,9 @@ def test_a_column_of_csv_has_the_type_that_the_settings_give(tmp_path: Path, con
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"answer": "int"}, "row 1: answer is '1.50', and `columns` says that it is int"),
+        ({"answer": "int"}, "row 1: answer is '1.50', but `columns` sets its type to int"),
         ({"answr": "float"}, "has no column 'answr', whose type `columns` gives; did you mean answer?"),
-        ({"answer": "bool"}, "row 1: answer is '1.50', and `columns` says that it is bool"),
+        ({"answer": "bool"}, "row 1: answer is '1.50', but `columns` sets its type to bool"),
     ],
 )
 def test_a_cell_that_is_not_of_its_type_is_one_sentence(tmp_path: Path, columns: dict[str, Any], words: str) -> None:

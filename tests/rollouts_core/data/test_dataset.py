@@ -247,7 +247,7 @@ def test_a_row_with_nothing_to_train_on_is_an_error(
         ({"prompt": "x", "completion": None}, r"expected `messages`.*; found prompt, completion \(null\)"),
         ({"prompt": 3, "completion": "x"}, "`prompt` must be text, found int"),
         ({"messages": []}, "at least one message"),
-        ({"messages": "hello"}, "must be a list .* found a text: if it is JSON, parse it"),
+        ({"messages": "hello"}, "must be a list .* found text: if it is JSON, parse it"),
         ({"messages": [{"role": "user"}]}, "message 0 must have `role` and `content`"),
         ({"messages": [CONVERSATION[0], {"role": "assistant", "content": None}]}, "message 1 must have"),
         ({"messages": ["hello"]}, "message 0 must have"),
@@ -318,7 +318,7 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
         ({"promt": "x", "query": None}, r"found promt; did you mean prompt\?$"),
         (
             {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
-            "ends with a turn of the assistant, which the policy is to give: remove that turn",
+            "ends with an assistant turn, but the policy must give that turn: remove it",
         ),
         ({"prompt": 3}, "`prompt` must be text or a list of messages, found int"),
         ({"prompt": []}, "at least one message"),

@@ -170,9 +170,7 @@ def test_a_long_run_of_words_is_reported_with_its_share_and_an_example(
         held_out = [{"prompt": row["prompt"], "answer": "72"} for row in held_out]
     [sentence] = look_at(tmp_path, held_out, [{"text": "7"}, trained], metric).check()
     assert sentence.startswith("1 of 2 rows of data.heldout (50%) share a long run of words")
-    assert (
-        "row 1 and row 2 of sft.jsonl have 'natalia sold clips to 48 of her friends in april and then she'" in sentence
-    )
+    assert "row 1 and row 2 of sft.jsonl both have 'natalia sold clips to 48 of her friends in april and" in sentence
 
 
 def test_words_that_many_held_out_rows_begin_with_are_no_leak(tmp_path: Path) -> None:

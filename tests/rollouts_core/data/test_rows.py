@@ -52,9 +52,9 @@ def test_a_line_that_is_no_json_object_is_named_by_its_row(tmp_path: Path, line:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "it ends amid an object"),  # an object over several lines
-        ('{"messages": [', "it ends amid an object"),
-        ('{"prompt": "x', "it ends amid an object"),
+        ("{", "it ends inside an object"),  # an object over several lines
+        ('{"messages": [', "it ends inside an object"),
+        ('{"prompt": "x', "it ends inside an object"),
         ('{"prompt": "x"}, ', "Extra data at column 16"),
         ("{'prompt': 'x'}", "Expecting property name enclosed in double quotes at column 2"),
     ],
@@ -155,9 +155,9 @@ def test_the_elements_of_a_json_array_are_rows(tmp_path: Path, indent: int | Non
     ("content", "words"),
     [
         ('[{"prompt": "x"}, {broken}]', "row 2: not valid JSON: Expecting property name"),
-        ('[{"prompt": "x"} {"prompt": "y"}]', "row 1: not valid JSON: expected , or ] behind it"),
+        ('[{"prompt": "x"} {"prompt": "y"}]', "row 1: not valid JSON: expected , or ] after it"),
         ('[{"prompt": "x"}, ', "row 2: not valid JSON: Expecting value"),
-        ('[{"prompt": "x"}] and more', "something stands behind the end of the array"),
+        ('[{"prompt": "x"}] and more', "there is text after the end of the array"),
         ('[{"prompt": "x"}, 7]', "row 2: expected a JSON object, found int"),
         ("[]", "is empty"),
     ],
@@ -173,7 +173,7 @@ def test_a_cut_parquet_file_is_one_sentence(tmp_path: Path, keep_bytes: int) -> 
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([{"prompt": "x"}] * 50).to_parquet(str(path))
     path.write_bytes(path.read_bytes()[:keep_bytes])
-    with pytest.raises(DataError, match="is not a Parquet file, or was cut"):
+    with pytest.raises(DataError, match="is not a Parquet file, or is truncated"):
         list(load_rows(path))
 
 
@@ -194,12 +194,12 @@ def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
 def test_a_folder_of_files_without_the_split_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write_rows(tmp_path / "folder" / "test.jsonl", [{"prompt": "x"}])
-    with pytest.raises(DataError, match=r"has no split train .*test.*: give a file of another one"):
+    with pytest.raises(DataError, match=r"has no split train .*test.*: give the file of another split"):
         list(load_rows(tmp_path / "folder"))
 
 
 def test_a_folder_that_is_no_dataset_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no dataset"):
+    with pytest.raises(DataError, match="is not a dataset"):
         list(load_rows(tmp_path))
 
 
@@ -287,7 +287,7 @@ def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path: Path, chan
         path.unlink()
     else:
         write_rows(path, [{"prompt": "x"}, *([{"prompt": "z"}] if change == "other" else [])])
-    with pytest.raises(DataError, match=r"rows\.jsonl(, row 2 changed while it was in use| cannot be read any more)"):
+    with pytest.raises(DataError, match=r"rows\.jsonl(, row 2 changed while it was in use| can no longer be read)"):
         table.read([1])
 
 
@@ -376,8 +376,8 @@ def test_a_file_that_grows_while_its_rows_are_read_one_by_one_is_an_error(tmp_pa
     [
         ('{"prompt": "x", "prompt": "y"}', "the key 'prompt' occurs twice in one object"),
         ('{"messages": [{"role": "user", "role": "user"}]}', "the key 'role' occurs twice"),
-        ('{"prompt": NaN}', "NaN is no JSON value"),
-        ('{"prompt": "x", "score": -Infinity}', "-Infinity is no JSON value"),
+        ('{"prompt": NaN}', "NaN is not a JSON value"),
+        ('{"prompt": "x", "score": -Infinity}', "-Infinity is not a JSON value"),
     ],
 )
 def test_json_that_says_two_things_or_nothing_is_an_error(tmp_path: Path, line: str, reason: str) -> None:
@@ -418,7 +418,7 @@ def test_a_picture_is_not_decoded_and_a_row_without_one_has_none(tmp_path: Path)
     [(_, first), (_, second)] = load_rows(folder)
     assert first == {"prompt": "1+1=?", "completion": "2", "picture": datasets.Image()}
     assert second["picture"] is None
-    with pytest.raises(DataError, match=r"row 1: the field `picture` holds Image, and samples are written as JSON"):
+    with pytest.raises(DataError, match=r"row 1: the field `picture` holds Image, which JSON cannot store"):
         load_prompts_from_jsonl(folder)
 
 
@@ -428,7 +428,7 @@ def test_pictures_within_a_column_that_cannot_be_decoded_are_one_sentence(tmp_pa
 
     picture = {"bytes": b"\x89PNG, and no more", "path": None}
     folder = save_pictures(tmp_path / "d", "pictures", [[picture]], several)
-    with pytest.raises(DataError, match=r"d has pictures or sounds within a column .*cannot identify image file"):
+    with pytest.raises(DataError, match=r"d has images or audio inside a column .*cannot identify image file"):
         list(load_rows(folder))
 
 
@@ -443,7 +443,7 @@ def test_a_folder_whose_name_is_a_pattern_is_refused_unless_it_was_saved_to_disk
     for name in ("rows[1]", "rows1"):
         (tmp_path / name).mkdir()
         write_rows(tmp_path / name / "train.jsonl", [{"prompt": name}])
-    with pytest.raises(DataError, match=r"rows\[1\] has .* rename it"):
+    with pytest.raises(DataError, match=r"rows\[1\] contains .* rename it"):
         open_rows(tmp_path / "rows[1]")
     datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved[1]")
     assert list(load_rows(tmp_path / "saved[1]")) == [(1, {"prompt": "x"})]

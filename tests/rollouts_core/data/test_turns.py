@@ -221,7 +221,7 @@ def test_a_turn_that_its_prompt_contradicts_is_refused_with_what_to_set(
     tokenizer.chat_template = "{% set enable_thinking = false %}" + template
     assert trained_texts(tokenizer, TWO_TURNS) == ["b<|end|>\n", "d<|end|>\n"]
     thinks: list[Message] = [TWO_TURNS[0], {"role": "assistant", "content": "b", "reasoning_content": "x"}]
-    with pytest.raises(DataError, match=r"set model\.chat_template_kwargs so that the two agree"):
+    with pytest.raises(DataError, match=r"set model\.chat_template_kwargs so that both agree"):
         tokenize_conversation(tokenizer, thinks)
 
 

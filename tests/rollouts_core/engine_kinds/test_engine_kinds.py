@@ -45,9 +45,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_further_kind_is_configured_like_the_others(toy: str) -> None:
     assert EngineConfig(kind=toy).spec.title == "Toy"
     assert EngineConfig.model_json_schema()["properties"]["kind"]["enum"] == [*ENGINES]
-    with pytest.raises(ValidationError, match=r'"tensors" does not reach engines of the kind toy: choose auto or gloo'):
+    with pytest.raises(ValidationError, match=r"is not supported by engines of the kind toy: use auto or gloo"):
         EngineConfig(kind=toy, weight_transfer="tensors")
-    with pytest.raises(ValidationError, match=r"which weights sampled it, and Toy does not"):
+    with pytest.raises(ValidationError, match=r"weight version of each token, and Toy does not"):
         RolloutConfig(environment="arithmetic", engine=EngineConfig(kind=toy), in_flight="continue")
 
 

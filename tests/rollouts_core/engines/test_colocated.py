@@ -285,7 +285,7 @@ def test_vllm_drops_its_weights_and_is_woken_with_all_that_it_had() -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValidationError, match="have none: leave colocated out, or name the same GPUs"):
+    with pytest.raises(ValidationError, match="have none: remove colocated, or name the same GPUs"):
         DeploymentConfig(colocated=True, trainer_gpu_ranks=(0,), engine_gpu_ranks=(1,))
     assert DeploymentConfig(colocated=True, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(0, 1)).colocated
     settings: dict[str, Any] = {  # Any: settings of several types

@@ -30,7 +30,7 @@ from rollouts_core.engines import (
     create_engine,
     delivery,
     http,
-    keeper,
+    recovery,
 )
 from rollouts_core.engines.canary import checkpoint_canary
 from rollouts_core.errors import EngineError, EngineUnavailableError, NoNumbersError, WeightSyncError
@@ -46,7 +46,7 @@ BOTH = pytest.mark.parametrize("engine_type", [SGLangEngine, VLLMEngine])
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "RETRY_PAUSE_S", 0.01)
 
 
 def completion_json(engine_type: EngineType, tokens: list[int], logprobs: list[Any] | None, reason: str) -> Any:
@@ -169,7 +169,7 @@ def test_a_busy_or_broken_server_is_asked_again_and_then_given_up(engine_type: E
 
     with pytest.raises(EngineUnavailableError, match=rf"http://engine .*answered {status}: overloaded"):
         ask(client_of(engine_type, answer))
-    assert len(asked) == (keeper.MAX_BUSY_ATTEMPTS if status == 429 else 3)
+    assert len(asked) == (recovery.MAX_BUSY_ATTEMPTS if status == 429 else 3)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from rollouts_core.engines import (
     SGLangEngine,
     VLLMEngine,
     in_flight,
-    keeper,
+    recovery,
     sync_weights_to_engines,
 )
 from rollouts_core.engines.canary import PROMPT_TOKENS
@@ -162,8 +162,8 @@ def test_an_engine_that_breaks_off_everything_is_given_up(
 def test_a_completion_that_outlives_all_versions_that_are_remembered_is_asked_for_again(
     versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "MAX_SPANNED_VERSIONS", 1)
-    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "MAX_SPANNED_VERSIONS", 1)
+    monkeypatch.setattr(recovery, "RETRY_PAUSE_S", 0.01)
 
     async def run() -> Completion:
         with served_engine(versions["v-1"]) as (client, scheduler):
@@ -313,7 +313,7 @@ class DeafToFirstResume(httpx.AsyncBaseTransport):
 def test_paused_requests_go_on_although_nothing_more_is_asked_and_their_engine_did_not_hear_the_first_time(
     versions: dict[str, Path], is_pooled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "RETRY_PAUSE_S", 0.01)
 
     async def run(scheduler: Scheduler) -> Completion:
         client = SGLangEngine("http://deaf", transport=DeafToFirstResume(scheduler))
@@ -388,7 +388,7 @@ class SlowToProve(WithoutChecksums):
 def test_a_publication_does_not_break_off_by_what_an_engine_proves_itself_that_came_back(
     versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "RETRY_PAUSE_S", 0.01)
 
     async def publish_amid_recovery(scheduler: Scheduler) -> tuple[int, Completion]:
         server = SlowToProve(scheduler)

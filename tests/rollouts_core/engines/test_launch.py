@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineKind, ModelConfig
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engines.content import write_untied
+from rollouts_core.engines.checksums import write_untied
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_launch
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.job import InputModel, ServeJob
@@ -146,7 +146,7 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
 def test_weights_are_sent_only_in_ways_that_the_engine_has(kind: EngineKind, way: str) -> None:
     for other in ENGINES[kind].transfers:
         assert EngineConfig(kind=kind, weight_transfer=other).weight_transfer == other
-    with pytest.raises(ValidationError, match=rf'weight_transfer "{way}" does not reach engines of the kind {kind}'):
+    with pytest.raises(ValidationError, match=rf'"{way}" is not supported by engines of the kind {kind}'):
         EngineConfig.model_validate({"kind": kind, "weight_transfer": way})
 
 
@@ -161,13 +161,13 @@ def test_vllm_has_the_receiver_where_it_is_sent_weights() -> None:
 
 def test_a_router_is_one_of_sglang() -> None:
     assert EngineConfig(router_url="http://127.0.0.1:30100").router_url == "http://127.0.0.1:30100"
-    with pytest.raises(ValidationError, match=r"router_url is a router of SGLang, the engine is vllm"):
+    with pytest.raises(ValidationError, match=r"router_url is for SGLang's router, but the engine is vllm"):
         EngineConfig(kind="vllm", router_url="http://127.0.0.1:30100")
     with pytest.raises(ValidationError, match="router_url"):
         EngineConfig(router_url="127.0.0.1:30100")
-    with pytest.raises(ValidationError, match=r"router_python is a router of SGLang, the engine is vllm"):
+    with pytest.raises(ValidationError, match=r"router_python is for SGLang's router, but the engine is vllm"):
         EngineConfig(kind="vllm", router_python="/router/bin/python")
-    with pytest.raises(ValidationError, match="leave one out"):
+    with pytest.raises(ValidationError, match="remove one of them"):
         EngineConfig(router_url="http://127.0.0.1:30100", router_python="/router/bin/python")
 
 
@@ -187,12 +187,12 @@ def test_nccl_is_refused_where_engine_and_trainer_share_a_gpu() -> None:
 
 def test_a_key_among_the_arguments_is_refused() -> None:
     for extra_args in (["--api-key", "k"], ["--api-key=k"], ["--api_key", "k"], ["--api-k=k"], ["--admin-api-key=k"]):
-        with pytest.raises(ValidationError, match=r"name the variable that holds it as engine\.api_key_variable"):
+        with pytest.raises(ValidationError, match=r"set engine\.api_key_variable to the variable"):
             EngineConfig(kind="vllm", extra_args=tuple(extra_args))
 
 
 def test_a_password_in_the_address_of_a_router_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"(?s)router_url.*holds a user or password"):
+    with pytest.raises(ValidationError, match=r"(?s)router_url.*contains a user or password"):
         EngineConfig(kind="sglang", router_url="http://me:secret@router:30100")
 
 
@@ -257,5 +257,5 @@ def test_a_killed_engine_leaves_no_sockets_behind(
 
 @pytest.mark.parametrize("setting", [{"python": "/x"}, {"extra_args": ["-x"]}, {"dtype": "bfloat16"}])
 def test_the_embedded_engine_refuses_what_it_would_ignore(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match='is a setting of the kinds "sglang" and "vllm": leave it out'):
+    with pytest.raises(ValidationError, match='is a setting for the kinds "sglang" and "vllm": remove it'):
         EngineConfig.model_validate(setting)

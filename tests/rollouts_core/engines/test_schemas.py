@@ -33,7 +33,7 @@ from rollouts_core.engines import GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.engines import sending as sending_module
 from rollouts_core.engines import sglang as sglang_module
 from rollouts_core.engines import vllm as vllm_module
-from rollouts_core.engines.content import expected_digests
+from rollouts_core.engines.checksums import expected_digests
 from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import RewardError
 from rollouts_core.reward_services import create_judge_reward

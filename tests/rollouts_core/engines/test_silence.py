@@ -14,7 +14,7 @@ import anyio
 import httpx
 import pytest
 
-from rollouts_core.engines import Completion, SGLangEngine, VLLMEngine, keeper
+from rollouts_core.engines import Completion, SGLangEngine, VLLMEngine, recovery
 from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import EngineUnavailableError
 from tests.rollouts_core.engines.test_faults import BOTH, REQUEST, EngineType, completion_json, listening, stay_silent
@@ -28,7 +28,7 @@ QUESTIONS = {SGLangEngine: "/server_info", VLLMEngine: "/is_paused"}
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "RETRY_PAUSE_S", 0.01)
 
 
 class SlowServer(httpx.AsyncBaseTransport):

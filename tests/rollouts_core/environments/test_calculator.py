@@ -97,7 +97,7 @@ def test_numbers_are_read_as_people_write_them(response: str, answer: str, rewar
 @pytest.mark.parametrize("answer", ["", "about ten", "1,25,0"])
 def test_a_reference_that_is_no_number_is_an_error_that_names_it(answer: str) -> None:
     sample = Sample(response=":10", status=Status.COMPLETED, metadata={"answer": answer})
-    with pytest.raises(RewardError, match=f"the row's answer '{answer}' is no number"):
+    with pytest.raises(RewardError, match=f"the row's answer '{answer}' is not a number"):
         CALCULATOR.grade(sample)
 
 

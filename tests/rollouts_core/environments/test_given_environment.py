@@ -55,5 +55,5 @@ def test_a_class_is_made_anew_and_named() -> None:
 
 @pytest.mark.parametrize("given", [3, None, ["arithmetic"]])
 def test_what_is_no_environment_is_refused(given: object) -> None:
-    with pytest.raises(ValidationError, match="an object with the method grade, found"):
+    with pytest.raises(ValidationError, match="an object with a method grade, found"):
         RolloutConfig(environment=given)

@@ -113,16 +113,16 @@ def test_a_row_imports_no_taskset_that_the_settings_do_not_list(
     environment = resolve_environment(RolloutConfig(environment="verifiers", tasksets=("capitals_four",)))
     write_taskset(tmp_path, monkeypatch, "capitals_four")
     row = load_rows("capitals_four")[0] | {"taskset": named}
-    with pytest.raises(ValueError, match=r"which rollout\.tasksets does not list"):
+    with pytest.raises(ValueError, match=r"but rollout\.tasksets does not list it"):
         environment.check_row(row)  # type: ignore[attr-defined]
     sample = Sample(prompt=tuple(row["prompt"]), response="Paris", metadata={"prompt_id": row["id"], **row})
-    with pytest.raises(RewardError, match=r"which rollout\.tasksets does not list"):
+    with pytest.raises(RewardError, match=r"but rollout\.tasksets does not list it"):
         asyncio.run(grade_sample(sample, environment.grade))
     assert not (tmp_path / "harm").exists()
 
 
 def test_tasksets_must_be_listed_and_belong_to_this_environment() -> None:
-    with pytest.raises(ConfigError, match=r"list them as rollout\.tasksets"):
+    with pytest.raises(ConfigError, match=r"list them in rollout\.tasksets"):
         resolve_environment(RolloutConfig(environment="verifiers"))
     with pytest.raises(ValueError, match='tasksets are for environment = "verifiers"'):
         RolloutConfig(environment="arithmetic", tasksets=("capitals",))

@@ -670,17 +670,22 @@ def test_the_help_says_what_each_kind_does_where_a_job_comes_from_and_what_the_e
     shown = help_of(capsys)
     for kind in JOB_KINDS:
         assert re.search(rf" {kind} [A-Z][^.]+\.", shown), f"{kind} is not explained in {shown}"
-    for words in ("`rollouts run` writes one", "python -m rollouts_core sft", "exit codes:", "2 the user must change"):
+    for words in (
+        "`rollouts run` writes a job.json",
+        "python -m rollouts_core sft",
+        "exit codes:",
+        "2 the user must change",
+    ):
         assert words in shown
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("sft", "Leaves checkpoints/, metrics.jsonl"),
-        ("rl", "Leaves checkpoints/, samples/"),
-        ("eval", "Leaves samples/"),
-        ("generate", "Leaves samples/"),
+        ("sft", "Writes checkpoints/, metrics.jsonl"),
+        ("rl", "Writes checkpoints/, samples/"),
+        ("eval", "Writes samples/"),
+        ("generate", "Writes samples/"),
         ("serve", "Serve a model over HTTP"),
     ],
 )

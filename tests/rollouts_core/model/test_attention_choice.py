@@ -58,7 +58,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ("machine", "expected", "reason"),
     [
         ({}, "varlen", "needs no mask"),
-        ({"varlen_attn": False}, "sdpa", "has no varlen_attn with windows; packed rows take a mask"),
+        ({"varlen_attn": False}, "sdpa", "has no varlen_attn with windows; the mask of packed rows"),
         ({"varlen_attn": False, "flash": (2, 3)}, "flash_attention_3", "has no varlen_attn"),
         ({"varlen_attn": False, "flash": (2,)}, "flash_attention_2", "has no varlen_attn"),
         ({"capability": (7, 5)}, "sdpa", "compute capability 8.0"),
@@ -151,4 +151,4 @@ def test_jax_takes_its_own_attention() -> None:
 
 
 def test_a_choice_names_its_reason(base_model: ModelConfig) -> None:
-    assert choose_kernel(base_model, HALF, device_type="cpu") == Choice("sdpa", "a CPU trains")
+    assert choose_kernel(base_model, HALF, device_type="cpu") == Choice("sdpa", "training runs on a CPU")

@@ -238,7 +238,7 @@ def test_layers_compute_their_activations_again_in_the_backward_pass(
 
 def test_a_model_that_cannot_recompute_activations_is_one_sentence() -> None:
     model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(ConfigError, match=r"openai-gpt models cannot .*: set policy\.activation_checkpointing = false"):
+    with pytest.raises(ConfigError, match=r"do not support .*: set policy.activation_checkpointing = false"):
         recompute_activations(model)
 
 
@@ -361,7 +361,7 @@ def test_a_model_that_counts_distances_along_the_row_takes_packed_samples_withou
     for sample, found_T in zip(samples, split_by_sample(packed_BT, [place_samples(samples)])[0], strict=True):
         alone_BT = compute_logprobs(model, build_batch([[sample]], pad_id=0))
         torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ConfigError, match=f"{kind} models would see a prompt .* further away than it is"):
+    with pytest.raises(ConfigError, match=f"{kind} models would see a shared prompt at a wrong distance"):
         compute_logprobs(model, build_batch([samples], pad_id=0, share_prompts=True))
 
 

@@ -221,12 +221,12 @@ def test_a_model_that_fails_without_values_is_left_to_other_kernels(
 
     Qwen3Config(**TINY_MODEL).save_pretrained(tmp_path)
     monkeypatch.setattr(Qwen3Attention, "forward", fail)
-    assert why_unfit(ModelConfig(path=str(tmp_path))) == "qwen3 models do more in their attention"
+    assert why_unfit(ModelConfig(path=str(tmp_path))) == "qwen3 models have further terms in their attention"
 
 
 def test_wide_heads_do_not_fit(tmp_path: Path) -> None:
     LlamaConfig(**TINY_MODEL | {"head_dim": 512}).save_pretrained(tmp_path)
-    assert why_unfit(ModelConfig(path=str(tmp_path))) == "its heads have 512 numbers, at most 256 fit"
+    assert why_unfit(ModelConfig(path=str(tmp_path))) == "its heads have width 512, the limit is 256"
 
 
 def test_a_cpu_takes_it_for_nothing(base_model: ModelConfig) -> None:

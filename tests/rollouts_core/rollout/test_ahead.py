@@ -344,7 +344,7 @@ def manager_of_closed() -> AsyncRolloutManager:
     [
         ({"max_staleness": 1, "over_sampling_factor": 1.5}, "over_sampling_factor 1.5 is for max_staleness 0"),
         ({"max_staleness": 1, "max_partial_staleness": 2}, "max_partial_staleness 2 is for max_staleness 0"),
-        ({"max_partial_staleness": 2}, "set over_sampling_factor above 1 or a filter"),
+        ({"max_partial_staleness": 2}, "set over_sampling_factor above 1, or a filter"),
         ({"in_flight": "continue", "engine": {"kind": "vllm"}}, 'set in_flight = "finish" or "abort"'),
     ],
 )

@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines import SGLangEngine, VLLMEngine, keeper
+from rollouts_core.engines import SGLangEngine, VLLMEngine, recovery
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import (
     EngineAnswerError,
@@ -67,7 +67,7 @@ CLIENTS: dict[Api, type[SGLangEngine] | type[VLLMEngine]] = {"sglang": SGLangEng
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(generate, "FIRST_BACKOFF_S", 0.001)
 
 
@@ -231,7 +231,7 @@ def return_nan(sample: Sample) -> float:
     [
         (raise_an_error, "raised KeyError: 'rubric'"),
         (never_return, "did not return within 0.2 s; it was in never_return, test_fault_matrix.py line"),
-        (return_nan, "returned nan: expected a finite number"),
+        (return_nan, "returned nan: return a finite number"),
     ],
 )
 def test_a_reward_with_a_fault_ends_the_run_with_the_function_and_the_prompt(

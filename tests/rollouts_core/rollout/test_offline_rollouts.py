@@ -214,9 +214,9 @@ def test_a_training_without_signal_ends_with_a_checkpoint_and_goes_on_only_when_
     ("num_equal", "log_every", "kl_coef", "sentence"),
     [
         (1, 1, 0.0, None),
-        (2, 1, 0.0, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): look at what was"),
-        (3, 1, 0.0, "no step of 3 made an update (completions of each prompt had equal rewards: 3): look at what was"),
-        (2, 3, 0.0, "only 1 of 2 that were logged made an update (completions of each prompt had equal rewards: 1): l"),
+        (2, 1, 0.0, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): check the comp"),
+        (3, 1, 0.0, "no step of 3 made an update (completions of each prompt had equal rewards: 3): check the comp"),
+        (2, 3, 0.0, "only 1 of 2 that were logged made an update (completions of each prompt had equal rewards: 1): c"),
         (1, 1, 0.1, None),
         (2, 1, 0.1, "only 1 of 3 made an update by rewards, only by the other terms of the loss (completions of each"),
     ],
@@ -292,10 +292,10 @@ def test_a_folder_without_recorded_steps_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda line: '{"prompt": "1+1=?", "completion": "2"}\n', "holds no rollouts"),
-        (lambda line: line[: len(line) // 2] + "\n", "holds no rollouts"),
-        (lambda line: "[1]\n", "holds no rollouts"),
-        (lambda line: "", "holds no sampled token"),
+        (lambda line: '{"prompt": "1+1=?", "completion": "2"}\n', "is not a complete file of rollouts"),
+        (lambda line: line[: len(line) // 2] + "\n", "is not a complete file of rollouts"),
+        (lambda line: "[1]\n", "is not a complete file of rollouts"),
+        (lambda line: "", "has no sampled token"),
     ],
 )
 def test_a_file_that_holds_no_rollouts_is_named(tmp_path: Path, damage: Callable[[str], str], words: str) -> None:
@@ -312,7 +312,7 @@ def test_half_of_a_recorded_step_is_not_taken_for_the_step(tmp_path: Path, at: s
     content = path.read_bytes()
     assert len(read_rollouts(path, temperature=1.0)) == 4
     path.write_bytes(content[:-10] if at == "end" else content[: len(content) // 2] + b"\n")
-    with pytest.raises(DataError, match=f"{path} holds no rollouts, or a part of them"):
+    with pytest.raises(DataError, match=f"{path} is not a complete file of rollouts"):
         read_rollouts(path, temperature=1.0)
     path.write_bytes(content[:-1])  # some editors leave out the last newline
     assert len(read_rollouts(path, temperature=1.0)) == 4
@@ -323,7 +323,7 @@ def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path
     samples[3] = replace(samples[3], tokens=[*samples[3].tokens[:-1], 29])
     (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
     assert check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT).endswith("1 recorded steps, 2 groups, 4 samples")
-    with pytest.raises(DataError, match="has the token 29, the model embeds 29"):
+    with pytest.raises(DataError, match="has the token 29, but the model embeds 29"):
         check_rollouts(tmp_path, vocab_size=29, config=ROLLOUT)
 
 
@@ -332,7 +332,9 @@ def test_rollouts_that_are_longer_than_what_the_model_sees_are_refused_before_th
     longest = max(len(sample.tokens) for sample in samples)
     (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
     check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest)
-    with pytest.raises(DataError, match=f"has a sample of {longest} tokens, the model has positions for {longest - 1}"):
+    with pytest.raises(
+        DataError, match=f"has a sample of {longest} tokens, but the model has positions for {longest - 1}"
+    ):
         check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest - 1)
 
 
@@ -346,7 +348,7 @@ def test_rollouts_of_another_temperature_are_refused_before_the_run_and_in_it(tm
     write_rollouts(run, 1, convert_to_batch(make_groups(2, 2)), temperature=0.7)
     check_rollouts(run.samples, vocab_size=30, config=at_temperature(0.7))
     asyncio.run(OfflineRollouts(run.samples, at_temperature(0.7)).generate_batch())
-    words = r"step_000001\.jsonl was sampled at the temperature 0\.7, rollout\.sampling\.temperature is 1\.0"
+    words = r"step_000001\.jsonl was sampled at temperature 0\.7, but rollout\.sampling\.temperature is 1\.0"
     with pytest.raises(DataError, match=words):
         check_rollouts(run.samples, vocab_size=30, config=ROLLOUT)
     with pytest.raises(DataError, match=words):
@@ -367,7 +369,7 @@ def offline_config(**data: str) -> Config:
 
 def test_a_configuration_has_prompts_or_recorded_rollouts() -> None:
     assert offline_config(rollouts="samples").data.prompts == ""
-    with pytest.raises(ValidationError, match=r"give data.prompts, .* or data.rollouts"):
+    with pytest.raises(ValidationError, match=r"data.prompts and data.rollouts exclude each other"):
         offline_config(prompts="p.jsonl", rollouts="samples")
     with pytest.raises(ValidationError, match=r"needs data.prompts"):
         offline_config()

@@ -60,7 +60,7 @@ def test_a_sample_that_failed_ends_plain_batches() -> None:
         return [replace(sample, status=Status.FAILED) for sample in samples]
 
     config = CONFIG.model_copy(update={"generate_fn": fail})
-    with pytest.raises(EnvironmentUnavailableError, match="was given no usable completion"):
+    with pytest.raises(EnvironmentUnavailableError, match="got no usable completion"):
         next(generate_rollout_batches(DataBuffer(make_prompts(8)), config))
 
 
@@ -81,7 +81,7 @@ def test_a_function_that_breaks_everything_off_ends_plain_batches() -> None:
         return [replace(sample, status=Status.ABORTED) for sample in samples]
 
     config = CONFIG.model_copy(update={"generate_fn": break_off})
-    with pytest.raises(EngineError, match="broke a batch off 1000 times"):
+    with pytest.raises(EngineError, match="left a batch unfinished 1000 times"):
         next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 
 

@@ -167,7 +167,7 @@ def test_a_buffer_filter_that_returns_something_else_is_named() -> None:
     def invent(groups: Sequence[Sequence[Sample]], num_wanted: int) -> list[Sequence[Sample]]:
         return [[Sample(group_index=77)]]
 
-    with pytest.raises(RewardError, match=r"buffer filter .*invent on 0 groups .*some of the groups that it was given"):
+    with pytest.raises(RewardError, match=r"buffer filter .*invent on 0 groups .*some of the given groups"):
         generate(CONFIG.model_copy(update={"buffer_filter_fn": invent}))
 
 

@@ -139,6 +139,6 @@ def test_a_key_with_the_end_of_a_line_that_a_file_of_windows_left_is_sent_withou
 def test_what_no_header_can_carry_is_no_key(serve: Any, monkeypatch: pytest.MonkeyPatch, held: str) -> None:
     monkeypatch.setenv("JUDGE_KEY", held)
     service = service_of(serve(answer_slowly), api_key_variable="JUDGE_KEY")
-    with pytest.raises(ConfigError, match="what api_key_variable JUDGE_KEY holds is no key") as caught:
+    with pytest.raises(ConfigError, match="the value of api_key_variable JUDGE_KEY is not a valid key") as caught:
         ask_all(service, 1)
     assert held not in str(caught.value)

@@ -102,7 +102,7 @@ def test_outside_the_main_thread_a_plain_function_is_left_behind(function: Calla
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(5.0)
-    assert "goes on in a thread that nothing can end" in str(errors[0])
+    assert "continues in a thread that cannot be ended" in str(errors[0])
 
 
 def test_a_coroutine_that_waits_for_ever_is_told_and_cleans_up() -> None:

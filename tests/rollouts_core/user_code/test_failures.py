@@ -92,6 +92,6 @@ def test_a_note_in_a_sample_that_cannot_be_written_down_names_the_prompt(
     noted: dict[str, object], tmp_path: Path
 ) -> None:
     samples = [SAMPLE, replace(SAMPLE, metadata={**SAMPLE.metadata, **noted})]
-    with pytest.raises(RewardError, match=r"prompt 'p7': a reward, an environment or a generate_fn .* is no JSON \("):
+    with pytest.raises(RewardError, match=r"prompt 'p7': a reward, environment or generate_fn .* is not JSON \("):
         RunDirectory(tmp_path).write_samples("step_000001", samples, temperature=1.0)
     assert list(tmp_path.glob("samples/*")) == []

@@ -55,7 +55,9 @@ def test_a_users_module_that_imports_what_is_not_there_is_not_sought_itself(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as caught:
         resolve("importing_rewards_of_this_test:length")
-    assert "(importing_rewards_of_this_test.py, line 2): install what it imports, or mend that" in str(caught.value)
+    assert "(importing_rewards_of_this_test.py, line 2): install what it imports, or repair the import" in str(
+        caught.value
+    )
     assert "PYTHONPATH" not in str(caught.value)
 
 

@@ -23,10 +23,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollouts_core.backends import unit
+from rollouts_core.backends import multi_node
 from rollouts_core.backends.launch import agent_arguments, needs_launcher
+from rollouts_core.backends.multi_node import LeaderUnit, Link, Meeting, find_interface, follow, lead, network_variables
 from rollouts_core.backends.process_group import join_store
-from rollouts_core.backends.unit import LeaderUnit, Link, Meeting, find_interface, follow, lead, network_variables
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.errors import MachineLostError
 from rollouts_core.fingerprint import digest_model, fingerprint_job
@@ -111,7 +111,7 @@ def test_gloo_and_nccl_talk_by_the_interface_with_the_units_address() -> None:
 
 @pytest.mark.slow
 def test_a_machine_that_does_not_come_is_named_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit, "JOIN_S", 0.5)
+    monkeypatch.setattr(multi_node, "JOIN_S", 0.5)
     with pytest.raises(MachineLostError) as caught, lead([trainer()], KEY):
         pass
     assert "me@far:22 did not come to train at 127.0.0.1:" in str(caught.value)
@@ -122,7 +122,7 @@ def test_a_machine_that_does_not_come_is_named_with_its_log(monkeypatch: pytest.
 def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit, "BEAT_S", 0.05)
+    monkeypatch.setattr(multi_node, "BEAT_S", 0.05)
     lease, further, met = tmp_path / "lease", trainer(), []
     lease.touch()
     os.utime(lease, (1.0, 1.0))
@@ -137,7 +137,7 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
     waiting = threading.Thread(target=be_further)
     waiting.start()
     with monkeypatch.context() as impatient:
-        impatient.setattr(unit, "JOIN_S", 1.0)
+        impatient.setattr(multi_node, "JOIN_S", 1.0)
         with pytest.raises(MachineLostError, match="it does not know the key of this run"), lead([further], "other"):
             pass
     assert lease.stat().st_mtime == 1.0 and met == []
@@ -154,9 +154,9 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
 @contextmanager
 def linked(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> Iterator[tuple[Link, socket.socket]]:
     """A link whose other end is ours; signals that it sends to this process are kept."""
-    monkeypatch.setattr(unit, "BEAT_S", 0.05)
-    monkeypatch.setattr(unit, "SILENCE_S", 2.0)
-    monkeypatch.setattr(unit, "LEAVE_S", 0.1)
+    monkeypatch.setattr(multi_node, "BEAT_S", 0.05)
+    monkeypatch.setattr(multi_node, "SILENCE_S", 2.0)
+    monkeypatch.setattr(multi_node, "LEAVE_S", 0.1)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(signal, "getsignal", lambda number: print)
     ours, theirs = socket.socketpair()
@@ -178,7 +178,7 @@ def test_a_machine_that_falls_silent_ends_what_this_one_does(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("said", "code", "problem"),
-    [(b"", None, "was ended or killed"), (b'\n{"exit_code": 1}\n', 1, ""), (b'{"exit_code": 143}\n', 143, "was told")],
+    [(b"", None, "was ended or killed"), (b'\n{"exit_code": 1}\n', 1, ""), (b'{"exit_code": 143}\n', 143, "was asked")],
 )
 def test_how_a_machine_ended_is_heard(
     monkeypatch: pytest.MonkeyPatch, said: bytes, code: int | None, problem: str
@@ -196,9 +196,9 @@ def test_the_first_of_several_machines_that_is_lost_is_named_while_others_are_si
 ) -> None:
     """They wait for it themselves; what this one started has ended, so nothing is left to be signalled."""
     sent: list[int] = []
-    monkeypatch.setattr(unit, "SETTLE_S", 4.0)
+    monkeypatch.setattr(multi_node, "SETTLE_S", 4.0)
     with linked(monkeypatch, sent) as (first, gone), linked(monkeypatch, sent) as (second, _):
-        monkeypatch.setattr(unit, "LEAVE_S", 0.5)
+        monkeypatch.setattr(multi_node, "LEAVE_S", 0.5)
         gone.shutdown(socket.SHUT_RDWR)
         assert first.wait_for_end(60.0)
         joined = LeaderUnit(
@@ -245,7 +245,7 @@ def test_when_another_machines_launcher_is_killed_the_leader_ends_and_names_it(
     with both_started((leader, further), monkeypatch) as processes:
         wait_until(lambda: is_training(leader))
         processes[1].kill()
-        assert processes[0].wait(120) == unit.MACHINE_LOST_CODE
+        assert processes[0].wait(120) == multi_node.MACHINE_LOST_CODE
         wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=60)
     (failure,) = [line["message"] for line in read_json_lines(leader / "events.jsonl") if line["event"] == "failed"]
     assert failure.startswith("me@far:22 was ended or killed amid the training (its log: ")

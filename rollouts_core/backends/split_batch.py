@@ -1,10 +1,8 @@
-"""Cut a batch into one share of its rows per rank, and put the ranks' scores back together.
+"""Split a batch into one share of rows per rank, and join the ranks' scores.
 
-Not here: how shares reach their ranks (ranks.py), what becomes of them (fsdp.py).
-
-    rows 0 1 2 3 4 over two ranks  ->  0 2 4 | 1 3      rows are sorted by length, so that both get as much work
-    row  0         over two ranks  ->  0 | idle         an idle rank computes one position that counts nothing,
-                                                        because all must take part in each gather of weights
+    rows 0 1 2 3 4 over two ranks  ->  0 2 4 | 1 3      rows are sorted by length, which balances the work
+    row  0         over two ranks  ->  0 | idle         an idle rank computes one position without weight, because every
+                                                        rank must take part in each gather of weights
 
 B rows of a batch, T token positions.
 """
@@ -24,16 +22,16 @@ from rollouts_core.batch import TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank computes of a batch."""
+    """One rank's part of a batch."""
 
     batch: TrainBatch
-    """Its rows, with the totals of the whole step: losses and metrics of all shares add up."""
+    """The rank's rows, with the totals of the whole step: losses and metrics of all shares are summed."""
     is_idle: bool
-    """Whether nothing in it counts."""
+    """True if no position of the share has weight."""
 
 
 def split_batch(batch: TrainBatch, num_ranks: int) -> list[Share]:
-    """The share of each rank: every `num_ranks`-th row, without columns that only hold padding."""
+    """The share of each rank: every `num_ranks`-th row, without columns of padding."""
     num_rows = len(batch.inputs_BT)
     return [
         _take_rows(batch, range(rank, num_rows, num_ranks)) if rank < num_rows else _idle_share(batch)
@@ -42,7 +40,7 @@ def split_batch(batch: TrainBatch, num_ranks: int) -> list[Share]:
 
 
 def join_scores(parts: Sequence[TokenScores], batch: TrainBatch) -> TokenScores:
-    """The scores of a batch from those of its shares, in the order of `split_batch`."""
+    """Join the scores of a batch's shares, in the order of `split_batch`."""
     return TokenScores(
         logprobs_BT=_join([part.logprobs_BT for part in parts], batch),
         entropies_BT=_join_optional([part.entropies_BT for part in parts], batch),
@@ -58,7 +56,7 @@ def _take_rows(batch: TrainBatch, rows: range) -> Share:
 
 
 def _idle_share(batch: TrainBatch) -> Share:
-    """The first position of the batch, with everything that it has but without weight in the loss."""
+    """The first position of the batch, without weight in the loss."""
     cut = _cut(batch, [0], 1)
     return Share(batch=replace(cut, loss_mask_BT=torch.zeros_like(cut.loss_mask_BT)), is_idle=True)
 

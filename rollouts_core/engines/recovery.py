@@ -1,11 +1,8 @@
-"""Keep one server at the weights it must serve: calls that are made again, restarts, pauses, memory handed over.
+"""Keep one server at its target weights: repeat calls, wait for restarts, pause, and release memory.
 
-Not here: one call (http.py), the clients (client.py), one delivery of weights and its proof (delivery.py), how a server
-that hangs is noticed (silence.py), several servers (pool.py).
-
-A client knows which weights its server must serve. A server that died and came back serves its start weights again;
-the client notices by the version, loads the right ones and asks again, so no completion of old weights is ever
-returned:
+A client knows which weights its server must serve. A server that died and restarted serves its initial weights again.
+The client notices this by the version, loads the right weights and repeats the request, so completions from old weights
+are never returned:
 
     generate -> connection lost | other version -> wait until it answers -> load weights again -> generate
 """
@@ -23,8 +20,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.checksums import vocabulary_size
 from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.content import vocabulary_size
 from rollouts_core.engines.delivery import ServedWeights, ServerCalls, WeightDelivery
 from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import (
@@ -43,21 +40,21 @@ MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 1.0
 """Before the second attempt, and twice as long before the third: an overloaded server is not helped by haste."""
 MAX_BUSY_ATTEMPTS = 8
-"""A server that says that it has too much to do is alive: it is given a minute and a half, or the time it asks for."""
+"""A server that reports overload is alive: requests are repeated for a minute and a half, or as long as it asks for."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 MAX_SPANNED_VERSIONS = 64
 """Tokens of so many versions may be in one completion; one that takes longer is asked for again."""
 
 
-class WeightKeeper:
-    """Keeps one server at the weights it must serve, through restarts.
+class RecoveringEngine:
+    """Keeps one server at its target weights, through restarts.
 
     Args:
-        restart_timeout_s: how long a server that vanished may take to answer again.
-        silence_timeout_s: how long a server that took requests may give no sign of life.
-        start_timeout_s: the same before a first request has ended, where that is longer.
-        model_dir: the model that it must serve, if known before any weights are loaded.
+        restart_timeout_s: limit on the absence of a server that vanished.
+        silence_timeout_s: limit on the silence of a server with running requests.
+        start_timeout_s: the same limit until a first request has ended, if longer.
+        model_dir: the model that the server must serve, if known before weights are loaded.
     """
 
     def __init__(
@@ -76,9 +73,9 @@ class WeightKeeper:
         self._model_dir = model_dir
         self._vocab_size = vocabulary_size(model_dir) if model_dir else None
         self._is_proven = True
-        """False from the beginning of a load until the server proved it, also where it failed or was given up."""
+        """False from the start of a load until the server has proved it; stays false if the load fails."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
-        """What was served last, the current version at the end."""
+        """Versions in the order in which they were served; the current version is last."""
         self.is_paused = False
         """The server answers no completion before it is told to go on."""
         self._is_left_paused = False
@@ -97,13 +94,13 @@ class WeightKeeper:
         """Why the last recovery that failed did."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were loaded last when they were asked for,
-        or from others that were loaded and proved since then.
+        """Completions of the requests in their order, from the weights that were current at the call or became so
+        later.
 
         Raises:
-            EngineUnavailableError: the server stayed away, or busy.
-            EngineAnswerError: it answered something unusable.
-            EngineError: it refused the request.
+            EngineUnavailableError: the server did not return, or stayed busy.
+            EngineAnswerError: the answer is unusable.
+            EngineError: the server refused the request.
         """
         for request in requests:
             self._check_tokens(request.prompt_tokens, "a prompt")
@@ -163,7 +160,7 @@ class WeightKeeper:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether weights are being loaded and proved, or somebody waits for the server in order to."""
+        """Whether a call is loading or proving weights, or waits for the server to do so."""
         return self._recovering.locked()
 
     def note_pause(self) -> None:
@@ -171,12 +168,12 @@ class WeightKeeper:
         self.is_paused, self._is_left_paused = True, False
 
     async def resume(self) -> None:
-        """Have the server go on after a pause; one that cannot be told is told before it is next asked for anything.
+        """Let the server continue after a pause; an unreachable server is told again before its next request.
 
-        As long as requests wait in it, it is told several times: all that are wanted may be there, so none comes next.
+        While requests wait in the server, the call is repeated, because no later request may come.
 
         Raises:
-            EngineError: it refused, or cannot be reached.
+            EngineError: the server refused, or cannot be reached.
         """
         self.is_paused = False
         self._is_left_paused = True
@@ -208,10 +205,10 @@ class WeightKeeper:
             self._handed_over = version
 
     async def resume_memory(self) -> None:
-        """Have the server take its memory back; one that came back meanwhile, with its start weights, has it.
+        """Let the server take its memory back; a server that restarted meanwhile already has it, with initial weights.
 
         Raises:
-            EngineUnavailableError: it vanished and stayed away.
+            EngineUnavailableError: the server vanished and did not return.
         """
         async with self._recovering:
             version, self._handed_over = self._handed_over, None
@@ -223,8 +220,8 @@ class WeightKeeper:
         """Return when the server answers.
 
         Raises:
-            EngineUnavailableError: it did not before the deadline.
-            WeightSyncError: it serves a model of other shapes than it must.
+            EngineUnavailableError: the server did not answer before the deadline.
+            WeightSyncError: the server serves a model of other shapes.
         """
         problem = "it took the connection and was silent"
         with anyio.move_on_after(timeout_s):
@@ -243,10 +240,10 @@ class WeightKeeper:
         raise EngineUnavailableError(f"{self.server.name} did not answer within {timeout_s:g} s: {problem}")
 
     async def _recover(self) -> None:
-        """Wait for the server, and load the weights it must serve if it came back with others.
+        """Wait for the server, and load its target weights if it restarted with others.
 
-        Who waits here for the attempt of another call shares its failure: each waiting on its own, one after the
-        other, would make one dead server cost the timeout as often as there are calls.
+        Concurrent calls share one attempt and its failure: waiting one after the other, each would wait for the
+        full timeout of a dead server.
         """
         failure_before = self._recovery_failure
         async with self._recovering:
@@ -268,10 +265,10 @@ class WeightKeeper:
             await self._load(self._served)
 
     async def _load(self, weights: ServedWeights) -> None:
-        """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once.
+        """Load and prove weights; starts again if the server vanished meanwhile, because loading twice does no harm.
 
-        One that restarts between two requests shows it by its version alone, which is neither the new nor the one
-        before. Once that is a restart; a second time it is a server that does not take the weights.
+        A server that restarts between two requests shows only by its version, which is then neither the new nor the
+        previous one. The first time this counts as a restart, the second time as a server that ignores the weights.
         """
         problem = ""
         before = self._served if self._is_proven else None
@@ -305,7 +302,7 @@ class WeightKeeper:
         )
 
     def _versions_since(self, served: ServedWeights | None) -> list[str]:
-        """The proven versions from the served one on; all where nothing had been loaded."""
+        """The verified versions from the served one on; all versions if no weights were loaded yet."""
         return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
     def _check_tokens(self, tokens: Sequence[int], what: str, kind: type[EngineError] = EngineError) -> None:

@@ -1,10 +1,8 @@
-"""Prove over a connection that both ends know a key, which neither shows: who listens may be somebody else.
+"""Prove over a connection that both ends know a key without showing it. Nothing is encrypted.
 
-Not here: what is said afterwards (unit.py). Nothing is encrypted.
-
-    who asked:  nonce a ──>                               32 random bytes
-                        <── nonce b, HMAC(key, "asked" a b)
-    HMAC(key, "asks" a b) ──>
+client:  nonce a ──>                               32 random bytes
+                 <── nonce b, HMAC(key, "asked" a b)
+HMAC(key, "asks" a b) ──>
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ import socket
 import time
 
 ASKING_S, ASKED_S = 10.0, 4.0
-"""For all of it. Who is asked serves one after the other, so a silent stranger must not use up another's time."""
+"""Time limits of client and server for the whole exchange, seconds. The server handles one connection at a time, so a
+silent stranger must not use up the client's time."""
 _NUM_BYTES = 32
 _ASKS, _ASKED = b"asks", b"asked"
 
@@ -25,10 +24,10 @@ class ProofError(Exception):
 
 
 def prove_as_asking(connection: socket.socket, key: str) -> None:
-    """Prove the key to who was connected to, and see its proof.
+    """Run the client's side: prove the key and verify the server's proof.
 
     Raises:
-        ProofError: it gave none.
+        ProofError: the server gave no valid proof.
     """
     deadline = time.monotonic() + ASKING_S
     own = secrets.token_bytes(_NUM_BYTES)
@@ -40,10 +39,10 @@ def prove_as_asking(connection: socket.socket, key: str) -> None:
 
 
 def prove_as_asked(connection: socket.socket, key: str) -> None:
-    """See the proof of who connected here, after giving one.
+    """Run the server's side: prove the key and verify the client's proof.
 
     Raises:
-        ProofError: it gave none.
+        ProofError: the client gave no valid proof.
     """
     deadline = time.monotonic() + ASKED_S
     own = secrets.token_bytes(_NUM_BYTES)

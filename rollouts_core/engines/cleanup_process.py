@@ -1,12 +1,12 @@
 """Run beside an engine: remove its folder and its shared memory when its last process has ended.
 
-Not here: who starts it (launch.py). Run as a file, by an interpreter without packages: it imports nothing of ours.
+Runs as a file in an interpreter without packages, so it imports only the standard library.
 
-    while the engine runs     which files of /dev/shm its processes map, by /proc/<pid>/maps, whenever there are others
-    when it has ended         those that were made after its start, and that no process maps any more, are removed
+    while the engine runs     record which files of /dev/shm its processes map, by /proc/<pid>/maps
+    when it has ended         remove those that are newer than its start, and that no process maps any more
 
-vLLM and SGLang leave shared memory behind when they are killed, under names that say nothing of who made it. The
-engine's processes are those with the folder as TMPDIR, which is no other engine's.
+vLLM and SGLang leave shared memory behind when they are killed, under names that do not show their owner. The engine's
+processes are those with the folder as TMPDIR, which is unique to the engine.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "sem.mp-", "sglang_")
-"""Shared memory and semaphores of multiprocessing, and SGLang's own. What else a process maps may be another's."""
+"""Shared memory and semaphores of multiprocessing, and SGLang's own. Other files may not belong to the engine."""
 LOOK_S = 0.2
 """How often it is looked whether there is new shared memory: what an engine makes as its last is known so soon."""
 NUM_LOOKS = 10
 """So often the processes are looked at after that: a file may be there before it is mapped."""
 END_S = 300.0
-"""Processes that outlive the first one of the engine by more are no longer waited for, and keep what they map."""
+"""How long to wait for the engine's other processes after its first one ended; later ones keep the files they map."""
 
 
 def scratch_variables(folder: str) -> dict[str, str]:
-    """What an engine has to have in its environment so that its processes are found, and leave their files there."""
+    """Environment variables for the engine, by which its processes are found and leave their files in the folder."""
     return {
         "TMPDIR": folder,
         "SPT_NOENV": "1",  # setproctitle, by which engines name their processes, would write over the environment
@@ -64,7 +64,7 @@ def mapped_by(processes: list[Path]) -> set[int]:
 
 
 def read(path: Path) -> bytes:
-    """What a file of /proc says; nothing where the process has ended, or is another user's."""
+    """The content of a file of /proc; empty if the process has ended, or belongs to another user."""
     try:
         return path.read_bytes()
     except OSError:
@@ -72,10 +72,10 @@ def read(path: Path) -> bytes:
 
 
 def find_left_behind(inodes: set[int], began: float) -> list[Path]:
-    """The files that the engine made, of those that it mapped.
+    """The files that the engine created, among those that it mapped.
 
     Args:
-        began: when it was not there yet; what is older is another's.
+        began: a time before the engine's start; older files belong to other programs.
     """
     found = []
     for path in SHARED_MEMORY.iterdir():
@@ -112,7 +112,7 @@ def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
 if __name__ == "__main__":
     started = time.time() - 0.1  # file systems have a coarser clock
     if os.fork():
-        os._exit(0)  # so that it is no child of the engine, which ends its children first
+        os._exit(0)  # orphans the grandchild: the engine ends its children first
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sweep(sys.argv[1], 0, started)

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from rollouts_core.engines import sweep
+from rollouts_core.engines import cleanup_process
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not sweep.SHARED_MEMORY.is_dir(), reason="no shared memory at a path here"),
+    pytest.mark.skipif(not cleanup_process.SHARED_MEMORY.is_dir(), reason="no shared memory at a path here"),
 ]
 
 ENGINE = """
@@ -56,20 +56,22 @@ class Engine:
         folder.mkdir()
         (program := folder.parent / f"{folder.name}.py").write_text(ENGINE)
         closed_at_the_end, self._held = os.pipe()
-        subprocess.run([sys.executable, "-I", "-S", sweep.__file__, str(folder)], stdin=closed_at_the_end, check=True)
+        subprocess.run(
+            [sys.executable, "-I", "-S", cleanup_process.__file__, str(folder)], stdin=closed_at_the_end, check=True
+        )
         os.close(closed_at_the_end)
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, str(program), *mapped],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **sweep.scratch_variables(str(folder))},
+            env={**os.environ, **cleanup_process.scratch_variables(str(folder))},
             start_new_session=True,
             text=True,
         )
         assert self.process.stdout is not None
         first, semaphore, second, _ = self.process.stdout.readline().split()
-        self.paths = [sweep.SHARED_MEMORY / name for name in (first, f"sem.{semaphore}", second)]
+        self.paths = [cleanup_process.SHARED_MEMORY / name for name in (first, f"sem.{semaphore}", second)]
 
     def kill(self) -> None:
         """SIGKILL to all processes, the tracker of shared memory too."""
@@ -88,7 +90,7 @@ def stack() -> Iterator[ExitStack]:
 
 def wait_for_looks() -> None:
     """As long as it takes that the processes were looked at."""
-    time.sleep(2 * sweep.LOOK_S)
+    time.sleep(2 * cleanup_process.LOOK_S)
 
 
 def test_shared_memory_of_a_killed_engine_goes_with_it_and_that_of_others_stays(
@@ -112,7 +114,7 @@ def test_shared_memory_of_a_killed_engine_goes_with_it_and_that_of_others_stays(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not any(path.exists() for path in engine.paths)
-    kept = [sweep.SHARED_MEMORY / mine.name, sweep.SHARED_MEMORY / later.name, *other.paths]
+    kept = [cleanup_process.SHARED_MEMORY / mine.name, cleanup_process.SHARED_MEMORY / later.name, *other.paths]
     assert all(path.exists() for path in kept)
 
 
@@ -120,11 +122,11 @@ def test_what_came_before_the_engine_or_is_of_another_kind_is_kept(stack: ExitSt
     mine = shared_memory.SharedMemory(create=True, size=4096)
     stack.callback(mine.unlink)
     stack.callback(mine.close)
-    path = sweep.SHARED_MEMORY / mine.name
-    other = sweep.SHARED_MEMORY / f"rollouts_test_{os.getpid()}"
+    path = cleanup_process.SHARED_MEMORY / mine.name
+    other = cleanup_process.SHARED_MEMORY / f"rollouts_test_{os.getpid()}"
     stack.callback(other.unlink)
     other.touch()
     inodes = {path.stat().st_ino, other.stat().st_ino}
-    assert sweep.find_left_behind(inodes, time.time() - 60) == [path]
-    assert sweep.find_left_behind(inodes, time.time() + 60) == []
-    assert sweep.find_left_behind(set(), time.time() - 60) == []
+    assert cleanup_process.find_left_behind(inodes, time.time() - 60) == [path]
+    assert cleanup_process.find_left_behind(inodes, time.time() + 60) == []
+    assert cleanup_process.find_left_behind(set(), time.time() - 60) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollouts_core.algorithms.loss import TokenScores
-from rollouts_core.backends.shares import join_scores, split_batch
+from rollouts_core.backends.split_batch import join_scores, split_batch
 from rollouts_core.batch import TrainBatch, build_batch
 from tests.rollouts_core.make import make_random_samples, make_sample
 

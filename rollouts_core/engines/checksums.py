@@ -1,8 +1,6 @@
-"""What a server must hold after it took a directory of weights, and whether the checksums that it gives say so.
+"""Compute which tensors a server must hold after loading weights, and compare them with its checksums.
 
-Not here: asking a server (sglang.py, vllm.py), comparing what it computes (canary.py).
-
-Servers fuse projections and may hold another number format than the files:
+Servers fuse projections and may use another number format than the files:
 
     model.safetensors (q_proj, k_proj, v_proj, float32) -> qkv_proj as bfloat16 -> sha256 == the server's checksum
 """
@@ -47,7 +45,7 @@ BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 GPT2_EMBEDDING = "transformer.wte.weight"
 GPT2_MATRIX = re.compile(r"\.c_(attn|proj|fc)\.weight$")
-"""Matrices that GPT-2 multiplies from the other side than servers, which keep them transposed."""
+"""Matrices that GPT-2 stores transposed compared to other models; servers transpose them."""
 HEADLESS = ("gemma2", "gemma3n", "gemma3n_text", "cohere", "cohere2", "cohere2_moe")
 """Models whose hidden states vLLM multiplies by the embedding itself: no head of theirs can be old, or be given."""
 COPY_MARK = "-untied-"
@@ -56,7 +54,7 @@ COPY_MARK = "-untied-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensors:
-    """What a server says about the tensors that it computes with."""
+    """A server's report about its tensors."""
 
     digests: Mapping[str, str]
     """Checksums by name; of one rank alone, since those of several are of parts."""
@@ -87,19 +85,19 @@ def vocabulary_size(directory: Path) -> int:
 
 
 def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """The settings of a model, of its language model where it has others; what kind it is, is said of the whole."""
+    """A model's settings, or its language model's if it has several parts; the type is the whole model's."""
     text = config.get("text_config") or {}
     return {**config, **{name: text[name] for name in text if name != "model_type"}}
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether vLLM makes the model's output head of its token embedding; False where it has no head at all."""
+    """Whether vLLM uses the token embedding as the model's output head; False for a model without a head."""
     from rollouts_core.model.loading import find_settings  # imports transformers
 
     said = read_config(directory)
     if said.get("model_type") in HEADLESS:
         return False
-    # What a configuration does not say, as those of Gemma on the hub, the model's class does.
+    # Configurations may leave this out, as those of Gemma on the hub; the model's class then has the default.
     settings = find_settings(ModelConfig(path=str(directory)))
     return bool(said.get("tie_word_embeddings") if settings is None else settings.tie_word_embeddings)
 
@@ -107,11 +105,11 @@ def is_tied(directory: Path) -> bool:
 def can_be_untied(directory: Path) -> bool:
     """Whether a head of its own can be written for a model; False where its embedding has another name."""
     names = read_folder(directory).tensors
-    return not names or HEAD in names or EMBEDDING in names  # who reads files without any names says what is wrong
+    return not names or HEAD in names or EMBEDDING in names  # files without names are reported when they are loaded
 
 
 def check_can_be_untied(directory: Path) -> None:
-    """Raise CheckpointError where no head of its own can be written for a model."""
+    """Raise CheckpointError if a model cannot be given a separate head."""
     if not can_be_untied(directory):
         others = [f'"{name}"' for name, each in ENGINES.items() if not each.needs_own_head and not each.is_own]
         raise CheckpointError(
@@ -152,16 +150,16 @@ def find_unproven(name: str, published: Mapping[str, Tensor], version: str, held
     if stale := sorted(tensor for tensor in compared if not _is_same(expected[tensor], known[tensor])):
         raise WeightSyncError(
             f"{name} says it serves {version}, but {len(stale)} tensors differ, {stale[0]} first: its update left "
-            "them as they were, restart it"
+            "them unchanged, restart it"
         )
     return sorted(expected.keys() - compared)
 
 
 def sample_content(published: Mapping[str, Tensor], held: HeldTensors) -> dict[str, tuple[str, ...]]:
-    """For each tensor of a server a digest of a piece of each published one that it is made of, as the server keeps it.
+    """For each tensor of a server, digests of a piece of each published tensor it is made of, in the server's format.
 
-    Nothing for tensors without a usable checksum, or of an unknown number format. Where the piece of another version is
-    another one, the tensor is, too; where it is the same, nothing is known.
+    Tensors without a usable checksum, or with an unknown number format, are left out. If a piece differs between two
+    versions, so does the tensor; if it is equal, nothing is known.
     """
     if held.kept_in is None:
         return {}
@@ -192,7 +190,7 @@ def check_digests(name: str, version: str, served: Mapping[str, str], published:
     if wrong := sorted(tensor for tensor, digest in published.items() if served.get(tensor) != digest):
         raise WeightSyncError(
             f"{name} says it serves {version}, but {len(wrong)} of {len(published)} tensors differ, {wrong[0]} first: "
-            "its update left them as they were, restart it"
+            "its update left them unchanged, restart it"
         )
 
 
@@ -274,7 +272,7 @@ def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, T
 
 
 def _sources_of(name: str, published: Collection[str]) -> list[str]:
-    """The published tensors that a server's tensor is made of; none where that is not known."""
+    """The published tensors that a server's tensor is made of; empty if unknown."""
     if name in published:
         return [name]
     if name == HEAD and EMBEDDING in published:
@@ -288,7 +286,7 @@ def _sources_of(name: str, published: Collection[str]) -> list[str]:
 
 
 def _piece_of(tensor: Tensor) -> Tensor:
-    """What lies in the middle of a tensor: all of it would be read again for every version and engine."""
+    """The middle of a tensor; reading all of it for every version and engine would take too long."""
     flat = tensor.reshape(-1)
     begin = max(0, (len(flat) - PIECE_LENGTH) // 2)
     return flat[begin : begin + PIECE_LENGTH]

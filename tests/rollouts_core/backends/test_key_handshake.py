@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rollouts_core.backends import proof
-from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
+from rollouts_core.backends import key_handshake
+from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, prove_as_asking
 
 KEY = "known-to-all-machines"
 NUM_BYTES = 32
@@ -96,7 +96,7 @@ def test_what_was_heard_of_others_cannot_be_used_again_and_is_not_the_key() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("drips", [False, True])
 def test_who_says_nothing_or_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, drips: bool) -> None:
-    monkeypatch.setattr(proof, "ASKED_S", 0.5)
+    monkeypatch.setattr(key_handshake, "ASKED_S", 0.5)
     ours, theirs = socket.socketpair()
     began = time.monotonic()
     with ours, theirs:

@@ -1,16 +1,14 @@
-"""Several machines that train one model together: how their launchers meet, and learn that another one is gone.
-
-Not here: what the launchers start (launch.py), how the processes that they start talk (ranks.py).
+"""Several machines that train one model together: how their launchers connect, and detect a lost machine.
 
     the leader's machine                                       each further machine
-    launcher ── connects: "meet at HOST:PORT" ── proof.py ──> launcher, listening at its address
+    launcher ── connects: "meet at HOST:PORT" ── handshake ──> launcher, listening at its address
       └─ torchrun, which listens at HOST:PORT <─────────────────── torchrun
-                <── a byte every BEAT_S, in both directions ──>
+                <── a heartbeat every BEAT_S, in both directions ──>
                 <── "ended with code N" ── , or the end of the connection
 
-One attempt is one connection. When it ends, whatever the reason, or is silent for SILENCE_S, both launchers end what
-they started: no machine computes for one that is gone, whether or not anybody can log in to it. A further machine
-counts each beat as a renewal of its job's lease.
+One attempt is one connection. When the connection ends or is silent for SILENCE_S, both launchers end their processes:
+no machine computes for a lost one, even if it cannot be logged in to. A further machine renews its job's lease at each
+heartbeat.
 """
 
 from __future__ import annotations
@@ -31,23 +29,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
+from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, prove_as_asking
 from rollouts_core.backends.store_tunnel import LOOPBACK, opened_gate, opened_tunnel
 from rollouts_core.errors import MachineLostError
 from rollouts_core.job import FurtherTrainer
 
 JOIN_S = 300.0
-"""For the launchers of further machines to listen: they load torch before, maybe from a cold disk."""
+"""Seconds for further machines' launchers to listen: they import torch before, possibly from a slow disk."""
 BEAT_S = 2.0
 SILENCE_S = 30.0
 LEAVE_S = 5.0
-"""What was started gets this long to end by itself when the other launcher is gone."""
+"""Seconds for the own processes to end by themselves when the other launcher is gone."""
 SETTLE_S = 5.0
-"""When the leader's own processes failed, others are heard for this long: theirs may have failed first."""
+"""Seconds to listen to other machines after the leader's own processes failed: theirs may have failed first."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 4096
 MACHINE_LOST_CODE = os.EX_TEMPFAIL
-"""The exit code of a training that ended because another machine is gone."""
+"""Exit code of a training that ended because another machine is gone."""
 TOLD_TO_END_CODE = 128 + signal.SIGTERM
 _BEAT = b"\n"
 _SIOCGIFADDR = 0x8915
@@ -57,46 +55,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where torchrun's agents of one attempt meet."""
+    """The meeting point of torchrun's agents for one attempt."""
 
     num_nodes: int
     node_rank: int
     store_port: int
     """Port on this machine's loopback that leads to the store of all agents and ranks."""
     own_address: str
-    """This machine's address in the network of all of them."""
+    """This machine's address in the common network."""
 
 
 class Unit(Protocol):
-    """The machines that train together, as the launcher of one of them sees the others."""
+    """The machines of a training, seen from one machine's launcher."""
 
     meeting: Meeting
 
     def conclude(self, exit_code: int) -> None:
-        """Take part in the end of the attempt.
+        """Exchange the end of the attempt with the other machines.
 
         Args:
-            exit_code: how this machine's own processes ended.
+            exit_code: result of this machine's own processes.
 
         Raises:
-            MachineLostError: it ended because another machine is gone.
+            MachineLostError: the attempt ended because another machine is gone.
         """
 
 
 class Link:
-    """The connection to another launcher; when it ends, this process is asked to end what it started.
+    """The connection to another launcher. When it ends, this process is asked to end its processes.
 
     Args:
-        name: the other machine, for people.
-        on_beat: called whenever the other launcher is heard.
+        name: the other machine, for messages.
+        on_beat: called at each message of the other launcher.
     """
 
     def __init__(self, name: str, connection: socket.socket, *, on_beat: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self.exit_code: int | None = None
-        """How the other machine's processes ended, where it said so."""
+        """The exit code that the other machine reported; None without a report."""
         self.problem = ""
-        """Why it is not heard any more, where it did not."""
+        """Why the connection ended without a report; empty otherwise."""
         self._connection = connection
         self._on_beat = on_beat
         self._has_ended = threading.Event()
@@ -117,41 +115,41 @@ class Link:
         self._connection.close()
 
     def tell_end(self, exit_code: int) -> None:
-        """Tell the other launcher how the processes of this one ended."""
+        """Report the exit code of this machine's processes."""
         with suppress(OSError):
             self._connection.sendall(json.dumps({"exit_code": exit_code}).encode() + b"\n")
 
     def conclude(self) -> None:
-        """Ask this process to end nothing any more: what it started has ended."""
+        """Mark this machine's processes as ended, so that nothing is signalled any more."""
         self._is_concluded.set()
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Whether the connection has ended, or does so in time."""
+        """True if the connection has ended, or does so in time."""
         return self._has_ended.wait(timeout_s)
 
     def _watch(self) -> None:
         try:
             self._listen()
         except (OSError, ValueError, TypeError, KeyError) as error:
-            self.problem = f"cannot be understood ({error})"
+            self.problem = f"sent an unreadable message ({error})"
         finally:
             self._has_ended.set()
-        # Not before: what it started may just be ending for the same reason, or because all work is done.
+        # Wait first: the own processes may be ending for the same reason, or because all work is done.
         if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # torchrun's agent waits for the other one, deaf
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # torchrun's agent is still waiting and would not react
             os._exit(MACHINE_LOST_CODE)
-        os.kill(os.getpid(), signal.SIGTERM)  # it ends its processes
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its processes
 
     def _listen(self) -> None:
-        """Return when the other launcher has told its end, or is not heard any more."""
+        """Return when the other launcher reported its end or is no longer heard."""
         heard = told = time.monotonic()
         rest = b""
         while not self._is_closed.is_set():
             if time.monotonic() >= told:
                 told = time.monotonic() + BEAT_S
-                with suppress(OSError):  # what it said before it closed the connection is still to be read
+                with suppress(OSError):  # messages sent before a close must still be read
                     self._connection.sendall(_BEAT)
             try:
                 is_heard = bool(select.select([self._connection], [], [], BEAT_S)[0])
@@ -159,7 +157,7 @@ class Link:
             except ConnectionResetError:
                 is_heard, chunk = True, b""
             except OSError as error:
-                self.problem = f"is not reached any more ({error.strerror or error})"
+                self.problem = f"is no longer reachable ({error.strerror or error})"
                 return
             if chunk:
                 heard = time.monotonic()
@@ -167,18 +165,18 @@ class Link:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in filter(None, lines):
                     self.exit_code = int(json.loads(line)["exit_code"])
-                    self.problem = "was told to end" if self.exit_code == TOLD_TO_END_CODE else ""
+                    self.problem = "was asked to end" if self.exit_code == TOLD_TO_END_CODE else ""
                     return
             elif is_heard:
                 self.problem = "was ended or killed"
                 return
             elif time.monotonic() > heard + SILENCE_S:
-                self.problem = f"has given no sign of life for {SILENCE_S:.0f} s"
+                self.problem = f"sent no heartbeat for {SILENCE_S:.0f} s"
                 return
 
 
 class LeaderUnit:
-    """The unit as the leader's launcher sees it."""
+    """The machines of a training, seen from the leader's launcher."""
 
     def __init__(self, meeting: Meeting, trainers: Sequence[FurtherTrainer], links: Sequence[Link]) -> None:
         self.meeting = meeting
@@ -186,7 +184,7 @@ class LeaderUnit:
         self._links = links
 
     def conclude(self, exit_code: int) -> None:
-        """See `Unit`; a machine whose processes failed by themselves is named in the log."""
+        """See `Unit`. A machine whose processes failed by themselves is named in the log."""
         for link in self._links:
             link.conclude()
         if exit_code == 0:
@@ -197,8 +195,8 @@ class LeaderUnit:
         for trainer, link in zip(self._trainers, self._links, strict=True):
             if link.problem:
                 raise MachineLostError(
-                    f"{link.name} {link.problem} amid the training ({where_its_log_is(trainer)}): start again to go on "
-                    "from the last checkpoint"
+                    f"{link.name} {link.problem} during the training ({where_its_log_is(trainer)}): start again to "
+                    "resume from the last checkpoint"
                 )
         for trainer, link in zip(self._trainers, self._links, strict=True):
             if link.exit_code:
@@ -206,34 +204,34 @@ class LeaderUnit:
 
 
 class FurtherUnit:
-    """The unit as the launcher of a further machine sees it: its leader."""
+    """The machines of a training, seen from a further machine's launcher: its leader."""
 
     def __init__(self, meeting: Meeting, leader: Link) -> None:
         self.meeting = meeting
         self._leader = leader
 
     def conclude(self, exit_code: int) -> None:
-        """See `Unit`; the leader hears how it ended, which takes until it closes the connection."""
+        """See `Unit`. The leader gets the exit code, and then closes the connection."""
         self._leader.conclude()
         if exit_code != 0 and self._leader.wait_for_end(0.0):
-            raise MachineLostError(f"the launcher on {self._leader.name}, which leads, {self._leader.problem}")
+            raise MachineLostError(f"the leader's launcher on {self._leader.name} {self._leader.problem}")
         self._leader.tell_end(exit_code)
         self._leader.wait_for_end(SETTLE_S)
 
 
 def where_its_log_is(trainer: FurtherTrainer) -> str:
-    """Where people look for what happened on a further machine."""
+    """The place of a further machine's log, for messages."""
     return f"its log: {trainer.run_dir}/log.txt there"
 
 
 @contextmanager
 def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
-    """Bring the launchers of all further machines together, and stay connected while the block runs.
+    """Connect to the launchers of all further machines for the duration of the block.
 
     Raises:
-        MachineLostError: one of them did not come within JOIN_S.
+        MachineLostError: one of them is not reachable within JOIN_S.
     """
-    from rollouts_core.backends.process_group import open_store  # torch loads here
+    from rollouts_core.backends.process_group import open_store  # imports torch
 
     with ExitStack() as stack:
         deadline = time.monotonic() + JOIN_S
@@ -250,7 +248,7 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
             links.append(stack.enter_context(Link(trainer.name, connection)))
         meeting = Meeting(num_nodes=1 + len(trainers), node_rank=0, store_port=store_port, own_address=own_address)
         yield LeaderUnit(meeting, trainers, links)
-        del store  # until here: it ends with its last reference
+        del store  # kept until here: it closes with its last reference
 
 
 def _connect(trainer: FurtherTrainer, key: str, deadline: float) -> socket.socket:
@@ -261,8 +259,8 @@ def _connect(trainer: FurtherTrainer, key: str, deadline: float) -> socket.socke
             reason = error.strerror or error if isinstance(error, OSError) else error
             if time.monotonic() > deadline:
                 raise MachineLostError(
-                    f"{trainer.name} did not come to train at {trainer.host}:{trainer.port} within {JOIN_S:.0f} s "
-                    f"({reason}; {where_its_log_is(trainer)}): start again"
+                    f"{trainer.name} was not reachable for training at {trainer.host}:{trainer.port} within "
+                    f"{JOIN_S:.0f} s ({reason}; {where_its_log_is(trainer)}): start again"
                 ) from error
             time.sleep(BEAT_S / 4)
 
@@ -280,10 +278,10 @@ def _connect_once(trainer: FurtherTrainer, key: str) -> socket.socket:
 
 @contextmanager
 def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -> Iterator[FurtherUnit]:
-    """Wait for the leader, which the job's lease bounds, and stay connected while the block runs.
+    """Wait for the leader, limited by the job's lease, and stay connected for the duration of the block.
 
     Raises:
-        MachineLostError: nothing can listen at this machine's address.
+        MachineLostError: this machine's address cannot be listened on.
     """
     with ExitStack() as stack:
         with _listen_at(own.host, own.port) as listener:
@@ -291,7 +289,7 @@ def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -
         stack.enter_context(connection)
 
         def renew() -> None:
-            with suppress(OSError):  # nobody supervises it, or the disk is gone, which ends the lease
+            with suppress(OSError):  # without a supervisor there is no file; a lost disk ends the lease
                 os.utime(lease_file)
 
         leader = stack.enter_context(Link(str(greeting["host"]), connection, on_beat=renew))
@@ -310,45 +308,45 @@ def _listen_at(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise MachineLostError(f"nothing can listen at {host}:{port}: {error.strerror}") from error
+        raise MachineLostError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """The connection of whoever has the key, and what it said."""
+    """Accept the connection that proves the key; returns it with its greeting."""
     while True:
         connection, _ = listener.accept()
         try:
             prove_as_asked(connection, key)
-            connection.settimeout(JOIN_S)  # the leader says where to meet when all have come
+            connection.settimeout(JOIN_S)  # the leader greets when all machines are connected
             with connection.makefile("rb") as reader:
                 return connection, json.loads(reader.readline(MAX_LINE_BYTES))
         except (OSError, ProofError, ValueError) as error:
-            logger.info("somebody else connected, or went away again: %s", error)
+            logger.info("ignored a connection: %s", error)
         connection.close()
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """The variables that make gloo and NCCL use the network of this machine's `address`; {} if it cannot be found.
+    """Variables that make gloo and NCCL use the network of this machine's `address`; {} if it is not found.
 
-    Without them, gloo takes the network that the machine's own name leads to, and NCCL the one that it likes best.
+    By default gloo uses the network of the machine's hostname, and NCCL chooses one itself.
     """
     interface = find_interface(address)
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def find_interface(address: str) -> str:
-    """The name of the interface that has an IP address of this machine; empty where that is not found out."""
+    """Name of the network interface with this IP address; "" if not found."""
     if sys.platform != "linux":
         return ""
     if ":" in address:
         wanted = socket.inet_pton(socket.AF_INET6, address).hex()
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines()]
         return next((row[-1] for row in rows if row[0] == wanted), "")
-    import fcntl  # Unix alone
+    import fcntl  # exists on Unix only
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rollouts_core.embedded.weights import read_tensors, tensor_sha256
-from rollouts_core.engines.content import (
+from rollouts_core.engines.checksums import (
     EMBEDDING,
     EMPTY_DIGEST,
     GPT2_MATRIX,
