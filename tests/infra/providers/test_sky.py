@@ -416,7 +416,9 @@ def test_what_does_not_work_is_one_sentence(
     with pytest.raises(MissingKeyError, match=r"ROLLOUTS_SKY is /nowhere/sky, which cannot be run \(No such file"):
         Sky("/nowhere/sky").search(QUERY)
     monkeypatch.delenv("ROLLOUTS_SKY")
-    with pytest.raises(MissingKeyError, match="the path of its program for SkyPilot is missing: put it into the variable"):
+    with pytest.raises(
+        MissingKeyError, match="the path of its program for SkyPilot is missing: put it into the variable"
+    ):
         open_account("sky")
 
 
