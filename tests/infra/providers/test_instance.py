@@ -104,9 +104,9 @@ def test_it_is_found_wherever_it_is_and_left_as_it_was(
     assert node.access is not None and node.access.host_key == fingerprint_of(ssh_server.host_key_file)
     with running_server(tmp_path / "stranger") as stranger:  # who has its old address
         fake.port = stranger.port
-        with open_session(node) as session, pytest.raises(HostKeyError, match="an earlier login noted"):
+        with open_session(node) as session, pytest.raises(HostKeyError, match="an earlier login stored"):
             session.run(["echo", "there"], timeout_s=30)
-        with pytest.raises(HostKeyError, match="an earlier login noted"):
+        with pytest.raises(HostKeyError, match="an earlier login stored"):
             provision(name, ssh_server, tmp_path)
     fake.port = ssh_server.port
     with open_session(node) as session:

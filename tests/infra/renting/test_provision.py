@@ -128,7 +128,7 @@ def test_a_creation_that_did_not_happen_is_tried_at_the_next_offer_under_another
     rental = world.rent()
     [lost, found] = world.rows()
     assert found == rental and lost.name != rental.name
-    assert lost.state is RentalState.INTENDED and "did not appear" in lost.note, "the reaper must look for it"
+    assert lost.state is RentalState.INTENDED and "has not appeared" in lost.note, "the reaper must look for it"
 
 
 def test_offers_that_are_gone_are_skipped_up_to_a_limit(world: World) -> None:

@@ -163,7 +163,7 @@ def test_a_machine_that_its_own_run_took_over_since_it_was_judged_is_not_ended(w
             assert world.rent().kept_until is None
             return ""
 
-        patched.setattr("rollouts.infra.renting.reaper._why_wanted", take_over)
+        patched.setattr("rollouts.infra.renting.reaper._reason_to_keep", take_over)
         report = reap_now(world)
         assert (report.ended, report.failures, len(report.kept)) == ([], [], 1)
         assert len(world.fake.alive()) == 1
@@ -364,7 +364,7 @@ def test_a_machine_that_a_run_took_over_since_it_was_judged_is_its_own(world: Wo
             return ""
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("rollouts.infra.renting.reaper._why_wanted", take_over)
+            patched.setattr("rollouts.infra.renting.reaper._reason_to_keep", take_over)
             report = reap_now(world)
         assert (report.ended, report.failures, len(report.kept)) == ([], [], 1)
         assert len(world.fake.alive()) == 1

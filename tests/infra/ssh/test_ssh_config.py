@@ -153,7 +153,7 @@ def described(server: SSHServer) -> list[str]:
     ("lines", "problem"),
     [
         (["ProxyCommand nc %h %p"], r"'box': OpenSSH's configuration reaches it by a ProxyCommand, .* as ProxyJump"),
-        (["NoSuchSetting yes"], r"'box': `ssh -G box` says .* Bad configuration option: nosuchsetting"),
+        (["NoSuchSetting yes"], r"'box': `ssh -G box` failed: .* Bad configuration option: nosuchsetting"),
     ],
 )
 def test_what_cannot_be_done_as_the_configuration_says_is_one_sentence(

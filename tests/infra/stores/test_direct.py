@@ -121,7 +121,7 @@ def test_an_object_of_another_size_is_not_fetched(
 ) -> None:
     put(store, model)
     store.write("trainer/state of it.json", b"{} ")
-    with pytest.raises(StoreUnavailableError, match=r"has no 2 bytes of state of it.json"):
+    with pytest.raises(StoreUnavailableError, match=r"does not have 2 bytes of state of it.json"):
         fetch(session, store, model, tmp_path / "node/model")
     assert list((tmp_path / "node").iterdir()) == []
 

@@ -129,7 +129,7 @@ def test_a_refusal_is_not_tried_again_and_its_sentence_holds_no_secret(server: S
 def test_an_object_of_another_size_is_refused(server: Server, tmp_path: Path, size: int) -> None:
     server.answer = lambda handler, number: send_range(handler, bytes(size))
     code, answer, _ = fetch(server, tmp_path / "node")
-    assert code == 1 and f"has no {len(CONTENT)} bytes of file" in answer["error"]
+    assert code == 1 and f"does not have {len(CONTENT)} bytes of file" in answer["error"]
 
 
 def test_a_server_that_knows_no_ranges_is_refused(server: Server, tmp_path: Path) -> None:
