@@ -45,7 +45,7 @@ from rollouts.flows.password import own_password
 from rollouts.flows.plugins_cli import plugins
 from rollouts.flows.prefect_yaml import prefect_yaml
 from rollouts.flows.preflight import check_evaluation, check_files, check_pipeline, check_writable, load_checkable
-from rollouts.flows.preset import preset
+from rollouts.flows.preset import load_preset, preset
 from rollouts.flows.prune_cli import prune
 from rollouts.flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
@@ -96,9 +96,12 @@ RunArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG",
-        help="TOML, JSON or Python file that describes the run. With --deployment instead: settings that differ from "
-        "the deployment's, as training.rl.num_steps=10, any number of them.",
+        help="TOML, JSON or Python file that describes the run. With --preset or --deployment instead: settings that "
+        "differ from theirs, as training.rl.num_steps=10, any number of them.",
     ),
+]
+PresetName = Annotated[
+    str, typer.Option("--preset", metavar="NAME", help="Take this preset of `rollouts preset` as the configuration.")
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
@@ -189,6 +192,7 @@ def run(
     context: typer.Context,
     arguments: RunArguments = None,
     store: ConfiguredStore = None,
+    preset: PresetName = "",
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
@@ -211,18 +215,31 @@ def run(
         link = trigger_run(store or Path(RunOptions().store), deployment, [*(arguments or []), *of_run])
         console.print(f"follow it at   {link}", markup=False)
         return
+    pipeline = load_chosen(context, arguments, preset)
+    given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
+    settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
+    options = parse_config(RunOptions, settings, source="command line")
+    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
+
+
+def load_chosen(
+    context: typer.Context, arguments: list[str] | None, preset: str, *, reads_rows: bool = False
+) -> Pipeline:
+    """The pipeline of the one configuration that is given, or of a preset with the settings that are given.
+
+    Args:
+        reads_rows: as in `load_checkable`.
+    """
+    if preset:
+        return load_preset(preset, arguments or [])
     if not arguments:
         raise typer.BadParameter("Missing argument 'CONFIG'.", ctx=context)
     if len(arguments) != 1:
         raise InputError(
             f"expected one configuration, found {' '.join(arguments)}: write settings into the file; key=value goes "
-            "with --deployment"
+            "with --preset and --deployment"
         )
-    pipeline = load_checkable(Path(arguments[0]))
-    given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
-    settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
-    options = parse_config(RunOptions, settings, source="command line")
-    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
+    return load_checkable(Path(arguments[0]), reads_rows=reads_rows)
 
 
 def evaluate(
@@ -284,8 +301,10 @@ def quickstart(
 
 
 def validate(
-    config: ConfigFile,
+    context: typer.Context,
+    arguments: RunArguments = None,
     store: ConfiguredStore = None,
+    preset: PresetName = "",
     show: Annotated[
         int, typer.Option(min=0, max=1000, help="Print so many rows of each data file as they will be trained on.")
     ] = 0,
@@ -298,7 +317,7 @@ def validate(
     """
     if as_json and not show:
         raise InputError("--json goes with --show N: say how many rows of each file")
-    pipeline = load_checkable(config, reads_rows=True)
+    pipeline = load_chosen(context, arguments, preset, reads_rows=True)
     place = store or Path(pipeline.run.store)
     if show:
         print_rows(pipeline.config, place, show, as_json=as_json)

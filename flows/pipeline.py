@@ -59,7 +59,7 @@ from rollouts.tasks.budget import stopped_in_time
 from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
-from rollouts.tasks.inputs import named_urls
+from rollouts.tasks.inputs import has_inputs_to_bring
 from rollouts.tasks.places import note_named
 from rollouts.tasks.plan import (
     engine_ports,
@@ -145,7 +145,7 @@ def prepare(
     if deployment.id is not None:  # rollouts run has checked already
         check_settings(config, node, run, retrain=retrain)
     link_live_page(scope)
-    local = reach_stores(config, scope) if run.publish or named_urls(config) else config
+    local = reach_stores(config, scope) if run.publish or has_inputs_to_bring(config) else config
     note_named(local.model_dump(mode="json"), Path(scope.store))
     return local
 

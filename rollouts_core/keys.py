@@ -26,12 +26,19 @@ SENDABLE = re.compile(r"[!-~]+")
 """What a header can carry of a key."""
 
 
-def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
+def read_key(
+    variable: str,
+    setting: str,
+    known: Mapping[str, str] = MappingProxyType({}),
+    *,
+    name: str = "api_key_variable",
+) -> str:
     """The key that an environment variable holds; empty where none is named.
 
     Args:
         setting: the section that names the variable, for the message.
         known: variables that are not looked up.
+        name: the setting within the section, for the message.
 
     Raises:
         ConfigError: the variable is not set, or holds what cannot be a key.
@@ -41,12 +48,12 @@ def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProx
     # Files in which variables are kept leave ends of lines, those of Windows a part of one.
     if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
-            f"{setting}: api_key_variable {variable} is not set: export it where the run is started, or save it in the "
+            f"{setting}: {name} {variable} is not set: export it where the run is started, or save it in the "
             "credentials that run.credentials names"
         )
     if not SENDABLE.fullmatch(key):
         raise ConfigError(
-            f"{setting}: what api_key_variable {variable} holds is no key: keys have neither spaces nor accents, nor "
+            f"{setting}: what {name} {variable} holds is no key: keys have neither spaces nor accents, nor "
             "the … of those that are shown shortened: copy it again"
         )
     return key

@@ -18,18 +18,20 @@ Not here: machines and clouds (infra), reading data (data/dataset.py), what a na
     │   ├── engine   engine.py       the inference server
     │   └── rewards  reward.py       several rewards and services that grade
     ├── evaluation   evaluation.py   how checkpoints are compared
-    └── deployment   deployment.py   where things run: never changes a result
+    ├── deployment   deployment.py   where things run: never changes a result
+    └── hub          hub.py          where models and public datasets are downloaded from
 
 What all records share is in record.py; files of settings are read by files.py.
 """
 
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig
-from rollouts_core.config.data import DataConfig, DatasetConfig
+from rollouts_core.config.data import DataConfig, DatasetConfig, PrepareConfig
 from rollouts_core.config.deployment import DeploymentConfig
 from rollouts_core.config.engine import MIN_ENGINE_CONTEXT, EngineConfig, EngineKind, WeightTransfer
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.filter import FilterConfig
+from rollouts_core.config.hub import HubConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.optim import OptimConfig, RLOptimConfig
 from rollouts_core.config.pipeline import Config, TrainingConfig
@@ -55,6 +57,7 @@ __all__ = [
     "EvaluationConfig",
     "FilterConfig",
     "FunctionName",
+    "HubConfig",
     "InFlight",
     "LoRAConfig",
     "LossConfig",
@@ -63,6 +66,7 @@ __all__ = [
     "MultiTurnConfig",
     "OptimConfig",
     "PolicyConfig",
+    "PrepareConfig",
     "RLOptimConfig",
     "RLTrainingConfig",
     "Record",

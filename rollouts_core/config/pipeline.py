@@ -17,6 +17,7 @@ from rollouts_core.config.deployment import DeploymentConfig
 from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
+from rollouts_core.config.hub import HubConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.record import Record
 from rollouts_core.config.rl import RLTrainingConfig
@@ -72,6 +73,8 @@ class Config(Record):
     """How checkpoints are compared."""
     deployment: DeploymentConfig = DeploymentConfig()
     """Placement on the node."""
+    hub: HubConfig = HubConfig()
+    """Where models and public datasets are downloaded from."""
 
     @property
     def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:
@@ -91,6 +94,13 @@ class Config(Record):
     def samples_for_training(self) -> bool:
         """Whether a training asks engines for completions."""
         return self.is_graded and not self.data.rollouts
+
+    @property
+    def missing_data(self) -> list[str]:
+        """The settings of `data` that the mode needs and that name nothing."""
+        needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
+        every = dict.fromkeys([*needed, ("selection",), ("heldout",)])
+        return [names[0] for names in every if not any(getattr(self.data, name) for name in names)]
 
     @property
     def demonstrations(self) -> tuple[DatasetConfig, ...]:
@@ -115,10 +125,8 @@ class Config(Record):
     def _check_data(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
             yield "give data.prompts, to sample completions, or data.rollouts, to train on recorded ones"
-        needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
-        for names in dict.fromkeys([*needed, ("selection",), ("heldout",)]):
-            if not any(getattr(self.data, name) for name in names):
-                yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
+        for name in () if self.data.prepare.name else self.missing_data:
+            yield f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}'
 
     def _check_temperatures(self) -> Iterator[str]:
         """Those of completions that engines are asked for."""
