@@ -20,6 +20,7 @@ from rollouts.flows.form import Pipeline, read_draft
 from rollouts.flows.server import check_path
 from rollouts.infra.bootstrap import check_disk
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.gpu_state import read_gpus
 from rollouts.infra.node import (
     FurtherNode,
     InstanceNode,
@@ -42,8 +43,9 @@ from rollouts.infra.session import LOOPBACK, Session
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import check_writable_store
 from rollouts.tasks.closest_stage import find_older_version
-from rollouts.tasks.inputs import bring_inputs, named_urls
-from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
+from rollouts.tasks.engine_installs import plan_engine_of, warn_of_busy_gpus
+from rollouts.tasks.inputs import bring_inputs, has_inputs_to_bring, named_urls
+from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.model_names import find_named_model, with_heldout
 from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
 from rollouts.tasks.plan_node import with_enough_memory
@@ -59,7 +61,7 @@ from rollouts_core.checks.resource_needs import (
     shared_gpu_warning,
     training_needs,
 )
-from rollouts_core.config import Config, DataConfig, EngineConfig, ModelConfig
+from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
@@ -112,9 +114,11 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
     _check_run(pipeline, store, mistakes, findings)
-    if mistakes.has("run.store") and named_urls(pipeline.config):  # nothing can be fetched
+    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched
         mistakes.check()
     config = bring_inputs(pipeline.config, store, findings.append, mistakes)
+    if config.missing_data:  # the preparation failed, and every other check would read its files
+        mistakes.check()
     check_files(config.data, mistakes)
     if not mistakes.has("run.store"):
         with mistakes.at("node"):
@@ -179,7 +183,7 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
     if node is None:
         return findings
     with mistakes.at("node"):
-        check_installed_engines(config, settings, node)
+        findings += check_installed_engines(config, settings, node)
     with mistakes.at("node"):
         check_installed_packages(config, settings, node)
     with mistakes.at("node"):
@@ -232,7 +236,7 @@ def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, 
     alone, findings = without_further_nodes(settings), list[str]()
     if node := reach_node(alone, store, findings):
         with mistakes.at("node"):
-            check_installed_engines(config, alone, node, trains=False)
+            findings += check_installed_engines(config, alone, node, trains=False)
         with mistakes.at("node"):
             check_installed_packages(config, alone, node, trains=False)
         with mistakes.at("node"):
@@ -469,16 +473,21 @@ def check_engine_ports(config: Config, node: Node, store: Path) -> None:
                     check_engine_port(session, port, each, trainer=trainer, api_key=key or own_key)
 
 
-def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError when the engine is not installed where it is to run."""
-    engine = config.rollout.engine
+def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> list[str]:
+    """The engines that a run installs, a sentence for each machine, and a warning for GPUs that other programs use.
+
+    Raises:
+        ConfigError: a machine has no engine, and the run cannot install it.
+    """
+    engine, findings = config.rollout.engine, list[str]()
     if engine.router_python:
         with open_session(node) as session, as_config_errors():
             check_router(session, config, trains=trains)
     if leads_engines(config, node, trains=trains):
-        check_installed_engine(settings, node, engine)
+        findings += check_installed_engine(settings, node, config)
     for own_settings, each in zip(settings_of_engines(settings), node.engine_nodes, strict=True):
-        check_installed_engine(own_settings, each, engine)
+        findings += check_installed_engine(own_settings, each, config)
+    return findings
 
 
 def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
@@ -520,12 +529,17 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
         raise ConfigError(f"deployment.engine_port: {error}") from error
 
 
-def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
-    """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
-    if engine.spec.is_own or (is_installed_by_run(settings) and not engine.python):
-        return
+def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, config: Config) -> list[str]:
+    """The same for one machine. An engine among the packages of the node is seen when the run has installed them."""
+    engine = config.rollout.engine
+    is_among_packages = is_installed_by_run(settings) and (settings.requirements or engine.install == "never")
+    if engine.spec.is_own or (is_among_packages and not engine.python):
+        return []
     with open_session(node) as session, as_config_errors():
-        check_installed(session, node, engine)
+        gpus = read_gpus(session)
+        said = plan_engine_of(session, node, settings, engine, gpus).describe(engine)
+    busy = warn_of_busy_gpus(gpus, config.deployment.engine_gpu_ranks)
+    return [*filter(None, [said]), *map(Caution, busy)]
 
 
 @contextmanager

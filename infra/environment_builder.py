@@ -3,7 +3,8 @@
 The node's side of environment.py. Runs as a supervised job: `python -I environment_builder.py RUN_DIR`.
 Standard library only and one file, because it is sent to nodes by content.
 
-    job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
+    job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
+                  for further arguments that both installers know
     env/          the environment
     tmp/          what the installer needs meanwhile
     python/       an interpreter that uv has fetched, where it has no place for those in the user's home
@@ -44,8 +45,9 @@ def main() -> int:
     lock.write_text("".join(line + "\n" for line in job["requirements"]))
     python = str(environment / "bin" / "python")
     install = {"pip": install_by_pip, "uv": install_by_uv}[job["installer"]]
+    index = ["--index-url", job["index"]] if job["index"] else []
     try:
-        install(environment, ["--requirement", str(lock), *(["--index-url", job["index"]] if job["index"] else [])])
+        install(environment, ["--requirement", str(lock), *index, *job.get("options", ())])
     except subprocess.CalledProcessError as error:
         return error.returncode or 1
     finally:
@@ -69,7 +71,9 @@ def install_by_uv(environment: Path, arguments: "list[str]") -> None:
     """Make the environment with a new enough interpreter, which uv fetches where the node has none, and install."""
     uv = find_uv() or fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
-    run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
+    # pip compares the versions of all indexes; uv would look only in the first one that has a package of the name.
+    strategy = ["--index-strategy", "unsafe-best-match"] if "--extra-index-url" in arguments else []
+    run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *strategy, *arguments])
 
 
 def find_uv() -> "str | None":

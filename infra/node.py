@@ -435,6 +435,8 @@ class Node:
     """True when it costs money that is not ours to count or to end."""
     believed_by: str = ""
     """Why its host key was believed (host_keys.py says which reasons there are); empty for this machine."""
+    engine_python: str = ""
+    """The interpreter of the engine that a run has installed or found on it; empty takes what the settings say."""
     address: str = ""
     """Where what runs on it listens for the node that leads its unit; empty for that one itself."""
     trainer_nodes: tuple["Node", ...] = ()

@@ -74,6 +74,8 @@ class EngineAddress(Record):
 
     provider: EngineKind = "embedded"
     """What answers there."""
+    version: str = ""
+    """The version of its package; empty for the engine of this project."""
     url: str
     """Base URL, reachable from the job."""
     lease_file: str

@@ -28,7 +28,8 @@ from rollouts.infra.node import FurtherNode, LocalNode, Node, NodeSettings, sett
 from rollouts.infra.providers import open_session
 from rollouts.infra.reach import check_both_ways
 from rollouts.infra.session import Session
-from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
+from rollouts.tasks.engine_installs import with_engine
+from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.optional_packages import check_packages
 from rollouts.tasks.placement import place_code
 from rollouts.tasks.progress import StageProgress
@@ -96,7 +97,7 @@ def bootstrap(
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
         if leads_engines(config, node, trains=trains):
-            check_installed(session, ready, config.rollout.engine)
+            ready = with_engine(session, ready, settings, config, say=progress.say)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
@@ -129,7 +130,7 @@ def bootstrap(
             with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
                 found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
                 warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
-                check_installed(own_session, found, config.rollout.engine)
+                found = with_engine(own_session, found, own_settings, config, say=progress.say)
                 check_both_ways(session, node, own_session, each)
             engine_nodes.append(found)
     return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))

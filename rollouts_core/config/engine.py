@@ -17,6 +17,8 @@ from rollouts_core.plugins import KeyOf
 
 EngineKind = Annotated[str, KeyOf(ENGINES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
+INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
+"""No user, password or key: these belong into the settings of pip or uv."""
 MIN_ENGINE_CONTEXT = 26
 """Tokens that an installed engine must have room for: a few completions prove its weights (engines/canary.py)."""
 KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
@@ -27,11 +29,20 @@ class EngineConfig(Record):
     """The inference server that samples."""
 
     kind: EngineKind = "embedded"
-    """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an
-    environment of their own."""
+    """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own."""
+    install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
+    """Whether a run installs SGLang or vLLM if it is missing, and by which program. auto: by the program that
+    installs the node's packages, or else by pip."""
+    requirements: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """File with the exact versions to install. Empty takes the versions that this project was tested with."""
+    package_index: str = Field(default="", pattern=INDEX_URL, json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """URL of a further package index, for instance one with torch for another CUDA. The node's own settings apply, too.
+    """
+    wheels: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """Folder of this machine with the wheels of all packages. A node without a network gets them from here."""
     python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
-    takes that of the jobs."""
+    """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node. Empty
+    takes that of the jobs, or one that the run installs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the engine's weights; auto takes that of the model's configuration, on a GPU bfloat16 in place
     of float32, in which checkpoints are saved. The embedded engine always takes float32."""
@@ -65,6 +76,7 @@ class EngineConfig(Record):
     def _broken_rules(self) -> Iterator[str]:
         spec = self.spec
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
+        given |= {name: getattr(self, name) for name in ("requirements", "package_index", "wheels")}
         installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
         for name in [name for name, value in given.items() if value and spec.is_own]:
             yield f"engine.{name} is a setting of the kinds {installed}: leave it out"

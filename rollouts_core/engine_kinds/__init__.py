@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from rollouts_core.engine_kinds.embedded import EMBEDDED
 from rollouts_core.engine_kinds.sglang import SGLANG
-from rollouts_core.engine_kinds.spec import EngineSpec, LaunchPart, ScoringAPI
+from rollouts_core.engine_kinds.spec import EngineBuild, EngineSpec, LaunchPart, ScoringAPI
 from rollouts_core.engine_kinds.vllm import VLLM
 
 ENGINES: Mapping[str, EngineSpec] = {
@@ -21,4 +21,4 @@ ENGINES: Mapping[str, EngineSpec] = {
 }
 """By the name that `rollout.engine.kind` has for it."""
 
-__all__ = ["EMBEDDED", "ENGINES", "SGLANG", "VLLM", "EngineSpec", "LaunchPart", "ScoringAPI"]
+__all__ = ["EMBEDDED", "ENGINES", "SGLANG", "VLLM", "EngineBuild", "EngineSpec", "LaunchPart", "ScoringAPI"]

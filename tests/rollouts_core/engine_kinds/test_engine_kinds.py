@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from rollouts.infra.errors import PermanentInfraError
-from rollouts.infra.node import Node
+from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.session import LocalSession
-from rollouts.tasks.installed_engines import check_installed
+from rollouts.tasks.engine_installs import plan_engine_of
 from rollouts_core import engine_kinds
 from rollouts_core.config import EngineConfig, RolloutConfig, SamplingConfig
 from rollouts_core.engine_kinds import ENGINES, SGLANG, LaunchPart
@@ -63,7 +63,7 @@ def test_a_further_kind_is_started_and_looked_for_like_the_others(toy: str) -> N
     assert command.argv == ("/opt/toy/python", "-m", "toy", "/models/m", "30000", "bfloat16")
     node = Node(name="here", provider="local", root="/nowhere", python=sys.executable)
     with pytest.raises(PermanentInfraError, match=r"has no toy_engine, which this rollout\.engine\.kind needs"):
-        check_installed(LocalSession(sys.executable), node, EngineConfig(kind=toy))
+        plan_engine_of(LocalSession(sys.executable), node, LocalNode(), EngineConfig(kind=toy), [])
 
 
 def test_a_further_kind_is_asked_by_the_client_that_its_row_names(toy: str, quickstart_dir: Path) -> None:
