@@ -43,6 +43,7 @@ from rollouts.infra.session import LOOPBACK, Session
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import check_writable_store
 from rollouts.tasks.closest_stage import find_older_version
+from rollouts.tasks.engine_choice import choose_engine, is_open, with_kept_choice, with_kind
 from rollouts.tasks.engine_installs import plan_engine_of, warn_of_busy_gpus
 from rollouts.tasks.inputs import bring_inputs, has_inputs_to_bring, named_urls
 from rollouts.tasks.installed_engines import check_router, leads_engines
@@ -63,6 +64,7 @@ from rollouts_core.checks.resource_needs import (
 )
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.engine_kinds.auto import FOR_GPUS
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
@@ -120,6 +122,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     if config.missing_data:  # the preparation failed, and every other check would read its files
         mistakes.check()
     check_files(config.data, mistakes)
+    with mistakes.at("node"):
+        config = _choose_engine(pipeline.node, config, store, findings)
     if not mistakes.has("run.store"):
         with mistakes.at("node"):
             findings += _check_node(pipeline.node, config, store, mistakes)
@@ -132,6 +136,22 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         findings += check_retrain(pipeline, config, store)
     mistakes.check()
     return findings
+
+
+def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
+    """The configuration with the engine that a run would take now, if its settings leave that open; adds a finding."""
+    kept = with_kept_choice(config, settings, store)
+    if not is_open(kept):
+        return kept
+    node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
+    if node is None:
+        findings.append(f"rollout.engine: auto takes {FOR_GPUS} if the machine has a GPU that is free")
+        return with_kind(config, FOR_GPUS)
+    own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
+    with open_session(own) as session, as_config_errors():
+        choice = choose_engine(session, own, own_settings, config, find_model_size(config.model), installs=False)
+    findings.append(str(choice))
+    return with_kind(config, choice.kind)
 
 
 def _mistakes_of(pipeline: Pipeline) -> Mistakes:
@@ -221,6 +241,8 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         if given:
             with mistakes.at(f"evaluate.{setting}"):
                 models.append(find_named_model(given, pipeline.config, store, findings.append).model)
+    with mistakes.at("node"):
+        config = _choose_engine(without_further_nodes(pipeline.node), config, store, findings)
     with mistakes.at("node"):
         findings += _check_evaluating_node(pipeline.node, config, store, mistakes)
     from rollouts_core.checks.validate import validate_evaluation  # torch and transformers load here

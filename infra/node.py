@@ -435,6 +435,8 @@ class Node:
     """True when it costs money that is not ours to count or to end."""
     believed_by: str = ""
     """Why its host key was believed (host_keys.py says which reasons there are); empty for this machine."""
+    engine_kind: str = ""
+    """The kind of engine that was chosen on it, for settings that leave this open."""
     engine_python: str = ""
     """The interpreter of the engine that a run has installed or found on it; empty takes what the settings say."""
     address: str = ""

@@ -28,6 +28,7 @@ from rollouts.infra.node import FurtherNode, LocalNode, Node, NodeSettings, sett
 from rollouts.infra.providers import open_session
 from rollouts.infra.reach import check_both_ways
 from rollouts.infra.session import Session
+from rollouts.tasks.engine_choice import choose_engine, is_open, keep_choice, with_choice_of
 from rollouts.tasks.engine_installs import with_engine
 from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.optional_packages import check_packages
@@ -52,7 +53,13 @@ DISK_USE_TIMEOUT_S = 120.0
 
 @task(name="bootstrap", cache_policy=NO_CACHE)
 def bootstrap(
-    node: Node, config: Config, settings: NodeSettings, *, trains: bool = True, begun: Sequence[str] = ()
+    node: Node,
+    config: Config,
+    settings: NodeSettings,
+    *,
+    trains: bool = True,
+    begun: Sequence[str] = (),
+    kept_choice: Path | None = None,
 ) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
@@ -63,6 +70,7 @@ def bootstrap(
         trains: whether something is trained there, which takes memory and disk.
         begun: the directories, here, of the run's trainings that may have been begun: what checkpoints take that lie
             there is taken already.
+        kept_choice: the file for the choice of an engine.
     """
     placement = config.deployment
     size = find_model_size(config.model) if trains else ModelSize()
@@ -96,6 +104,9 @@ def bootstrap(
             check_kernels_without_gpu(config)
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
+        if is_open(config):
+            ready = choose_on_node(stack, ready, settings, config, size, progress, kept_choice)
+            config = with_choice_of(config, ready)
         if leads_engines(config, node, trains=trains):
             ready = with_engine(session, ready, settings, config, say=progress.say)
         check_router(session, config, trains=trains)
@@ -134,6 +145,25 @@ def bootstrap(
                 check_both_ways(session, node, own_session, each)
             engine_nodes.append(found)
     return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
+
+
+def choose_on_node(
+    stack: ExitStack,
+    node: Node,
+    settings: NodeSettings,
+    config: Config,
+    size: ModelSize,
+    progress: StageProgress,
+    kept_choice: Path | None,
+) -> Node:
+    """The node with the kind of engine that is chosen on it, or on the first of the nodes for engines."""
+    own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
+    session = stack.enter_context(open_session(own))
+    choice = choose_engine(session, own, own_settings, config, size)
+    progress.say(str(choice))
+    if kept_choice is not None:
+        keep_choice(kept_choice, choice)
+    return replace(node, engine_kind=choice.kind)
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:

@@ -51,7 +51,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
         say: told what was fetched, a sentence each.
 
     Raises:
-        InputError: there is no such model, or it is not whole; one sentence.
+        InputError: the model does not exist, or it is not whole; one sentence.
         InfraError: an object store does not answer, or has nothing there.
     """
     path = config.model.path if given == BASE else given

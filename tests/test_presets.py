@@ -60,6 +60,7 @@ Rows = list[dict[str, Any]]  # Any: columns of every type
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
 HUB_PRESETS = [name for name in NAMES if name != "quickstart"]
+CHOSEN = "rollout.engine: auto takes embedded, because the node has no GPU"
 SIZES = {"num_train": 20, "num_selection": 6, "num_heldout": 8}
 REDUCED: Settings = {
     "model": {"path": "./base_model"},
@@ -140,6 +141,7 @@ def test_a_reduced_preset_runs_to_its_report(name: str, rollouts: Rollouts, tmp_
         **{"rollout.batch_size": 2, "rollout.sampling.max_new_tokens": 16},
         **{"rollout.filter_fn": "reasonable_length", "rollout.over_sampling_factor": 1.0},
         **{"evaluation.max_p_value": 1.0, "deployment.trainer_gpu_ranks": [], "deployment.trainer_processes": 1},
+        **{"deployment.engine_gpu_ranks": [], "deployment.colocated": False},
         **{"deployment.engine_threads": 1, "node.min_free_gb": 0.1},
     }
     given = [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in changes.items()]
@@ -147,6 +149,7 @@ def test_a_reduced_preset_runs_to_its_report(name: str, rollouts: Rollouts, tmp_
     assert code == 0, output
     [report] = rollouts.store.glob("runs/*/report.html")
     assert "6 rows of selection" in output
+    assert (CHOSEN in output) == load_pipeline(PRESETS / f"{name}.toml").config.is_graded
     prepare = read_settings(report.with_name("config.toml"))["data"]["prepare"]
     assert prepare["name"] == load_pipeline(PRESETS / f"{name}.toml").config.data.prepare.name
 

@@ -12,10 +12,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
-from rollouts_core.engine_kinds import ENGINES, EngineSpec
+from rollouts_core.engine_kinds import ENGINE_CHOICES, ENGINES, EngineSpec
 from rollouts_core.plugins import KeyOf
 
 EngineKind = Annotated[str, KeyOf(ENGINES)]
+EngineChoice = Annotated[str, KeyOf(ENGINE_CHOICES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
 """No user, password or key: these belong into the settings of pip or uv."""
@@ -28,8 +29,9 @@ KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 class EngineConfig(Record):
     """The inference server that samples."""
 
-    kind: EngineKind = "embedded"
-    """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own."""
+    kind: EngineChoice = "embedded"
+    """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own. auto:
+    sglang on a node with a free GPU, and embedded elsewhere, or if sglang does not know the model."""
     install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
     """Whether a run installs SGLang or vLLM if it is missing, and by which program. auto: by the program that
     installs the node's packages, or else by pip."""
@@ -71,7 +73,7 @@ class EngineConfig(Record):
     @property
     def spec(self) -> EngineSpec:
         """What is known of the kind."""
-        return ENGINES[self.kind]
+        return ENGINE_CHOICES[self.kind]
 
     def _broken_rules(self) -> Iterator[str]:
         spec = self.spec

@@ -46,6 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_rows.py").write_text(OWN)
     monkeypatch.setenv("ROLLOUTS_CODE_PATH", "")
     monkeypatch.delitem(sys.modules, "own_rows", raising=False)  # that of another test
+    monkeypatch.syspath_prepend(tmp_path)  # before the folders of other tests, which stay on the path
     add_code_folders([tmp_path])
     return tmp_path
 

@@ -17,7 +17,7 @@ from rollouts.infra.session import LocalSession
 from rollouts.tasks.engine_installs import plan_engine_of
 from rollouts_core import engine_kinds
 from rollouts_core.config import EngineConfig, RolloutConfig, SamplingConfig
-from rollouts_core.engine_kinds import ENGINES, SGLANG, LaunchPart
+from rollouts_core.engine_kinds import ENGINE_CHOICES, ENGINES, SGLANG, LaunchPart
 from rollouts_core.engines import Endpoint, connect
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.job import ServeJob
@@ -44,7 +44,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_further_kind_is_configured_like_the_others(toy: str) -> None:
     assert EngineConfig(kind=toy).spec.title == "Toy"
-    assert EngineConfig.model_json_schema()["properties"]["kind"]["enum"] == [*ENGINES]
+    assert EngineConfig.model_json_schema()["properties"]["kind"]["enum"] == [*ENGINE_CHOICES]
     with pytest.raises(ValidationError, match=r'"tensors" does not reach engines of the kind toy: choose auto or gloo'):
         EngineConfig(kind=toy, weight_transfer="tensors")
     with pytest.raises(ValidationError, match=r"which weights sampled it, and Toy does not"):
@@ -52,7 +52,7 @@ def test_a_further_kind_is_configured_like_the_others(toy: str) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ValidationError, match="Input should be " + ", ".join(map(repr, [*ENGINES][:-1]))):
+    with pytest.raises(ValidationError, match="Input should be " + ", ".join(map(repr, [*ENGINE_CHOICES][:-1]))):
         EngineConfig(kind="tensorrt")
 
 
