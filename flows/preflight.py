@@ -20,7 +20,7 @@ from rollouts.flows.form import Pipeline, read_draft
 from rollouts.flows.server import check_path
 from rollouts.infra.bootstrap import check_disk
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
-from rollouts.infra.gpu_state import read_gpus
+from rollouts.infra.gpu_state import GpuState, read_gpus
 from rollouts.infra.node import (
     FurtherNode,
     InstanceNode,
@@ -54,6 +54,7 @@ from rollouts.tasks.trackers import check_trackers
 from rollouts.tasks.unit_keys import own_unit_key
 from rollouts.tasks.watch import check_outside, check_sources, watched_sources
 from rollouts_core.checks.needed_part import GIB, sum_bytes
+from rollouts_core.checks.placement_plan import plan_placement
 from rollouts_core.checks.resource_needs import (
     check_kernels_without_gpu,
     checkpoint_disk_bytes,
@@ -561,7 +562,20 @@ def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, con
         gpus = read_gpus(session)
         said = plan_engine_of(session, node, settings, engine, gpus).describe(engine)
     busy = warn_of_busy_gpus(gpus, config.deployment.engine_gpu_ranks)
-    return [*filter(None, [said]), *map(Caution, busy)]
+    return [*filter(None, [said]), *map(Caution, busy), *suggest_placement(config, gpus)]
+
+
+def suggest_placement(config: Config, gpus: Sequence[GpuState]) -> list[str]:
+    """How trainer and engines would share the GPUs, if the settings name no GPUs for engines."""
+    if not gpus or not config.samples_for_training or config.deployment.engine_gpu_ranks:
+        return []
+    size = find_model_size(config.model)
+    if not size.tensors:
+        return []
+    try:
+        return [str(plan_placement(config, size, [int(gpu.total_gb * 1e9) for gpu in gpus]))]
+    except ConfigError as error:
+        return [Caution(str(error))]
 
 
 @contextmanager

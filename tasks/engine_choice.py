@@ -114,7 +114,9 @@ def choose_engine(
     """
     gpus = read_gpus(session)
     chosen = with_kind(config, FOR_GPUS)
-    needed_gb = engine_weight_bytes(chosen, size) / 1e9
+    ranks = {"engine_gpu_ranks": config.deployment.engine_gpu_ranks or (0,)}
+    placed = chosen.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
+    needed_gb = engine_weight_bytes(placed, size) / 1e9
     choice = choose_by_gpus(gpus, config.deployment.engine_gpu_ranks, needed_gb)
     if choice.kind == WITHOUT_GPUS:
         return choice

@@ -12,15 +12,13 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.locks import locked
 from rollouts.tasks.places import INPUTS
-from rollouts.tasks.preparing import DIGEST_CHARS, hub_environment
+from rollouts.tasks.preparing import DIGEST_CHARS, ask_hub, hub_environment
 from rollouts_core.config import Config
 from rollouts_core.config.files import HUB_ID
 from rollouts_core.data.rows import COMMIT
@@ -62,7 +60,7 @@ def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> 
             incoming = folder.with_name(f".{folder.name}.incoming")
             _check_room(name, incoming, num_bytes)
             say(f"model.path: downloads {name} at {commit}, {num_bytes / GB:.1f} GB")
-            _ask(["fetch", name, commit, str(incoming)], environment)
+            ask_hub(["fetch", name, commit, str(incoming)], environment)
             incoming.rename(folder)
             say(f"model.path: {name} lies in {folder}")
     model = config.model.model_copy(update={"path": str(folder), "revision": ""})
@@ -80,13 +78,5 @@ def _check_room(name: str, incoming: Path, num_bytes: int) -> None:
 
 
 def _find(name: str, revision: str, environment: Mapping[str, str]) -> dict[str, object]:
-    found: dict[str, object] = json.loads(_ask(["find", name, revision], environment))
+    found: dict[str, object] = json.loads(ask_hub(["find", name, revision], environment))
     return found
-
-
-def _ask(arguments: list[str], environment: Mapping[str, str]) -> str:
-    command = [sys.executable, "-P", "-m", "rollouts_core.data.hub_download", *arguments]
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ConfigError(done.stderr.strip().rpartition("\n")[2])
-    return done.stdout

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
@@ -20,6 +20,7 @@ from rollouts.infra.locks import locked
 from rollouts.tasks.places import INPUTS
 from rollouts_core.config import Config, HubConfig, name_of_function
 from rollouts_core.data.preparing import FILES, digest_preparation, find_source
+from rollouts_core.data.rows import COMMIT
 from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.keys import HUB_TOKEN, read_key
 from rollouts_core.system.files import new_directory
@@ -41,7 +42,8 @@ def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Con
     if not prepare.name:
         return config
     name = name_of_function(prepare.name)
-    source, revision = find_source(prepare)
+    source, asked_revision = find_source(prepare)
+    revision = _commit_of(source, asked_revision, config.hub)
     digest = digest_preparation(prepare, source, revision)[:DIGEST_CHARS]
     folder = store.resolve() / INPUTS / digest / PREPARED
     _claim(folder.parent, store)
@@ -61,6 +63,26 @@ def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Con
             "file, or choose another preparation"
         )
     return prepared
+
+
+def _commit_of(source: str, revision: str, hub: HubConfig) -> str:
+    """The commit of a dataset of the hub; empty for a folder."""
+    if not source or Path(source).exists() or COMMIT.fullmatch(revision):
+        return revision
+    return str(json.loads(ask_hub(["dataset", source, revision], hub_environment(hub)))["commit"])
+
+
+def ask_hub(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The answer of rollouts_core/data/hub_download.py, in a process with these variables.
+
+    Raises:
+        ConfigError: the hub does not give what was asked for.
+    """
+    command = [sys.executable, "-P", "-m", "rollouts_core.data.hub_download", *arguments]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(done.stderr.strip().rpartition("\n")[2])
+    return done.stdout
 
 
 def hub_environment(hub: HubConfig) -> dict[str, str]:

@@ -1,7 +1,10 @@
-"""Download a model of the hub into a folder, at one commit; an interrupted download is resumed.
+"""Download a model of the hub into a folder, at one commit, or name the commit of a dataset.
+
+An interrupted download is resumed.
 
     python -P -m rollouts_core.data.hub_download find NAME REVISION            {"commit": ..., "num_bytes": ...}
     python -P -m rollouts_core.data.hub_download fetch NAME COMMIT FOLDER
+    python -P -m rollouts_core.data.hub_download dataset NAME REVISION         {"commit": ...}
 
 It runs in a process of its own, because the hub's library reads its address and token when it is imported. A
 mistake is one sentence on standard error.
@@ -33,6 +36,13 @@ def find_model(name: str, revision: str) -> dict[str, object]:
     return {"commit": info.sha, "num_bytes": sum(size for file, size in sizes.items() if is_wanted(file))}
 
 
+def find_dataset(name: str, revision: str) -> dict[str, object]:
+    """The commit of a dataset."""
+    from huggingface_hub import HfApi
+
+    return {"commit": HfApi().dataset_info(name, revision=revision or None).sha}
+
+
 def is_wanted(file: str) -> bool:
     """Whether a file is downloaded."""
     is_left_out = any(fnmatch(file, pattern) for pattern in LEFT_OUT)
@@ -52,12 +62,13 @@ def main() -> int:
     """Carry out one verb; see the head of this file."""
     verb, name, revision = sys.argv[1:4]
     try:
-        if verb == "find":
-            sys.stdout.write(json.dumps(find_model(name, revision)) + "\n")
-        else:
+        if verb == "fetch":
             fetch_model(name, revision, Path(sys.argv[4]))
+        else:
+            found = find_model(name, revision) if verb == "find" else find_dataset(name, revision)
+            sys.stdout.write(json.dumps(found) + "\n")
     except Exception as error:  # the hub's own errors, and those of the HTTP library that its version has
-        raise SystemExit(explain_hub_error("model", name, error)) from error
+        raise SystemExit(explain_hub_error("dataset" if verb == "dataset" else "model", name, error)) from error
     return 0
 
 

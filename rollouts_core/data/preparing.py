@@ -23,7 +23,7 @@ from rollouts_core.config.data import PrepareConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.data import preparations
 from rollouts_core.data.preparations import PREPARATIONS, PrepareFn, Row
-from rollouts_core.data.rows import digest_path, open_rows, resolve_revision
+from rollouts_core.data.rows import digest_path, open_rows
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.fingerprint import digest_plugins
 from rollouts_core.user_code.failures import describe_raised
@@ -37,11 +37,11 @@ MAX_CAUSES = 10
 
 
 def find_source(prepare: PrepareConfig) -> tuple[str, str]:
-    """The dataset that is prepared, and its commit; empty for a folder.
+    """The dataset that is prepared, and its revision as it is asked for; empty for a folder, and for the newest.
 
     Raises:
         ConfigError: the preparation does not exist.
-        DataError: the folder does not exist, or the hub does not name the commit.
+        DataError: the folder does not exist.
     """
     name = name_of_function(prepare.name)
     known = PREPARATIONS.get(name)
@@ -54,7 +54,7 @@ def find_source(prepare: PrepareConfig) -> tuple[str, str]:
         raise DataError(f"data.prepare.source: {source} does not exist: give a folder, or the name of a hub dataset")
     is_usual = known is not None and source == known.source
     revision = prepare.revision or (known.revision if known and is_usual else "")
-    return source, resolve_revision(source, revision)
+    return source, "" if Path(source).exists() else revision
 
 
 def find_function(prepare: PrepareConfig) -> PrepareFn:
