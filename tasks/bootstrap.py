@@ -111,7 +111,7 @@ def bootstrap(
             ready = with_engine(session, ready, settings, config, say=progress.say)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
-        trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
+        trainers, trainer_nodes = [(session, node)], list[Node]()
         for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
             own_needs = replace(
                 needs,
@@ -130,21 +130,31 @@ def bootstrap(
                     check_both_ways(other_session, other, own_session, each)
             trainers.append((own_session, each))
             trainer_nodes.append(found)
-        for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
-            own_needs = NodeNeeds(
-                disk_gb=own_settings.min_free_gb,
-                num_gpus=len(placement.engine_gpu_ranks),
-                last_gpu=max(placement.engine_gpu_ranks, default=-1),
-                engine_gpu_ranks=placement.engine_gpu_ranks,
-                engine_gb=engine_weight_bytes(config, size) / 1e9,
-            )
-            with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
-                found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
-                warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
-                found = with_engine(own_session, found, own_settings, config, say=progress.say)
-                check_both_ways(session, node, own_session, each)
-            engine_nodes.append(found)
-    return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
+        engine_nodes = prepare_engine_nodes(session, node, settings, config, size, progress)
+    return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=engine_nodes)
+
+
+def prepare_engine_nodes(
+    session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
+) -> tuple[Node, ...]:
+    """The nodes for engines, checked and with their engines; each reaches the node of `session`, which trains."""
+    placement, engine_nodes = config.deployment, list[Node]()
+    num_machines = 1 + len(node.trainer_nodes)
+    for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
+        own_needs = NodeNeeds(
+            disk_gb=own_settings.min_free_gb,
+            num_gpus=len(placement.engine_gpu_ranks),
+            last_gpu=max(placement.engine_gpu_ranks, default=-1),
+            engine_gpu_ranks=placement.engine_gpu_ranks,
+            engine_gb=engine_weight_bytes(config, size) / 1e9,
+        )
+        with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
+            found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+            warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
+            found = with_engine(own_session, found, own_settings, config, say=progress.say)
+            check_both_ways(session, node, own_session, each)
+        engine_nodes.append(found)
+    return tuple(engine_nodes)
 
 
 def choose_on_node(

@@ -47,8 +47,10 @@ class EngineChoice:
 
 
 def is_open(config: Config) -> bool:
-    """Whether the engine is still to be chosen."""
-    return config.rollout.engine.kind == CHOSEN_ON_NODE
+    """Whether the run samples by an engine that is still to be chosen."""
+    evaluation = config.evaluation
+    samples = config.samples_for_training or (evaluation.metric == "accuracy" and evaluation.engine == "rollout")
+    return samples and config.rollout.engine.kind == CHOSEN_ON_NODE
 
 
 def with_kind(config: Config, kind: str) -> Config:
