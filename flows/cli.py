@@ -40,7 +40,7 @@ from rollouts.flows.commands.models import add_model_commands
 from rollouts.flows.commands.notify import notify
 from rollouts.flows.commands.plugins import plugins
 from rollouts.flows.commands.prefect_yaml import prefect_yaml
-from rollouts.flows.commands.preset import preset
+from rollouts.flows.commands.preset import load_preset, preset
 from rollouts.flows.commands.prune import prune
 from rollouts.flows.commands.runs import logs, report, runs, samples, show
 from rollouts.flows.commands.serve import chat, serve
@@ -115,9 +115,12 @@ RunArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG",
-        help="TOML, JSON or Python file that describes the run. With --deployment instead: settings that differ from "
-        "the deployment's, as training.rl.num_steps=10, any number of them.",
+        help="TOML, JSON or Python file that describes the run. With --preset or --deployment instead: settings that "
+        "differ from theirs, as training.rl.num_steps=10, any number of them.",
     ),
+]
+PresetName = Annotated[
+    str, typer.Option("--preset", metavar="NAME", help="Take this preset of `rollouts preset` as the configuration.")
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
@@ -210,6 +213,7 @@ def run(
     context: typer.Context,
     arguments: RunArguments = None,
     store: ConfiguredStore = None,
+    preset: PresetName = "",
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
@@ -232,18 +236,31 @@ def run(
         link = trigger_run(store or Path(RunOptions().store), deployment, [*(arguments or []), *of_run])
         console.print(f"follow it at   {link}", markup=False)
         return
+    pipeline = load_chosen(context, arguments, preset)
+    given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
+    settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
+    options = parse_config(RunOptions, settings, source="command line")
+    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
+
+
+def load_chosen(
+    context: typer.Context, arguments: list[str] | None, preset: str, *, reads_rows: bool = False
+) -> Pipeline:
+    """The pipeline of the given configuration, or of a preset with the given settings.
+
+    Args:
+        reads_rows: as in `load_checkable`.
+    """
+    if preset:
+        return load_preset(preset, arguments or [])
     if not arguments:
         raise typer.BadParameter("Missing argument 'CONFIG'.", ctx=context)
     if len(arguments) != 1:
         raise InputError(
             f"expected one configuration, found {' '.join(arguments)}: write settings into the file; key=value goes "
-            "with --deployment"
+            "with --preset and --deployment"
         )
-    pipeline = load_checkable(Path(arguments[0]))
-    given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
-    settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
-    options = parse_config(RunOptions, settings, source="command line")
-    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
+    return load_checkable(Path(arguments[0]), reads_rows=reads_rows)
 
 
 def evaluate(
@@ -305,8 +322,10 @@ def quickstart(
 
 
 def validate(
-    config: ConfigFile,
+    context: typer.Context,
+    arguments: RunArguments = None,
     store: ConfiguredStore = None,
+    preset: PresetName = "",
     show: Annotated[
         int, typer.Option(min=0, max=1000, help="Print so many rows of each data file as they will be trained on.")
     ] = 0,
@@ -319,7 +338,7 @@ def validate(
     Says what it found, warnings last: a run would start in spite of them. With --show N, first prints rows: text
     between [[ and ]] enters the loss.
     """
-    pipeline = load_checkable(config, reads_rows=True)
+    pipeline = load_chosen(context, arguments, preset, reads_rows=True)
     place = store or Path(pipeline.run.store)
     if show:
         print_rows(pipeline.config, place, show, as_json=as_json)

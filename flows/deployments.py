@@ -231,7 +231,7 @@ def overridden(
     """Parameters of a deployment of this flow with settings replaced; an assignment is `key=value`, a key of a file.
 
     A value is read as JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces all
-    settings that the former one filled in, even changed ones.
+    settings of the former algorithm, even changed ones.
 
     Raises:
         ConfigError: one sentence; the key is not known, or the value does not fit.
@@ -242,23 +242,33 @@ def overridden(
     if any(each.startswith("training.rl.algorithm=") for each in given):
         _forget_algorithm(settings)
     for assignment in given:
-        key, separator, text = assignment.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
-        node = settings["node"]
-        if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
-            settings["node"] = {}  # the settings of another kind say nothing about this one
-        *sections, last = key.split(".")
+        key = assignment.partition("=")[0]
         if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
             raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")
-        section = settings
-        for name in sections:
-            section = section.setdefault(name, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"{key}: {name} is a value, not a table of settings")
-        section[last] = assigned_value(text)
+        assign(settings, assignment)
     pipeline = parse_pipeline(settings, Path("command line"))
     return parameters_of(pipeline)
+
+
+def assign(settings: dict[str, Any], assignment: str) -> None:  # Any: JSON
+    """Set one setting, `key=value` with a dotted key, in the tables of a configuration.
+
+    Raises:
+        ConfigError: one sentence; it has another form, or a table of the key is a value.
+    """
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
+    node = settings.get("node")
+    if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
+        settings["node"] = {}  # the settings of another kind say nothing about this one
+    *sections, last = key.split(".")
+    section = settings
+    for name in sections:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{key}: {name} is a value, not a table of settings")
+    section[last] = assigned_value(text)
 
 
 def _forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON

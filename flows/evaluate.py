@@ -10,6 +10,7 @@ Not here: the stage that scores, which is the one of `sft-rl` (tasks/stage_tasks
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -26,6 +27,7 @@ from rollouts.flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from rollouts.flows.pipeline import known_to_live, link_live_page, live_url, machine_of_the_run, open_scope, run_on
 from rollouts.flows.run_ends import with_noted_end
 from rollouts.infra.node import Node, settings_of_engines, without_further_nodes
+from rollouts.tasks.engine_choice import with_choice_of, with_kept_choice
 from rollouts.tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
 from rollouts.tasks.finished import RunStage
 from rollouts.tasks.plan import plan_evaluation, with_engines_of_trainer
@@ -66,6 +68,7 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
         scoring = without_further_nodes(node)
         if settings_of_engines(node):
             scored = with_engines_of_trainer(scored)
+        scored = with_kept_choice(scored, scoring, Path(scope.store))
         stages = partial(score_models, as_inputs(found), scored, scope)
         with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:
             record = stages(machine, partial(run_on, machine, scope))
@@ -79,4 +82,4 @@ def score_models(
     models: Mapping[str, InputModel], config: Config, scope: RunScope, machine: Node, run: RunStage
 ) -> StageRecord:
     """The only stage."""
-    return run(plan_evaluation(models, config, scope, machine))
+    return run(plan_evaluation(models, with_choice_of(config, machine), scope, machine))

@@ -491,7 +491,8 @@ def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
     functions |= {f"filters.{index}.name": each.name for index, each in enumerate(rollout.filters)}
     named = {f"rollout.{name}": function for name, function in functions.items()}
-    for setting, function in {**named, "training.rl.loss_fn": config.training.rl.loss_fn}.items():
+    others = {"training.rl.loss_fn": config.training.rl.loss_fn, "data.prepare.name": config.data.prepare.name}
+    for setting, function in {**named, **others}.items():
         if isinstance(function, str):
             continue
         called = getattr(function, "__qualname__", f"a {type(function).__qualname__}")

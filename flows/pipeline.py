@@ -58,8 +58,9 @@ from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.budget import stopped_in_time
 from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
+from rollouts.tasks.engine_choice import choice_file, with_choice_of, with_kept_choice
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
-from rollouts.tasks.inputs import named_urls
+from rollouts.tasks.inputs import has_inputs_to_bring
 from rollouts.tasks.plan import (
     engine_ports,
     plan_evaluation,
@@ -144,9 +145,9 @@ def prepare(
     if deployment.id is not None:  # rollouts run has checked already
         check_settings(config, node, run, retrain=retrain)
     link_live_page(scope)
-    local = reach_stores(config, scope) if run.publish or named_urls(config) else config
+    local = reach_stores(config, scope) if run.publish or has_inputs_to_bring(config) else config
     note_named(local.model_dump(mode="json"), Path(scope.store))
-    return local
+    return with_kept_choice(local, node, Path(scope.store))
 
 
 def run_stages(
@@ -163,6 +164,7 @@ def run_stages(
         run: does a stage, or takes what it left.
         rivals: further models that are evaluated on the same prompts, by name.
     """
+    config = with_choice_of(config, machine)
     models = {BASE: base_model(config)}
     records: list[StageRecord] = []
     for name, kind in stages_of(config.mode):
@@ -276,7 +278,8 @@ def machine_of_the_run(
     released = released_at_the_end(settings, scope)
     with released as machine, ended_when_expired(machine), stopped_in_time(machine, scope):
         begun = trainings_begun(scope, machine, stages) if trains else ()
-        yield bootstrap(machine, config, settings, trains=trains, begun=begun)
+        kept_choice = choice_file(Path(scope.store), config, settings)
+        yield bootstrap(machine, config, settings, trains=trains, begun=begun, kept_choice=kept_choice)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from rollouts.flows.form import Pipeline, read_draft
 from rollouts.flows.own_server.lend import check_path
 from rollouts.infra.bootstrap import check_disk
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.gpu_state import GpuState, read_gpus
 from rollouts.infra.node import (
     FurtherNode,
     InstanceNode,
@@ -42,8 +43,10 @@ from rollouts.infra.session import LOOPBACK, Session
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import check_writable_store
 from rollouts.tasks.closest_stage import find_older_version
-from rollouts.tasks.inputs import bring_inputs, named_urls
-from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
+from rollouts.tasks.engine_choice import choose_engine, is_open, with_kept_choice, with_kind
+from rollouts.tasks.engine_installs import plan_engine_of, warn_of_busy_gpus
+from rollouts.tasks.inputs import bring_inputs, has_inputs_to_bring, named_urls
+from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.model_names import find_named_model, with_heldout
 from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
 from rollouts.tasks.plan_node import with_enough_memory
@@ -51,6 +54,7 @@ from rollouts.tasks.trackers import check_trackers
 from rollouts.tasks.unit_keys import own_unit_key
 from rollouts.tasks.watch import check_outside, check_sources, watched_sources
 from rollouts_core.checks.needed_part import GIB, sum_bytes
+from rollouts_core.checks.placement_plan import plan_placement
 from rollouts_core.checks.resource_needs import (
     check_kernels_without_gpu,
     checkpoint_disk_bytes,
@@ -59,8 +63,9 @@ from rollouts_core.checks.resource_needs import (
     shared_gpu_warning,
     training_needs,
 )
-from rollouts_core.config import Config, DataConfig, EngineConfig, ModelConfig
+from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.engine_kinds.auto import FOR_GPUS
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
@@ -112,10 +117,14 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
     _check_run(pipeline, store, mistakes, findings)
-    if mistakes.has("run.store") and named_urls(pipeline.config):  # nothing can be fetched
+    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched
         mistakes.check()
     config = bring_inputs(pipeline.config, store, findings.append, mistakes)
+    if config.missing_data:  # the preparation failed, and every other check would read its files
+        mistakes.check()
     check_files(config.data, mistakes)
+    with mistakes.at("node"):
+        config = _choose_engine(pipeline.node, config, store, findings)
     if not mistakes.has("run.store"):
         with mistakes.at("node"):
             findings += _check_node(pipeline.node, config, store, mistakes)
@@ -128,6 +137,22 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         findings += check_retrain(pipeline, config, store)
     mistakes.check()
     return findings
+
+
+def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
+    """The configuration with the engine that a run would take now, if its settings leave that open; adds a finding."""
+    kept = with_kept_choice(config, settings, store)
+    if not is_open(kept):
+        return kept
+    node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
+    if node is None:
+        findings.append(f"rollout.engine: auto takes {FOR_GPUS} if the machine has a GPU that is free")
+        return with_kind(config, FOR_GPUS)
+    own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
+    with open_session(own) as session, as_config_errors():
+        choice = choose_engine(session, own, own_settings, config, find_model_size(config.model), installs=False)
+    findings.append(str(choice))
+    return with_kind(config, choice.kind)
 
 
 def _mistakes_of(pipeline: Pipeline) -> Mistakes:
@@ -179,7 +204,7 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
     if node is None:
         return findings
     with mistakes.at("node"):
-        check_installed_engines(config, settings, node)
+        findings += check_installed_engines(config, settings, node)
     with mistakes.at("node"):
         check_installed_packages(config, settings, node)
     with mistakes.at("node"):
@@ -218,6 +243,8 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
             with mistakes.at(f"evaluate.{setting}"):
                 models.append(find_named_model(given, pipeline.config, store, findings.append).model)
     with mistakes.at("node"):
+        config = _choose_engine(without_further_nodes(pipeline.node), config, store, findings)
+    with mistakes.at("node"):
         findings += _check_evaluating_node(pipeline.node, config, store, mistakes)
     from rollouts_core.checks.validate import validate_evaluation  # torch and transformers load here
 
@@ -232,7 +259,7 @@ def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, 
     alone, findings = without_further_nodes(settings), list[str]()
     if node := reach_node(alone, store, findings):
         with mistakes.at("node"):
-            check_installed_engines(config, alone, node, trains=False)
+            findings += check_installed_engines(config, alone, node, trains=False)
         with mistakes.at("node"):
             check_installed_packages(config, alone, node, trains=False)
         with mistakes.at("node"):
@@ -469,16 +496,21 @@ def check_engine_ports(config: Config, node: Node, store: Path) -> None:
                     check_engine_port(session, port, each, trainer=trainer, api_key=key or own_key)
 
 
-def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError if the engine is not installed on its machine."""
-    engine = config.rollout.engine
+def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> list[str]:
+    """The engines that the run installs, a sentence for each machine, and a warning for GPUs with other programs.
+
+    Raises:
+        ConfigError: a machine has no engine, and the run cannot install it.
+    """
+    engine, findings = config.rollout.engine, list[str]()
     if engine.router_python:
         with open_session(node) as session, as_config_errors():
             check_router(session, config, trains=trains)
     if leads_engines(config, node, trains=trains):
-        check_installed_engine(settings, node, engine)
+        findings += check_installed_engine(settings, node, config)
     for own_settings, each in zip(settings_of_engines(settings), node.engine_nodes, strict=True):
-        check_installed_engine(own_settings, each, engine)
+        findings += check_installed_engine(own_settings, each, config)
+    return findings
 
 
 def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
@@ -520,13 +552,30 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
         raise ConfigError(f"deployment.engine_port: {error}") from error
 
 
-def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
-    """Raise ConfigError when the engine is not installed; an environment that the run installs is checked after the
-    installation."""
-    if engine.spec.is_own or (is_installed_by_run(settings) and not engine.python):
-        return
+def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, config: Config) -> list[str]:
+    """The same for one machine. An engine among the packages of the node is seen when the run has installed them."""
+    engine = config.rollout.engine
+    is_among_packages = is_installed_by_run(settings) and (settings.requirements or engine.install == "never")
+    if engine.spec.is_own or (is_among_packages and not engine.python):
+        return []
     with open_session(node) as session, as_config_errors():
-        check_installed(session, node, engine)
+        gpus = read_gpus(session)
+        said = plan_engine_of(session, node, settings, engine, gpus).describe(engine)
+    busy = warn_of_busy_gpus(gpus, config.deployment.engine_gpu_ranks)
+    return [*filter(None, [said]), *map(Caution, busy), *suggest_placement(config, gpus)]
+
+
+def suggest_placement(config: Config, gpus: Sequence[GpuState]) -> list[str]:
+    """How trainer and engines would share the GPUs, if the settings name no GPUs for engines."""
+    if not gpus or not config.samples_for_training or config.deployment.engine_gpu_ranks:
+        return []
+    size = find_model_size(config.model)
+    if not size.tensors:
+        return []
+    try:
+        return [str(plan_placement(config, size, [int(gpu.total_gb * 1e9) for gpu in gpus]))]
+    except ConfigError as error:
+        return [Caution(str(error))]
 
 
 @contextmanager

@@ -113,6 +113,20 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
         )
 
 
+def engine_version(session: Session, package: str, *, python: str) -> str:
+    """The version of an engine's package; empty if its files do not say it.
+
+    Args:
+        python: the interpreter that has it; empty takes the session's.
+    """
+    find = (
+        "from importlib.metadata import packages_distributions, version\n"
+        f"print(version(packages_distributions()[{package!r}][0]))"
+    )
+    found = session.run([python or session.python, "-c", find], timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
+    return found.stdout.decode().strip().rpartition("\n")[2] if found.exit_code == 0 else ""
+
+
 def check_router_installed(session: Session, python: str) -> None:
     """Raise PermanentInfraError if the interpreter rollout.engine.router_python on the node has no router."""
     if not _has_package(session, python, _ROUTER_PACKAGE, setting="rollout.engine.router_python"):

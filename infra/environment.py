@@ -10,10 +10,10 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -125,9 +125,24 @@ def ensure_environment(
         InfraError: the node cannot be reached.
     """
     job = {"installer": installer, "index": index, "requirements": list(requirements)}
+    return build_environment(session, node, f"{node.root}/environments/{digest_of_build(session, job)}", job)
+
+
+def digest_of_build(session: Session, job: Mapping[str, Any]) -> str:  # Any: JSON
+    """The digest in the name of an environment, of its packages and the interpreter that makes it."""
     content = json.dumps([job, session.python], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
-    run_dir = f"{node.root}/environments/{digest}"
+    return hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+def build_environment(session: Session, node: Node, run_dir: str, job: Mapping[str, Any]) -> str:  # Any: JSON
+    """The path of the interpreter of the environment in a folder of the node, made if it is not there.
+
+    Args:
+        job: what environment_builder.py reads.
+
+    Raises: as `ensure_environment`.
+    """
+    installer = job["installer"]
     if (built := read_result(session, run_dir)) is not None:
         if _is_usable(session, str(built["python"])):
             return str(built["python"])

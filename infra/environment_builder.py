@@ -3,7 +3,8 @@
 The node's side of environment.py. Runs as a supervised job: `python -I environment_builder.py RUN_DIR`.
 It is one file and uses only the standard library, because its text is sent to nodes.
 
-    job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
+    job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
+                  for further arguments that both installers accept
     env/          the environment; leftovers of a killed attempt are removed first
     tmp/          temporary files of the installer; leftovers are removed first
     python/       an interpreter that uv downloaded, if uv cannot keep interpreters in the user's home
@@ -41,8 +42,9 @@ def main() -> int:
     lock.write_text("".join(line + "\n" for line in job["requirements"]))
     python = str(environment / "bin" / "python")
     install = {"pip": _install_by_pip, "uv": _install_by_uv}[job["installer"]]
+    index = ["--index-url", job["index"]] if job["index"] else []
     try:
-        install(environment, ["--requirement", str(lock), *(["--index-url", job["index"]] if job["index"] else [])])
+        install(environment, ["--requirement", str(lock), *index, *job.get("options", ())])
     except subprocess.CalledProcessError as error:
         return error.returncode or 1
     finally:
@@ -65,7 +67,9 @@ def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
     """Create the environment with Python >= 3.11, which uv downloads if the node has none, and install into it."""
     uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
-    run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
+    # pip compares the versions of all indexes; uv would look only in the first one that has a package of the name.
+    strategy = ["--index-strategy", "unsafe-best-match"] if "--extra-index-url" in arguments else []
+    run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *strategy, *arguments])
 
 
 def _find_uv() -> "str | None":

@@ -433,6 +433,10 @@ class Node:
     """Whether the user rented the machine. The run neither counts its cost nor ends it."""
     believed_by: str = ""
     """The reason for accepting its host key (ssh/host_keys.py lists the reasons); empty for this machine."""
+    engine_kind: str = ""
+    """The kind of engine that was chosen for this machine, for settings with `kind = "auto"`."""
+    engine_python: str = ""
+    """The interpreter of the engine that a run installed or found on the machine; empty takes the settings' own."""
     address: str = ""
     """The address at which its processes listen for the leader of its unit; empty for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()

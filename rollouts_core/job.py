@@ -71,7 +71,9 @@ class EngineAddress(Record):
     """An engine that a job may use."""
 
     kind: EngineKind = Field("embedded", validation_alias=AliasChoices("kind", "provider"))
-    """What answers there. Jobs that earlier versions wrote call it `provider`."""
+    """Kind of the engine. Jobs that earlier versions wrote call it `provider`."""
+    version: str = ""
+    """The version of the engine's package; empty for the engine of this project."""
     url: str
     """Base URL, reachable from the job."""
     lease_file: str

@@ -25,12 +25,19 @@ SENDABLE = re.compile(r"[!-~]+")
 """The characters that an HTTP header can carry in a key."""
 
 
-def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
+def read_key(
+    variable: str,
+    setting: str,
+    known: Mapping[str, str] = MappingProxyType({}),
+    *,
+    name: str = "api_key_variable",
+) -> str:
     """The key in an environment variable; "" if `variable` is empty.
 
     Args:
         setting: section that names the variable, for the message.
         known: values to use instead of the environment.
+        name: setting within the section, for the message.
 
     Raises:
         ConfigError: the variable is unset or its value cannot be a key.
@@ -40,12 +47,12 @@ def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProx
     # Files of variables may leave line ends, on Windows also a carriage return.
     if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
-            f"{setting}: api_key_variable {variable} is not set: export it where the run is started, or save it in the "
+            f"{setting}: {name} {variable} is not set: export it where the run is started, or save it in the "
             "credentials that run.credentials names"
         )
     if not SENDABLE.fullmatch(key):
         raise ConfigError(
-            f"{setting}: the value of api_key_variable {variable} is not a valid key: keys have no spaces, no accents "
+            f"{setting}: the value of {name} {variable} is not a valid key: keys have no spaces, no accents "
             "and no … of a shortened display. Copy the key again"
         )
     return key

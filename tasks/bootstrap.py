@@ -28,7 +28,9 @@ from rollouts.infra.node import FurtherNode, LocalNode, Node, NodeSettings, sett
 from rollouts.infra.providers import open_session
 from rollouts.infra.reach import check_both_ways
 from rollouts.infra.session import Session
-from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
+from rollouts.tasks.engine_choice import choose_engine, is_open, keep_choice, with_choice_of
+from rollouts.tasks.engine_installs import with_engine
+from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.optional_packages import check_packages
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.upload_inputs import place_code
@@ -51,7 +53,13 @@ DISK_USE_TIMEOUT_S = 120.0
 
 @task(name="bootstrap", cache_policy=NO_CACHE)
 def bootstrap(
-    node: Node, config: Config, settings: NodeSettings, *, trains: bool = True, begun: Sequence[str] = ()
+    node: Node,
+    config: Config,
+    settings: NodeSettings,
+    *,
+    trains: bool = True,
+    begun: Sequence[str] = (),
+    kept_choice: Path | None = None,
 ) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
@@ -62,6 +70,7 @@ def bootstrap(
         trains: whether something is trained there, which takes memory and disk.
         begun: the directories, here, of the run's trainings that may have been begun: what checkpoints take that lie
             there is taken already.
+        kept_choice: the file for the choice of an engine.
     """
     placement = config.deployment
     size = find_model_size(config.model) if trains else ModelSize()
@@ -95,11 +104,14 @@ def bootstrap(
             check_kernels_without_gpu(config)
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
+        if is_open(config):
+            ready = choose_on_node(stack, ready, settings, config, size, progress, kept_choice)
+            config = with_choice_of(config, ready)
         if leads_engines(config, node, trains=trains):
-            check_installed(session, ready, config.rollout.engine)
+            ready = with_engine(session, ready, settings, config, say=progress.say)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
-        trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
+        trainers, trainer_nodes = [(session, node)], list[Node]()
         for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
             own_needs = replace(
                 needs,
@@ -118,21 +130,50 @@ def bootstrap(
                     check_both_ways(other_session, other, own_session, each)
             trainers.append((own_session, each))
             trainer_nodes.append(found)
-        for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
-            own_needs = NodeNeeds(
-                disk_gb=own_settings.min_free_gb,
-                num_gpus=len(placement.engine_gpu_ranks),
-                last_gpu=max(placement.engine_gpu_ranks, default=-1),
-                engine_gpu_ranks=placement.engine_gpu_ranks,
-                engine_gb=engine_weight_bytes(config, size) / 1e9,
-            )
-            with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
-                found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
-                warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
-                check_installed(own_session, found, config.rollout.engine)
-                check_both_ways(session, node, own_session, each)
-            engine_nodes.append(found)
-    return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
+        engine_nodes = prepare_engine_nodes(session, node, settings, config, size, progress)
+    return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=engine_nodes)
+
+
+def prepare_engine_nodes(
+    session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
+) -> tuple[Node, ...]:
+    """The nodes for engines, checked and with their engines; each reaches the node of `session`, which trains."""
+    placement, engine_nodes = config.deployment, list[Node]()
+    num_machines = 1 + len(node.trainer_nodes)
+    for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
+        own_needs = NodeNeeds(
+            disk_gb=own_settings.min_free_gb,
+            num_gpus=len(placement.engine_gpu_ranks),
+            last_gpu=max(placement.engine_gpu_ranks, default=-1),
+            engine_gpu_ranks=placement.engine_gpu_ranks,
+            engine_gb=engine_weight_bytes(config, size) / 1e9,
+        )
+        with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
+            found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+            warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
+            found = with_engine(own_session, found, own_settings, config, say=progress.say)
+            check_both_ways(session, node, own_session, each)
+        engine_nodes.append(found)
+    return tuple(engine_nodes)
+
+
+def choose_on_node(
+    stack: ExitStack,
+    node: Node,
+    settings: NodeSettings,
+    config: Config,
+    size: ModelSize,
+    progress: StageProgress,
+    kept_choice: Path | None,
+) -> Node:
+    """The node with the kind of engine that is chosen on it, or on the first of the nodes for engines."""
+    own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
+    session = stack.enter_context(open_session(own))
+    choice = choose_engine(session, own, own_settings, config, size)
+    progress.say(str(choice))
+    if kept_choice is not None:
+        keep_choice(kept_choice, choice)
+    return replace(node, engine_kind=choice.kind)
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:

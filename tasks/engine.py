@@ -13,7 +13,7 @@ from functools import partial
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rollouts.infra.engines import check_engine_installed, wait_until_engine_ready
+from rollouts.infra.engines import check_engine_installed, engine_version, wait_until_engine_ready
 from rollouts.infra.errors import FileMissingError, InfraError
 from rollouts.infra.jobs import JobState, JobStatus, cancel_job, describe_exit, job_status, start_or_attach
 from rollouts.infra.ledger import Ledger
@@ -75,9 +75,13 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
                 # The RL job pauses its engine now and then, and ends that itself as long as it lives.
                 is_idle=started.attached and not is_training(sessions[node.name], rl, node),
             )
-        progress.say(f"{'still answers' if started.attached else 'answers'} at {url}")
+        package = job.engine.spec.package
+        version = engine_version(session, package, python=job.engine.python) if package else ""
+        name = f"{job.engine.spec.title} {version} " if version else ""
+        progress.say(f"{name}{'still answers' if started.attached else 'answers'} at {url}")
     return EngineRecord(
         kind=job.engine.kind,
+        version=version,
         url=url,
         run_dir=run_dir,
         node=own.name,

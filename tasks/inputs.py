@@ -22,6 +22,8 @@ from rollouts.infra.errors import InfraError, StoreUnavailableError
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.stores.download import WantedFile, digest_of, download, find_wanted
 from rollouts.infra.stores.object_store import ObjectStore, is_url
+from rollouts.tasks.hub_models import bring_hub_model, needs_download
+from rollouts.tasks.preparing import prepare_data
 from rollouts.tasks.store_paths import INPUTS
 from rollouts_core.config import Config
 from rollouts_core.mistakes import Mistakes
@@ -46,8 +48,15 @@ def named_urls(config: Config) -> dict[str, str]:
     return {setting: url for setting, url in given.items() if is_url(url)}
 
 
+def has_inputs_to_bring(config: Config) -> bool:
+    """Whether something that the configuration names has to be fetched or made."""
+    return bool(named_urls(config)) or bool(config.data.prepare.name) or needs_download(config)
+
+
 def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistakes: Mistakes | None = None) -> Config:
     """The configuration with paths in the store in the place of URLs; what they name lies there then.
+
+    Data files that `data.prepare` makes, and a model of the hub that engines serve, get paths in the store, too.
 
     Args:
         say: told what was fetched, a sentence each.
@@ -55,7 +64,12 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 
     Raises:
         InfraError: one sentence about a URL that cannot be fetched.
+        InputError: one sentence; the data cannot be prepared, or the hub does not deliver the model.
     """
+    with nullcontext() if mistakes is None else mistakes.at("data.prepare"):
+        config = prepare_data(config, store, say)
+    with nullcontext() if mistakes is None else mistakes.at("model.path"):
+        config = bring_hub_model(config, store, say)
     places = _bring_each(named_urls(config), store, say, mistakes)
 
     def placed(given: str) -> str:

@@ -1,14 +1,14 @@
-"""Find out where an engine has to be installed, and whether it is; the embedded engine comes with this project.
+"""Find out where an engine or a router has to be installed; the embedded engine comes with this project.
 
-Not here: starting engines (engine.py), or having a job start them (rollouts_core/engines/child.py).
+Not here: installing engines (engine_installs.py), starting them (engine.py, rollouts_core/engines/child.py).
 """
 
 from __future__ import annotations
 
-from rollouts.infra.engines import check_engine_installed, check_router_installed
+from rollouts.infra.engines import check_router_installed
 from rollouts.infra.node import Node
 from rollouts.infra.session import Session
-from rollouts_core.config import Config, EngineConfig
+from rollouts_core.config import Config
 
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
@@ -20,12 +20,6 @@ def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
     """Whether engines of `rollout.engine` run on the leading machine, for RL or for scores."""
     scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
     return scores or (samples_for_rl(config, trains=trains) and not node.engine_nodes)
-
-
-def check_installed(session: Session, node: Node, engine: EngineConfig) -> None:
-    """Raise PermanentInfraError when the engine is not installed where the stages of a node expect it."""
-    if package := engine.spec.package:
-        check_engine_installed(session, package, python=engine.python or node.python)
 
 
 def check_router(session: Session, config: Config, *, trains: bool) -> None:

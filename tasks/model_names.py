@@ -21,7 +21,9 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.registry import Alias, Model, current, models
 from rollouts.infra.stores.object_store import is_url
 from rollouts.tasks.candidate import check_whole
+from rollouts.tasks.hub_models import bring_hub_model
 from rollouts.tasks.inputs import bring_input
+from rollouts.tasks.preparing import prepare_data
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.config.messages import closest_name
@@ -49,14 +51,14 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
         say: told what was fetched, a sentence each.
 
     Raises:
-        InputError: there is no such model, or it is not whole; one sentence.
+        InputError: the model does not exist, or it is not whole; one sentence.
         InfraError: an object store does not answer, or has nothing there.
     """
     path = config.model.path if given == BASE else given
     if is_url(path):
         return NamedModel(title=given, model=_load_from(bring_input(path, store, say), config))
     if given == BASE:
-        return NamedModel(title=given, model=config.model)
+        return NamedModel(title=given, model=bring_hub_model(config, store, say).model)
     if (registered := _find_registered(given, store)) is not None:
         check_whole(registered, store)
         title = given if given == registered.name else f"{given} ({registered.name})"
@@ -77,7 +79,7 @@ def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], No
         ConfigError: a file that does not exist.
         InfraError: as `find_named_model`.
     """
-    heldout = data or config.data.heldout
+    heldout = data or config.data.heldout or prepare_data(config, store, say).data.heldout
     path = str(bring_input(heldout, store, say)) if is_url(heldout) else heldout
     if Path(path).is_absolute() and not Path(path).exists():
         raise ConfigError(f"{'evaluate.data' if data else 'data.heldout'}: {path} does not exist")

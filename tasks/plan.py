@@ -73,7 +73,13 @@ def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
 def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
     """The RL stage with the engines that it may use."""
     addresses = tuple(
-        EngineAddress(kind=engine.kind, url=engine.url, lease_file=engine.lease_file, lease_url=engine.lease_url)
+        EngineAddress(
+            kind=engine.kind,
+            version=engine.version,
+            url=engine.url,
+            lease_file=engine.lease_file,
+            lease_url=engine.lease_url,
+        )
         for engine in engines
     )
     job = RLJob.model_validate(rl.job).model_copy(update={"engines": addresses})
@@ -100,7 +106,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         host=node.address or LOOPBACK,
         port=port,
         context_length=rollout.engine_context(rollout.max_prompt_tokens),
-        engine=rollout.engine,
+        engine=installed_on(node, rollout.engine),
         deployment=deployment.of_engine(index % deployment.num_engines),
     )
     return Stage(
@@ -111,6 +117,13 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         num_steps=0,
         timeout_s=0.0,  # it ends with its lease: a later attempt at the RL, with the same engine, has its whole time
     )
+
+
+def installed_on(node: Node, engine: EngineConfig) -> EngineConfig:
+    """The settings with the interpreter of the engine that a run has installed or found on the node."""
+    if engine.spec.is_own or not node.engine_python:
+        return engine
+    return engine.model_copy(update={"python": node.engine_python})
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
@@ -173,7 +186,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     rollout, sft = config.rollout, config.training.sft
     is_generating = config.evaluation.metric == "accuracy"
     sampled = RolloutConfig(
-        engine=config.evaluation_engine if is_generating else EngineConfig(),
+        engine=installed_on(node, config.evaluation_engine) if is_generating else EngineConfig(),
         environment=rollout.environment,
         multi_turn=rollout.multi_turn,
         max_environment_retries=rollout.max_environment_retries,

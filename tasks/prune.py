@@ -4,7 +4,8 @@ Not here: the command (flows/commands/prune.py), checkpoints that a stage itself
 
     stages/<stage>             a stage with all it made
     runs/<run>/checkpoint      the copy of a run's final checkpoint; its report and settings are small, and stay
-    inputs/<digest>            what a URL named; it is fetched again when it is needed
+    inputs/<digest>            what a URL named, or a preparation made; it is fetched or made again when it is needed
+    engines/<engine>           an engine that a run installed; it is installed again when it is needed
 
     kept      in the lineage of a registered model | used by a run that lives, or since it began
               claimed by a job or under way | named by a stage that is kept, or by a configuration that is served
@@ -35,7 +36,7 @@ from rollouts.infra.registry import Model, models, select_models
 from rollouts.infra.run_ids import short_id
 from rollouts.infra.stores.download import is_being_fetched
 from rollouts.infra.supervisor.status import is_supervised
-from rollouts.tasks.store_paths import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
+from rollouts.tasks.store_paths import ENGINES, INPUTS, NAMES, RUNS, STAGES, is_place, places_in
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import remove_partial_directories
 
@@ -97,7 +98,7 @@ def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFo
     """Remove what the plan says, unless something refers to it by now; returns what was removed."""
     alive = {short_id(run_id) for run_id in ledger.living_runs()}  # one of these may be copying a model there
     runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
-    for parent in (store / STAGES, store / INPUTS, *runs):
+    for parent in (store / STAGES, store / INPUTS, store / ENGINES, *runs):
         remove_partial_directories(parent)
     done, doomed = [], []
     with ledger.transaction() as database:

@@ -124,6 +124,8 @@ class EngineRecord(TaskRecord):
     """An engine that answers."""
 
     kind: EngineKind = "embedded"
+    version: str = ""
+    """The version of its package; empty for the engine of this project."""
     url: str
     run_dir: str
     node: str = ""

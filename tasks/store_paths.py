@@ -1,6 +1,6 @@
 """The folders of a store: find their names in a path or a JSON value, and note their use.
 
-    stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>
+    stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>     engines/<kind>-<version>-<digest>
 
 Not here: which stages a run comes to (stage_tasks.py), what is removed (prune.py). This module does not import prefect.
 """
@@ -17,13 +17,14 @@ from typing import Any
 
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 
-STAGES, RUNS, INPUTS = "stages", "runs", "inputs"
+STAGES, RUNS, INPUTS, ENGINES = "stages", "runs", "inputs", "engines"
 EVALUATION_FILE = "evaluation.json"
 """In a run's folder: the record of an evaluation."""
 NAMES = {
     STAGES: re.compile(r"[a-z][a-z-]*-[0-9a-f]{16}(-\d+)?"),
     RUNS: re.compile(r".+-[0-9a-f]{8}"),
     INPUTS: re.compile(r"[0-9a-f]{16}"),
+    ENGINES: re.compile(r"[a-z]+-[\w.+!]+-[0-9a-f]{16}"),
 }
 """How folders of each kind are called."""
 

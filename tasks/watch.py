@@ -11,6 +11,7 @@ from pathlib import Path
 from rollouts.infra.stores.download import digest_of, find_wanted
 from rollouts.infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
+from rollouts_core.data.preparing import find_source
 from rollouts_core.data.rows import COMMIT, digest_path, resolve_revision
 from rollouts_core.errors import DataError
 
@@ -23,9 +24,13 @@ def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
     """
     if sources:
         return dict.fromkeys(sources, "")
-    demonstrations = {each.path: each.revision for each in config.demonstrations} if config.reads("sft") else {}
-    prompts = [config.data.prompts or config.data.rollouts] if config.is_graded else []
-    return demonstrations | dict.fromkeys(prompts, "")
+    data = config.data
+    prepared = dict([find_source(data.prepare)]) if data.prepare.name else {}
+    reads_demonstrations = config.reads("sft") and (data.sft or not prepared)
+    demonstrations = {each.path: each.revision for each in config.demonstrations} if reads_demonstrations else {}
+    prompts = [data.prompts or data.rollouts] if config.is_graded else []
+    watched = demonstrations | dict.fromkeys(prompts, "") | prepared
+    return {path: revision for path, revision in watched.items() if path}
 
 
 def can_change(watched: dict[str, str]) -> bool:

@@ -1,20 +1,19 @@
-"""Pins: every preset of flows/presets/ is valid, its recipe makes the files it reads, and it takes a training step.
+"""Pins: every preset is valid, its preparation makes the files it reads, it takes a training step, and it runs whole.
 
 Without it a preset would break with a renamed setting, and the first to notice would be a person with a rented GPU.
 
-The hub is replaced by a few made-up rows with the public datasets' columns, the model by one of its own family with a
-small vocabulary, and REDUCED shrinks steps, batches and lengths. Everything else of a preset stays as it is.
+Folders take the place of the hub: a few made-up rows with the public datasets' columns, and a model of the preset's own
+family with a small vocabulary. REDUCED shrinks steps, batches and lengths. Everything else of a preset stays as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import textwrap
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import httpx
 import pytest
 import torch
@@ -31,6 +30,7 @@ from typer.testing import CliRunner
 from rollouts.flows.cli import app
 from rollouts.flows.deployments import PRESETS
 from rollouts.flows.form import load_pipeline, parse_pipeline
+from rollouts.tasks.preparing import prepare_data
 from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import step_directory
@@ -38,6 +38,9 @@ from rollouts_core.checks.validate import validate_config
 from rollouts_core.config import Config, ModelConfig, read_settings
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.data.preparations import PREPARATIONS
+from rollouts_core.data.preparing import find_source
+from rollouts_core.data.rows import COMMIT
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
@@ -48,14 +51,20 @@ from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.sft import run_sft_training
+from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
+
+__all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 
 Settings = dict[str, Any]  # Any: settings of every type
 Rows = list[dict[str, Any]]  # Any: columns of every type
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
 HUB_PRESETS = [name for name in NAMES if name != "quickstart"]
+CHOSEN = "rollout.engine: auto takes embedded, because the node has no GPU"
+SIZES = {"num_train": 20, "num_selection": 6, "num_heldout": 8}
 REDUCED: Settings = {
     "model": {"path": "./base_model"},
+    "data": {"prepare": {"source": "./dataset", "settings": SIZES}},
     "training": {
         "sft": {"num_steps": 1, "batch_size": 2, "micro_batch_size": 1, "max_length": 256},
         "rl": {"num_steps": 1},
@@ -80,7 +89,15 @@ def test_a_preset_is_valid_and_says_how_it_is_run(name: str) -> None:
     path = PRESETS / f"{name}.toml"
     assert load_pipeline(path).run.name == name
     assert path.read_text().startswith("# "), "what it trains"
-    assert name == "quickstart" or f"rollouts run {name}.toml" in path.read_text()
+    assert name == "quickstart" or f"rollouts run --preset {name}\n" in path.read_text()
+
+
+@pytest.mark.parametrize("name", HUB_PRESETS)
+def test_a_preset_names_the_commits_of_its_model_and_dataset(name: str) -> None:
+    config = load_pipeline(PRESETS / f"{name}.toml").config
+    source, revision = find_source(config.data.prepare)
+    assert source == PREPARATIONS[str(config.data.prepare.name)].source
+    assert COMMIT.fullmatch(revision) and COMMIT.fullmatch(config.model.revision)
 
 
 @pytest.mark.slow
@@ -99,16 +116,42 @@ def test_a_preset_is_printed_as_it_is_and_without_a_name_all_are_listed() -> Non
 
 
 @pytest.mark.parametrize("name", HUB_PRESETS)
-def test_a_preset_takes_a_training_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", load_made_up_dataset)
-    exec(compile(read_recipe(PRESETS / f"{name}.toml"), f"{name}.toml", "exec"), {})
-    write_tiny_model(tmp_path / "base_model", family=load_pipeline(PRESETS / f"{name}.toml").config.model.path)
-    metrics = take_a_step_of_each_stage(reduce_preset(name, tmp_path), tmp_path)
+def test_a_preset_takes_a_training_step(name: str, tmp_path: Path) -> None:
+    write_folders_of_hub(name, tmp_path)
+    config = prepare_data(reduce_preset(name, tmp_path), tmp_path / "store", lambda sentence: None)
+    metrics = take_a_step_of_each_stage(config, tmp_path)
     for stage, numbers in metrics.items():
         assert numbers["grad_norm"] > 0, f"{stage} had nothing to learn from: {numbers}"
     if "rl" in metrics:
         assert abs(metrics["rl"]["kl_rollout_policy"]) < MAX_KL, "engine and trainer compute the same model"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", HUB_PRESETS)
+def test_a_reduced_preset_runs_to_its_report(name: str, rollouts: Rollouts, tmp_path: Path) -> None:
+    write_folders_of_hub(name, tmp_path)
+    changes = {
+        "model.path": str(tmp_path / "base_model"),
+        "model.revision": "",
+        "data.prepare.source": str(tmp_path / "dataset"),
+        **{f"data.prepare.settings.{key}": size for key, size in SIZES.items()},
+        **{f"training.{stage}.{key}": 2 for stage in ("sft", "rl") for key in ("num_steps", "checkpoint_every")},
+        **{"training.sft.batch_size": 2, "training.sft.micro_batch_size": 1, "training.sft.max_length": 256},
+        **{"rollout.batch_size": 2, "rollout.sampling.max_new_tokens": 16},
+        **{"rollout.filter_fn": "reasonable_length", "rollout.over_sampling_factor": 1.0},
+        **{"evaluation.max_p_value": 1.0, "deployment.trainer_gpu_ranks": [], "deployment.trainer_processes": 1},
+        **{"deployment.engine_gpu_ranks": [], "deployment.colocated": False},
+        **{"deployment.engine_threads": 1, "node.min_free_gb": 0.1},
+    }
+    given = [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in changes.items()]
+    code, output = rollouts.run("run", "--preset", name, *given)
+    assert code == 0, output
+    [report] = rollouts.store.glob("runs/*/report.html")
+    assert "6 rows of selection" in output
+    assert (CHOSEN in output) == load_pipeline(PRESETS / f"{name}.toml").config.is_graded
+    prepare = read_settings(report.with_name("config.toml"))["data"]["prepare"]
+    assert prepare["name"] == load_pipeline(PRESETS / f"{name}.toml").config.data.prepare.name
 
 
 def test_the_quickstart_takes_a_training_step(tmp_path: Path) -> None:
@@ -185,32 +228,28 @@ async def take_rl_step(config: Config, start: ModelConfig, folder: Path) -> Metr
     return metrics
 
 
-def read_recipe(preset: Path) -> str:
-    """The code in the preset's comment that makes its files."""
-    comment = preset.read_text().partition(" by:\n")[2].partition("\n\n")[0]
-    return textwrap.dedent("\n".join(line.removeprefix("#") for line in comment.splitlines()))
-
-
-def load_made_up_dataset(
-    name: str, config: str | None = None, *, split: str | None = None, streaming: bool = False
-) -> datasets.Dataset | datasets.DatasetDict | Iterable[dict[str, Any]]:
-    """What `datasets.load_dataset` would give, with rows that no other split has."""
-    build_rows = MADE_UP_ROWS[name]
-    if split is None:
-        return datasets.DatasetDict({part: datasets.Dataset.from_list(build_rows(part)) for part in ("train", "test")})
-    rows = datasets.Dataset.from_list(build_rows(split))
-    return rows.to_iterable_dataset() if streaming else rows
+def write_folders_of_hub(name: str, folder: Path) -> None:
+    """Write the folders `base_model` and `dataset`, which take the place of the model and the dataset of a preset."""
+    config = load_pipeline(PRESETS / f"{name}.toml").config
+    write_tiny_model(folder / "base_model", family=config.model.path)
+    (folder / "dataset").mkdir()
+    for split in ("train", "test"):
+        rows = MADE_UP_ROWS[str(config.data.prepare.name)](split)
+        (folder / f"dataset/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def conversations(split: str) -> Rows:
     """Rows of HuggingFaceTB/smol-smoltalk: conversations of one and of two exchanges."""
-    exchange = [{"role": "user", "content": f"{split}, what?"}, {"role": "assistant", "content": "This and that."}]
-    return [{"messages": exchange * (1 + i % 2), "source": "made up"} for i in range(30)]
+
+    def exchange(i: int) -> Rows:
+        return [{"role": "user", "content": f"{split} {i}?"}, {"role": "assistant", "content": "This and that."}]
+
+    return [{"messages": exchange(i) * (1 + i % 2), "source": "made up"} for i in range(30)]
 
 
 def documents(split: str) -> Rows:
-    """Rows of Skylion007/openwebtext: enough for two evaluation files of 500, and a few to train on."""
-    return [{"text": f"Document {i}."} for i in range(1030)]
+    """Rows of Skylion007/openwebtext."""
+    return [{"text": f"Document {i}, which is long enough to be read."} for i in range(60)]
 
 
 def competition_problems(split: str) -> Rows:
@@ -223,7 +262,7 @@ def competition_problems(split: str) -> Rows:
             "solution": rf"It is $\boxed{{{answers[i % 3]}}}$.",
             "type": "Algebra",
         }
-        for i in range(330)
+        for i in range(60)
     ]
 
 
@@ -236,10 +275,10 @@ def word_problems(split: str) -> Rows:
 
 
 MADE_UP_ROWS: dict[str, Callable[[str], Rows]] = {
-    "HuggingFaceTB/smol-smoltalk": conversations,
-    "Skylion007/openwebtext": documents,
-    "DigitalLearningGmbH/MATH-lighteval": competition_problems,
-    "openai/gsm8k": word_problems,
+    "smol_smoltalk": conversations,
+    "openwebtext": documents,
+    "math": competition_problems,
+    "gsm8k": word_problems,
 }
 
 

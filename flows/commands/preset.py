@@ -1,4 +1,4 @@
-"""`rollouts preset`: a configuration to start from, with comments that say what it needs.
+"""`rollouts preset`, and the pipeline of a preset: a configuration to start from, with comments on what it needs.
 
 Not here: the presets (presets/), what `rollouts up` makes of them (deployments.py).
 """
@@ -6,14 +6,19 @@ Not here: the presets (presets/), what `rollouts up` makes of them (deployments.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollouts.flows.deployments import PRESETS
+from rollouts.flows.deployments import PRESETS, assign
+from rollouts.flows.form import Pipeline, parse_pipeline
+from rollouts_core.config import read_settings
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import InputError
 
+QUICKSTART = "quickstart"
 SENTENCE = re.compile(r"(.+?)[.:;](?:\s|$)", re.DOTALL)
 
 
@@ -22,7 +27,7 @@ def preset(
 ) -> None:
     """Print the preset NAME, a configuration to start from; without NAME, list them.
 
-    `rollouts preset sft_qwen > my.toml` writes one; its comments say what it needs, and how its data are made.
+    `rollouts run --preset sft_qwen` runs one; `rollouts preset sft_qwen > my.toml` writes one to change.
     """
     found = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PRESETS.glob("*.toml"))}
     if not name:
@@ -30,9 +35,30 @@ def preset(
         for each, text in found.items():
             typer.echo(f"{each:<{width}}  {first_sentence(text)}")
         return
-    if name not in found:
-        raise InputError(f"there is no preset {name}{closest_name(name, list(found))}")
+    check_preset(name)
     typer.echo(found[name], nl=False)
+
+
+def check_preset(name: str) -> None:
+    """Raise InputError if no preset has this name."""
+    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+    if name not in known:
+        raise InputError(f"there is no preset {name}{closest_name(name, known)}")
+
+
+def load_preset(name: str, assignments: Iterable[str]) -> Pipeline:
+    """The pipeline of a preset with settings replaced by `key=value`; paths are relative to the current folder.
+
+    Raises:
+        InputError: the preset does not exist, or a setting does not fit.
+    """
+    check_preset(name)
+    if name == QUICKSTART:
+        raise InputError("the preset quickstart needs a model and data that are made first: run `rollouts quickstart`")
+    settings = read_settings(PRESETS / f"{name}.toml")
+    for assignment in assignments:
+        assign(settings, assignment)
+    return parse_pipeline(settings, Path(f"preset {name}"))
 
 
 def first_sentence(text: str) -> str:

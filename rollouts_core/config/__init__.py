@@ -16,18 +16,20 @@ import torch, so that the orchestrator can read, check and fingerprint a configu
     │   └── rewards  reward.py       several rewards, and services that grade
     ├── evaluation   evaluation.py   comparison of checkpoints
     ├── deployment   deployment.py   GPUs, processes and ports: never changes a result
-    └── report       report.py       samples inside the report
+    ├── report       report.py       samples inside the report
+    └── hub          hub.py          source of models and public datasets
 
 Common parts of all records: `record.py`. Reading files of settings: `files.py`.
 """
 
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig
-from rollouts_core.config.data import DataConfig, DatasetConfig
+from rollouts_core.config.data import DataConfig, DatasetConfig, PrepareConfig
 from rollouts_core.config.deployment import DeploymentConfig
 from rollouts_core.config.engine import MIN_ENGINE_CONTEXT, EngineConfig, EngineKind, WeightTransfer
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.filter import FilterConfig
+from rollouts_core.config.hub import HubConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.optim import OptimConfig, RLOptimConfig
 from rollouts_core.config.pipeline import Config, TrainingConfig
@@ -54,6 +56,7 @@ __all__ = [
     "EvaluationConfig",
     "FilterConfig",
     "FunctionName",
+    "HubConfig",
     "InFlight",
     "LoRAConfig",
     "LossConfig",
@@ -62,6 +65,7 @@ __all__ = [
     "MultiTurnConfig",
     "OptimConfig",
     "PolicyConfig",
+    "PrepareConfig",
     "RLOptimConfig",
     "RLTrainingConfig",
     "Record",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, WithJsonSchema, model_validator
 
-from rollouts_core.config.record import PLACEMENT, Finite, Record
+from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record
 
 ColumnType = Literal["text", "int", "float", "bool", "json"]
 """Types of a CSV column."""
@@ -33,6 +33,19 @@ class DatasetConfig(Record):
     """Types of CSV columns, by their names: text, int, float, bool or json. Other columns are text."""
 
 
+class PrepareConfig(Record):
+    """How the data files are made from a public dataset, once, before the run."""
+
+    name: FunctionName = ""
+    """A name of `rollouts_core.data.preparations.PREPARATIONS` or `package.module:function`. Empty: files are given."""
+    source: str = ""
+    """Dataset that is prepared: hub id, or folder of such a dataset. Empty takes the preparation's own."""
+    revision: str = ""
+    """Commit or tag of a hub dataset. Empty takes the preparation's own commit, for another `source` the newest one."""
+    settings: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(default_factory=dict)
+    """Keyword arguments of the function, as in `{ num_selection = 100 }`."""
+
+
 class DataConfig(Record):
     """Files of demonstrations and prompts. Paths are relative to the configuration's file; in a pipeline they
     may also be URLs in an object store, s3://bucket/data/sft.jsonl."""
@@ -53,8 +66,11 @@ class DataConfig(Record):
     selection: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""
-    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. None of its rows may be in the
-    selection."""
+    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. The selection must not contain
+    any of its rows."""
+    prepare: PrepareConfig = PrepareConfig()
+    """Makes the files above that are not given: `prepare = "gsm8k"`, or a table with name, source, revision and
+    settings."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
     """Types of CSV columns of the files above, by the settings that name them. A file's own table sets them:
     `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not named are text."""
@@ -72,6 +88,8 @@ class DataConfig(Record):
         flat = dict(settings)
         if isinstance(given := flat.get("sft"), dict):
             flat["sft"] = (given,)
+        if isinstance(given := flat.get("prepare"), str):
+            flat["prepare"] = {"name": given}
         tables = {name: flat[name] for name in get_args(RowFile) if isinstance(flat.get(name), dict)}
         misfits = [name for name, table in tables.items() if table.keys() - {"path", "columns"} or "path" not in table]
         if misfits:

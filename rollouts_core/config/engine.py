@@ -9,11 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
-from rollouts_core.engine_kinds import ENGINES, EngineSpec
+from rollouts_core.engine_kinds import ENGINE_CHOICES, ENGINES, EngineSpec
 from rollouts_core.plugins import KeyOf
 
 EngineKind = Annotated[str, KeyOf(ENGINES)]
+EngineChoice = Annotated[str, KeyOf(ENGINE_CHOICES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
+INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
+"""No user, password or key: these belong into the settings of pip or uv."""
 MIN_ENGINE_CONTEXT = 26
 """Smallest context of an installed engine, tokens: needed for the completions that verify its weights
 (`engines/canary.py`)."""
@@ -24,12 +27,22 @@ KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 class EngineConfig(Record):
     """The inference server that generates completions."""
 
-    kind: EngineKind = "embedded"
-    """embedded: this project's own server, for small models on a CPU. sglang, vllm: servers that you install, usually
-    in their own environment."""
+    kind: EngineChoice = "embedded"
+    """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own. auto:
+    sglang on a node with a free GPU, and embedded elsewhere, or if sglang does not know the model."""
+    install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
+    """Whether a run installs SGLang or vLLM if it is missing, and by which program. auto: by the program that
+    installs the node's packages, or else by pip."""
+    requirements: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """File with the exact versions to install. Empty takes the versions that this project was tested with."""
+    package_index: str = Field(default="", pattern=INDEX_URL, json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """URL of a further package index, for instance one with torch for another CUDA. The node's own settings apply, too.
+    """
+    wheels: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """Folder of this machine with the wheels of all packages. A node without a network gets them from here."""
     python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of the environment with SGLang or vLLM, as an absolute path on the node. Empty: the
-    interpreter of the jobs."""
+    interpreter of the jobs, or an environment that the run installs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the engine's weights. auto: the format in the model's configuration, but on a GPU bfloat16
     instead of float32, the format of checkpoints. The embedded engine always uses float32."""
@@ -58,11 +71,12 @@ class EngineConfig(Record):
     @property
     def spec(self) -> EngineSpec:
         """The record of the engine's kind."""
-        return ENGINES[self.kind]
+        return ENGINE_CHOICES[self.kind]
 
     def _broken_rules(self) -> Iterator[str]:
         spec = self.spec
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
+        given |= {name: getattr(self, name) for name in ("requirements", "package_index", "wheels")}
         installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
         for name in [name for name, value in given.items() if value and spec.is_own]:
             yield f"engine.{name} is a setting for the kinds {installed}: remove it"

@@ -91,6 +91,9 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
             return table(value, dataset) if isinstance(value, dict) else [table(each, dataset) for each in value]
         return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
 
+    def preparation(value: Any) -> Any:  # Any: unchecked file content
+        return {**value, "source": dataset(value["source"])} if isinstance(value, dict) and "source" in value else value
+
     def model_folder(value: Any) -> Any:  # Any: unchecked file content
         if not isinstance(value, str):
             return value
@@ -99,7 +102,8 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 
     resolved = dict(settings)
     if isinstance(data := settings.get("data"), dict):
-        resolved["data"] = {key: (dataset if key == "sft" else data_file)(value) for key, value in data.items()}
+        readers = {"sft": dataset, "prepare": preparation}
+        resolved["data"] = {key: readers.get(key, data_file)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
         resolved["model"] = {**model, "path": model_folder(model["path"])} if "path" in model else model
     if isinstance(training := settings.get("training"), dict):
@@ -109,7 +113,12 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
             else section
             for stage, section in training.items()
         }
-    if isinstance(rollout := settings.get("rollout"), dict) and isinstance(rollout.get("rewards"), list | tuple):
+    rollout = dict(given) if isinstance(given := settings.get("rollout"), dict) else {}
+    if isinstance(engine := rollout.get("engine"), dict):
+        installed = {key: absolute(engine[key]) for key in ("requirements", "wheels") if key in engine}
+        rollout["engine"] = {**engine, **installed}
+        resolved["rollout"] = rollout
+    if isinstance(rollout.get("rewards"), list | tuple):
         rewards = [
             {**each, "model": model_folder(each["model"])}
             if isinstance(each, dict) and "model" in each and has_model_folder(each.get("kind"), each.get("url"))

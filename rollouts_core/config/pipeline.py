@@ -14,6 +14,7 @@ from rollouts_core.config.deployment import DeploymentConfig
 from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
+from rollouts_core.config.hub import HubConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.record import Record
 from rollouts_core.config.report import ReportConfig
@@ -72,6 +73,8 @@ class Config(Record):
     """Placement on the node."""
     report: ReportConfig = ReportConfig()
     """The samples inside the report."""
+    hub: HubConfig = HubConfig()
+    """Where models and public datasets are downloaded from."""
 
     @property
     def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:
@@ -91,6 +94,13 @@ class Config(Record):
     def samples_for_training(self) -> bool:
         """True if a training requests completions from engines."""
         return self.is_graded and not self.data.rollouts
+
+    @property
+    def missing_data(self) -> list[str]:
+        """The settings of `data` that the mode needs and that name nothing."""
+        needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
+        every = dict.fromkeys([*needed, ("selection",), ("heldout",)])
+        return [names[0] for names in every if not any(getattr(self.data, name) for name in names)]
 
     @property
     def demonstrations(self) -> tuple[DatasetConfig, ...]:
@@ -115,10 +125,8 @@ class Config(Record):
     def _check_data(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
             yield "data.prompts and data.rollouts exclude each other: sample completions, or train on recorded ones"
-        needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
-        for names in dict.fromkeys([*needed, ("selection",), ("heldout",)]):
-            if not any(getattr(self.data, name) for name in names):
-                yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
+        for name in () if self.data.prepare.name else self.missing_data:
+            yield f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}'
 
     def _check_temperatures(self) -> Iterator[str]:
         """Check temperatures of requests to engines."""

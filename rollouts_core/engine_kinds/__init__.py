@@ -7,18 +7,32 @@ and imported by whoever connects. Not here: what a client does (engines/client.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
 
+from rollouts_core.engine_kinds.auto import AUTO, CHOSEN_ON_NODE
 from rollouts_core.engine_kinds.embedded import EMBEDDED
 from rollouts_core.engine_kinds.sglang import SGLANG
-from rollouts_core.engine_kinds.spec import EngineSpec, LaunchPart, ScoringAPI
+from rollouts_core.engine_kinds.spec import EngineBuild, EngineSpec, LaunchPart, ScoringAPI
 from rollouts_core.engine_kinds.vllm import VLLM
 
-ENGINES: Mapping[str, EngineSpec] = {
+ENGINES: MutableMapping[str, EngineSpec] = {
     "embedded": EMBEDDED,
     "sglang": SGLANG,
     "vllm": VLLM,
 }
 """By the name that `rollout.engine.kind` has for it."""
+ENGINE_CHOICES: Mapping[str, EngineSpec] = ChainMap({CHOSEN_ON_NODE: AUTO}, ENGINES)
+"""All values of `rollout.engine.kind`: the engines, and "auto", which a run replaces by one of them."""
 
-__all__ = ["EMBEDDED", "ENGINES", "SGLANG", "VLLM", "EngineSpec", "LaunchPart", "ScoringAPI"]
+__all__ = [
+    "EMBEDDED",
+    "ENGINES",
+    "ENGINE_CHOICES",
+    "SGLANG",
+    "VLLM",
+    "EngineBuild",
+    "EngineSpec",
+    "LaunchPart",
+    "ScoringAPI",
+]

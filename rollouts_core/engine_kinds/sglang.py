@@ -7,10 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.engine_kinds.spec import EngineSpec, LaunchPart, ScoringAPI, num_gpus_per_engine, read_scores
+from rollouts_core.engine_kinds.spec import (
+    EngineBuild,
+    EngineSpec,
+    LaunchPart,
+    ScoringAPI,
+    num_gpus_per_engine,
+    read_scores,
+)
 
 if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
+
+LIST_ARCHITECTURES = r"""
+import importlib.util, pathlib, re
+models = pathlib.Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt/models")
+for file in models.rglob("*.py"):
+    for entry in re.findall(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", file.read_text(encoding="utf-8"), re.M):
+        print("\n".join(re.findall(r"\w+", entry)))
+"""
+"""Reads its modules of models. Importing them takes a minute, and fails on a machine whose GPU it does not know."""
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
@@ -60,6 +76,16 @@ SGLANG = EngineSpec(
     transfers=("auto", "gloo", "nccl", "tensors"),
     reserved_tokens=2,
     package="sglang",
+    # Its CUDA 13.0 needs the driver 580.65.06: table 2 of the release notes of the CUDA Toolkit 13.0. The disk is an
+    # estimate by the sizes of the wheels; SGLang has no build for CPUs that installs by itself.
+    cuda_build=EngineBuild(
+        package="sglang",
+        requirements="sglang-cuda.txt",
+        disk_gb=14.0,
+        minutes=8.0,
+        min_driver=(580, 65, 6),
+    ),
+    list_architectures=LIST_ARCHITECTURES,
     render=render,
     render_key=render_key,
     memory_argument="--mem-fraction-static",

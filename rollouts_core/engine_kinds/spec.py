@@ -51,6 +51,29 @@ class ScoringAPI:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuild:
+    """An engine as a run installs it, for machines with GPUs or without."""
+
+    package: str
+    """The package that is the engine, as its requirements name it."""
+    requirements: str
+    """The file below requirements/ with the exact version of every package."""
+    disk_gb: float
+    """Size of the environment on the disk, in GB (10^9 bytes)."""
+    minutes: float
+    """How long the installation takes about, with a link of 500 Mbit/s."""
+    min_driver: tuple[int, ...] = ()
+    """The oldest driver of NVIDIA's that its build of CUDA runs on."""
+    programs: tuple[str, ...] = ()
+    """Programs that the machine must have."""
+
+    @property
+    def file(self) -> Path:
+        """The file with the exact versions."""
+        return Path(__file__).parent / "requirements" / self.requirements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """A kind of inference server."""
 
@@ -69,6 +92,12 @@ class EngineSpec:
     prompt, and SGLang ends the completion early."""
     package: str = ""
     """The package that must be installed; empty for the engine of this project."""
+    cuda_build: EngineBuild | None = None
+    """The build that a run installs on a machine with GPUs; None if it installs nothing there."""
+    cpu_build: EngineBuild | None = None
+    """The same on a machine without GPUs."""
+    list_architectures: str = ""
+    """A program for its interpreter that prints the architectures of models that it serves, a line each."""
     render: RenderFn | None = None
     """Writes the arguments of its interpreter; None for the engine of this project."""
     render_key: Callable[[str, Path], LaunchPart] | None = None

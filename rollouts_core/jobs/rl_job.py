@@ -90,7 +90,9 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
         counts = await train_on(job, directory, events, ranks, stop)
-    directory.write_result({**describe_training(job, directory), **counts, **collect_warnings(directory, events)})
+    engines = sorted({f"{each.kind} {each.version}" for each in job.engines if each.version})
+    record = {**describe_training(job, directory), **counts, **({"engines": engines} if engines else {})}
+    directory.write_result({**record, **collect_warnings(directory, events)})
 
 
 async def train_on_recorded(

@@ -40,7 +40,20 @@ HARMLESS = {
     *("model", "against", "data", "sources", "cron", "time_zone", "overlap"),  # EvaluateConfig, RetrainConfig, schedule
     *("kind", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts", "proxy_jump"),
     *("address", "instance", "gpu_types", "regions", "security", "min_cuda", "providers"),
-    *("mode", "path", "revision", "split", "subset", "sft", "sft_eval", "prompts", "rollouts", "selection", "heldout"),
+    *(
+        "mode",
+        "path",
+        "source",
+        "revision",
+        "split",
+        "subset",
+        "sft",
+        "sft_eval",
+        "prompts",
+        "rollouts",
+        "selection",
+        "heldout",
+    ),
     *("metric", "engine", "kind", "dtype", "weight_transfer", "router_url", "url", "label", "judge_prompt"),
     *("algorithm", "objective", "baseline", "train_on", "on_overlong", "attention", "backend", "precision"),
     *("allow_changed",),
@@ -196,6 +209,21 @@ def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> Non
     for settings in ({"reward_fn": name}, {"environment": name}, {"filters": [{"name": name, "settings": {"a": 1}}]}):
         with pytest.raises(ConfigError, match="may not name here"):
             check(**settings)
+
+
+def test_a_function_that_prepares_data_and_a_mirror_need_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"prepare": {"name": "evil_prepare:main"}}
+    config = Config.model_validate({"model": {"path": "/m"}, "data": data})
+    with pytest.raises(ConfigError, match=r"data\.prepare\.name names code of evil_prepare, which a run"):
+        check_trusted(config)
+    monkeypatch.setenv(VARIABLE, "evil_prepare")
+    check_trusted(config)
+    named = {"model": {"path": "/m"}, "data": {"prepare": "gsm8k"}}
+    check_trusted(Config.model_validate(named))
+    mirror = Config.model_validate(named | {"hub": {"url": "http://evil.example", "token_variable": "MY_TOKEN"}})
+    with pytest.raises(ConfigError, match=r"hub\.url is http://evil\.example, which a run") as refused:
+        check_trusted(mirror)
+    assert "hub.token_variable is MY_TOKEN@http://evil.example" in str(refused.value)
 
 
 def test_a_taskset_that_rows_name_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:

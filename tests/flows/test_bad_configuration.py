@@ -36,8 +36,8 @@ from tests.small_pipeline import small_settings
         (
             "zzz",
             1,
-            "unknown key zzz; known are data, deployment, evaluate, evaluation, mode, model, node, retrain, rollout, "
-            "run, schedule",
+            "unknown key zzz; known are data, deployment, evaluate, evaluation, hub, mode, model, node, retrain, "
+            "rollout, run, schedule",
         ),
         (
             "rollout__reward_fn",
@@ -72,7 +72,11 @@ from tests.small_pipeline import small_settings
         ("rollout__sampling__temperature", 11, "less than or equal to 10, found 11"),
         ("rollout__sampling__temperature", 0, "rollout.sampling.temperature above 0"),
         ("deployment__engine_port", 70000, "deployment.engine_port: input should be less than or equal to 65535"),
-        ("rollout__engine", {"kind": "tgi"}, "rollout.engine.kind: input should be 'embedded', 'sglang' or 'vllm'"),
+        (
+            "rollout__engine",
+            {"kind": "tgi"},
+            "rollout.engine.kind: input should be 'embedded', 'sglang', 'vllm' or 'auto'",
+        ),
         ("rollout__engine", {"extra_args": ["-x"]}, "engine.extra_args is a setting of the kinds"),
         ("deployment__num_engines", 0, "deployment.num_engines: input should be greater than or equal to 1"),
         ("deployment__trainer_gpu_ranks", [-1], "deployment.trainer_gpu_ranks.0: input should be greater than"),

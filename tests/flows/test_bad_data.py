@@ -325,9 +325,17 @@ def test_adapters_for_layers_that_the_model_does_not_have_are_named_before_sft(f
     )
 
 
-@pytest.mark.parametrize("name", ["some_model", "some_org/some_model", "~/some_model"])
+@pytest.mark.parametrize("name", ["some_model", "~/some_model"])
 def test_a_model_that_is_no_folder_is_named_without_asking_a_hub(folder: Path, name: str) -> None:
     assert_refused(write_config(folder, model__path=name), f"model.path: {name} is not a folder")
+
+
+def test_a_model_of_the_hub_that_cannot_be_downloaded_is_named(folder: Path) -> None:
+    assert_refused(
+        write_config(folder, model__path="some_org/some_model"),
+        "the model some_org/some_model cannot be downloaded (",
+        "name a folder as model.path, or a mirror that can be reached as hub.url",
+    )
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(folder: Path) -> None:

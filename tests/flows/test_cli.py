@@ -43,11 +43,11 @@ from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
 
 SURFACE = {
-    "run": ["CONFIG", "--store", "--deployment", "--name", "--fresh", "--port"],
+    "run": ["CONFIG", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
     "evaluate": ["CONFIG", "[MODEL]", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
     "preset": ["[NAME]"],
-    "validate": ["CONFIG", "--store", "--show", "--json"],
+    "validate": ["CONFIG", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
     "chat": [

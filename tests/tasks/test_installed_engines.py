@@ -79,7 +79,8 @@ def test_a_machine_without_the_router_is_refused_where_rl_would_start_it(
 
 
 @pytest.mark.slow
-def test_a_machine_of_engines_without_one_is_named(tmp_path: Path, node: Node) -> None:
+def test_a_machine_of_engines_without_one_is_named(tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # .engines of this repository is not beside it
     further = FurtherNode(host="me@127.0.0.1:1", python=sys.executable)
     settings = SSHNode(host="me@127.0.0.1", python=sys.executable, engine_nodes=(further,))
     with pytest.raises(PermanentInfraError, match=r"^node\.engine_nodes, second: .* has no sglang,"):

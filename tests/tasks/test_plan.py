@@ -236,7 +236,13 @@ def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
     placed = with_engines(rl, [EngineRecord(url="http://127.0.0.1:30000", run_dir="/engine")])
     assert (placed.fingerprint, placed.run_dir) == (rl.fingerprint, rl.run_dir)
     assert placed.job["engines"] == [
-        {"kind": "embedded", "url": "http://127.0.0.1:30000", "lease_file": "/engine/.job/lease", "lease_url": ""}
+        {
+            "kind": "embedded",
+            "version": "",
+            "url": "http://127.0.0.1:30000",
+            "lease_file": "/engine/.job/lease",
+            "lease_url": "",
+        }
     ]
     on_other_port = config_at(tmp_path / "inputs", deployment={"engine_port": 30001, "trainer_threads": 2})
     assert plan_rl(base_model(config), on_other_port, scope, node).fingerprint == rl.fingerprint

@@ -95,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._describe(hub, f"{owner}/{name}", "main")
             case ["api", "models", owner, name, "revision", *revision]:
                 self._describe(hub, f"{owner}/{name}", "/".join(revision))
+            case ["api", "models", owner, name, "tree", revision, *folder]:
+                self._list(hub, f"{owner}/{name}", revision, "/".join(folder))
             case [owner, name, "resolve", revision, *file]:
                 self._send_file(hub, f"{owner}/{name}", revision, "/".join(file))
             case _:
@@ -112,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, hub: Hub, repo: str, revision: str) -> None:
         if found := self._find(hub, repo, revision):
             sha, files = found
-            siblings = [{"rfilename": path} for path in sorted(files)]
+            siblings = [{"rfilename": path, "size": len(files[path])} for path in sorted(files)]
             self._send_json(
                 {"id": repo, "sha": sha, "private": False, "tags": [], "downloads": 0, "siblings": siblings}
             )

@@ -12,12 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from rollouts.infra.errors import PermanentInfraError
-from rollouts.infra.node import Node
+from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.session import LocalSession
-from rollouts.tasks.installed_engines import check_installed
+from rollouts.tasks.engine_installs import plan_engine_of
 from rollouts_core import engine_kinds
 from rollouts_core.config import EngineConfig, RolloutConfig, SamplingConfig
-from rollouts_core.engine_kinds import ENGINES, SGLANG, LaunchPart
+from rollouts_core.engine_kinds import ENGINE_CHOICES, ENGINES, SGLANG, LaunchPart
 from rollouts_core.engines import Endpoint, connect
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.job import ServeJob
@@ -44,7 +44,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_further_kind_is_configured_like_the_others(toy: str) -> None:
     assert EngineConfig(kind=toy).spec.title == "Toy"
-    assert EngineConfig.model_json_schema()["properties"]["kind"]["enum"] == [*ENGINES]
+    assert EngineConfig.model_json_schema()["properties"]["kind"]["enum"] == [*ENGINE_CHOICES]
     with pytest.raises(ValidationError, match=r"is not supported by engines of the kind toy: use auto or gloo"):
         EngineConfig(kind=toy, weight_transfer="tensors")
     with pytest.raises(ValidationError, match=r"weight version of each token, and Toy does not"):
@@ -52,7 +52,7 @@ def test_a_further_kind_is_configured_like_the_others(toy: str) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ValidationError, match="Input should be " + ", ".join(map(repr, [*ENGINES][:-1]))):
+    with pytest.raises(ValidationError, match="Input should be " + ", ".join(map(repr, [*ENGINE_CHOICES][:-1]))):
         EngineConfig(kind="tensorrt")
 
 
@@ -63,7 +63,7 @@ def test_a_further_kind_is_started_and_looked_for_like_the_others(toy: str) -> N
     assert command.argv == ("/opt/toy/python", "-m", "toy", "/models/m", "30000", "bfloat16")
     node = Node(name="here", kind="local", root="/nowhere", python=sys.executable)
     with pytest.raises(PermanentInfraError, match=r"has no toy_engine, which this rollout\.engine\.kind needs"):
-        check_installed(LocalSession(sys.executable), node, EngineConfig(kind=toy))
+        plan_engine_of(LocalSession(sys.executable), node, LocalNode(), EngineConfig(kind=toy), [])
 
 
 def test_a_further_kind_is_asked_by_the_client_that_its_row_names(toy: str, quickstart_dir: Path) -> None:

@@ -1,0 +1,21 @@
+"""`hub`: the place that models and public datasets are downloaded from.
+
+Not here: which models and datasets (model.py, data.py), the download (rollouts_core/data/hub_download.py).
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Record
+
+
+class HubConfig(Record):
+    """The Hugging Face hub, or a mirror of it."""
+
+    url: str = Field("", pattern=r"^(https?://[^/@?#]+(/[^@?#]*)?)?$", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    """Address of a mirror. With a mirror, a pipeline downloads the model before it starts. Empty takes the variable
+    HF_ENDPOINT, or huggingface.co."""
+    token_variable: str = Field("", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "url"})
+    """Environment variable that holds the token for gated models and datasets. Empty takes HF_TOKEN, or the token of
+    `hf auth login`."""

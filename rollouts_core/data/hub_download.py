@@ -1,0 +1,76 @@
+"""Download a model of the hub into a folder, at one commit, or name the commit of a dataset.
+
+An interrupted download is resumed.
+
+    python -P -m rollouts_core.data.hub_download find NAME REVISION            {"commit": ..., "num_bytes": ...}
+    python -P -m rollouts_core.data.hub_download fetch NAME COMMIT FOLDER
+    python -P -m rollouts_core.data.hub_download dataset NAME REVISION         {"commit": ...}
+
+It runs in a process of its own, because the hub's library reads its address and token when it is imported. A
+mistake is one sentence on standard error.
+
+Not here: where the folder lies, and whether the disk has room (tasks/hub_models.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+from rollouts_core.data.preparing import explain_hub_error
+
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
+"""The files of a checkpoint. The same weights in other formats stay on the hub."""
+LEFT_OUT = ("onnx/*", "original/*", "coreml/*", "openvino/*")
+
+
+def find_model(name: str, revision: str) -> dict[str, object]:
+    """The commit of a model, and the bytes of its files."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    return {"commit": info.sha, "num_bytes": sum(size for file, size in sizes.items() if is_wanted(file))}
+
+
+def find_dataset(name: str, revision: str) -> dict[str, object]:
+    """The commit of a dataset."""
+    from huggingface_hub import HfApi
+
+    return {"commit": HfApi().dataset_info(name, revision=revision or None).sha}
+
+
+def is_wanted(file: str) -> bool:
+    """Whether a file is downloaded."""
+    is_left_out = any(fnmatch(file, pattern) for pattern in LEFT_OUT)
+    return not is_left_out and any(fnmatch(file, pattern) for pattern in PATTERNS)
+
+
+def fetch_model(name: str, commit: str, folder: Path) -> None:
+    """Download the files of a model; those that are whole in the folder are kept."""
+    from huggingface_hub import snapshot_download
+
+    allowed, left_out = [*PATTERNS], [*LEFT_OUT]
+    snapshot_download(name, revision=commit, local_dir=folder, allow_patterns=allowed, ignore_patterns=left_out)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def main() -> int:
+    """Carry out one verb; see the head of this file."""
+    verb, name, revision = sys.argv[1:4]
+    try:
+        if verb == "fetch":
+            fetch_model(name, revision, Path(sys.argv[4]))
+        else:
+            found = find_model(name, revision) if verb == "find" else find_dataset(name, revision)
+            sys.stdout.write(json.dumps(found) + "\n")
+    except Exception as error:  # the hub's own errors, and those of the HTTP library that its version has
+        raise SystemExit(explain_hub_error("dataset" if verb == "dataset" else "model", name, error)) from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Make the data files of a run from the rows of a public dataset: a record for each dataset, by name.
+
+    rows of the dataset ── read(split, subset) ──> a function below ──> rows by file: {"sft": ..., "heldout": ...}
+
+A function of the user's has the same form: `def prepare(read, **settings)`, named as `package.module:function`.
+
+Not here: reading and writing the rows (preparing.py), when that is done (tasks/preparing.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollouts_core.environments.math import final_answer
+
+Row = dict[str, Any]  # Any: columns of every type
+GSM8K_ASK = "\n\nThink step by step, and end with #### and the number."
+MATH_ASK = "\n\nReason step by step, and put the final answer within \\boxed{}."
+CALCULATION = re.compile(r"<<.*?>>")
+"""The notes of GSM8K for a calculator."""
+MAX_MATH_PROMPT_CHARS = 2000
+MAX_OPENING_CHARS = 6000
+"""Characters of a conversation before its first answer ends. A longer opening would fill a whole training row."""
+
+
+class ReadRows(Protocol):
+    """Reads a dataset."""
+
+    def __call__(self, split: str, subset: str = "") -> Iterator[Row]:
+        """The rows of a split, in order. Rows of the hub are downloaded as they are read."""
+        ...
+
+
+PrepareFn = Callable[..., Mapping[str, Iterable[Row]]]
+"""(read, settings as keyword arguments) -> the rows of each data file, by the settings `data.NAME` that it stands
+for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """How one public dataset becomes data files."""
+
+    title: str
+    """The dataset in a few words."""
+    prepare: PrepareFn
+    source: str
+    """Name of the dataset on the hub."""
+    revision: str
+    """The commit that the preset was made for."""
+
+
+def prepare_gsm8k(
+    read: ReadRows, *, num_train: int = 7000, num_selection: int = 473, num_heldout: int = 1319
+) -> dict[str, list[Row]]:
+    """GSM8K's worked solutions as demonstrations, and its questions with the final number as the answer."""
+    train = map(_gsm8k_row, read("train", "main"))
+    rows = list(itertools.islice(train, num_train))
+    selection = list(itertools.islice(train, num_selection))
+    heldout = list(map(_gsm8k_row, itertools.islice(read("test", "main"), num_heldout)))
+    return {
+        "sft": _with_columns(rows, "prompt", "completion"),
+        "prompts": _with_columns(rows, "prompt", "answer"),
+        "selection": _with_columns(selection, "prompt", "answer"),
+        "heldout": _with_columns(heldout, "prompt", "answer"),
+    }
+
+
+def _gsm8k_row(row: Row) -> Row:
+    solution = CALCULATION.sub("", row["answer"])
+    answer = solution.partition("####")[2].strip()
+    return {"prompt": row["question"] + GSM8K_ASK, "completion": solution, "answer": answer}
+
+
+def prepare_math(
+    read: ReadRows, *, num_train: int = 7500, num_selection: int = 200, num_heldout: int = 5000, seed: int = 0
+) -> dict[str, list[Row]]:
+    """MATH's problems whose final answer is an integer, in a seeded order."""
+    train, test = ([row for each in read(split) if (row := _math_row(each))] for split in ("train", "test"))
+    order = random.Random(seed)
+    order.shuffle(train)
+    order.shuffle(test)
+    return {
+        "selection": train[:num_selection],
+        "prompts": train[num_selection:][:num_train],
+        "heldout": test[:num_heldout],
+    }
+
+
+def _math_row(row: Row) -> Row | None:
+    """None for a problem without an integer as its answer, and for a very long one."""
+    answer = final_answer(row["solution"]) or ""
+    prompt = row["problem"] + MATH_ASK
+    is_kept = answer.removeprefix("-").isdigit() and len(prompt) < MAX_MATH_PROMPT_CHARS
+    return {"prompt": prompt, "answer": answer} if is_kept else None
+
+
+def prepare_conversations(
+    read: ReadRows, *, num_train: int = 30_000, num_selection: int = 500, num_heldout: int = 500
+) -> dict[str, list[Row]]:
+    """Conversations of smol-smoltalk whose opening is not too long."""
+    train, test = (filter(_has_short_opening, read(split)) for split in ("train", "test"))
+    taken = {"sft": (train, num_train), "selection": (test, num_selection), "heldout": (test, num_heldout)}
+    return {
+        name: _with_columns(itertools.islice(rows, num_rows), "messages") for name, (rows, num_rows) in taken.items()
+    }
+
+
+def _has_short_opening(row: Row) -> bool:
+    return sum(len(message["content"]) for message in row["messages"][:2]) < MAX_OPENING_CHARS
+
+
+def prepare_web_text(
+    read: ReadRows, *, num_train: int = 50_000, num_selection: int = 500, num_heldout: int = 500
+) -> dict[str, list[Row]]:
+    """The first documents of OpenWebText."""
+    documents = read("train", "plain_text")
+    sizes = {"heldout": num_heldout, "selection": num_selection, "sft": num_train}
+    return {name: _with_columns(itertools.islice(documents, size), "text") for name, size in sizes.items()}
+
+
+def _with_columns(rows: Iterable[Row], *names: str) -> list[Row]:
+    return [{name: row[name] for name in names} for row in rows]
+
+
+PREPARATIONS: Mapping[str, Preparation] = {
+    "gsm8k": Preparation(
+        title="grade-school mathematics, with worked solutions",
+        prepare=prepare_gsm8k,
+        source="openai/gsm8k",
+        revision="740312add88f781978c0658806c59bc2815b9866",
+    ),
+    "math": Preparation(
+        title="competition mathematics with integer answers",
+        prepare=prepare_math,
+        source="DigitalLearningGmbH/MATH-lighteval",
+        revision="0530c78699ea5e8eb5530600900e1f328b48acad",
+    ),
+    "smol_smoltalk": Preparation(
+        title="conversations",
+        prepare=prepare_conversations,
+        source="HuggingFaceTB/smol-smoltalk",
+        revision="f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc",
+    ),
+    "openwebtext": Preparation(
+        title="plain web text",
+        prepare=prepare_web_text,
+        source="Skylion007/openwebtext",
+        revision="79d93d786212f7344586290adb811d4ae6a1762c",
+    ),
+}
+"""By the name that `data.prepare` has for it."""

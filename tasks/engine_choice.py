@@ -1,0 +1,168 @@
+"""Choose the engine of a run with `rollout.engine.kind = "auto"`, on its node, before the first attempt.
+
+    no GPU ── embedded          a GPU that other programs fill ── embedded, with the reason
+    a GPU that is free ── SGLang, installed or to be installed ── knows the model? ── SGLang, or else embedded
+
+The choice is kept in the store, so that later attempts have the same; the resolved kind is in job.json and in the
+fingerprint. Not here: installing the engine (engine_installs.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollouts.infra.engine_environment import install_engine
+from rollouts.infra.engines import CHECK_TIMEOUT_S
+from rollouts.infra.gpu_state import GpuState, read_gpus
+from rollouts.infra.node import FurtherNode, Node, NodeSettings
+from rollouts.infra.session import Session
+from rollouts.tasks.engine_installs import plan_engine_of
+from rollouts.tasks.store_paths import ENGINES
+from rollouts_core.checks.resource_needs import engine_weight_bytes
+from rollouts_core.config import Config, EngineConfig
+from rollouts_core.engine_kinds.auto import CHOSEN_ON_NODE, FOR_GPUS, WITHOUT_GPUS
+from rollouts_core.model.model_size import ModelSize
+from rollouts_core.system.files import write_json
+
+DIGEST_CHARS = 16
+DEFAULTS_OF_OWN = ("python", "dtype", "extra_args", "requirements", "package_index", "wheels", "context_length")
+"""Settings for installed engines, which the engine of this project does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """The engine that a run takes."""
+
+    kind: str
+    reason: str
+    """Why, in words."""
+
+    def __str__(self) -> str:
+        return f"rollout.engine: auto takes {self.kind}, because {self.reason}"
+
+
+def is_open(config: Config) -> bool:
+    """Whether the run samples by an engine that is still to be chosen."""
+    evaluation = config.evaluation
+    samples = config.samples_for_training or (evaluation.metric == "accuracy" and evaluation.engine == "rollout")
+    return samples and config.rollout.engine.kind == CHOSEN_ON_NODE
+
+
+def with_kind(config: Config, kind: str) -> Config:
+    """The configuration with the chosen engine; settings that this engine does not have are at their defaults."""
+    engine = config.rollout.engine.model_copy(update={"kind": kind})
+    if engine.spec.is_own:
+        own = EngineConfig()
+        engine = engine.model_copy(update={name: getattr(own, name) for name in DEFAULTS_OF_OWN})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
+
+def choose_by_gpus(gpus: Sequence[GpuState], ranks: Sequence[int], needed_gb: float) -> EngineChoice:
+    """The engine for a node with these GPUs.
+
+    Args:
+        ranks: the GPUs of the engines; empty stands for the first GPU.
+        needed_gb: memory that the weights of an engine take on each of its GPUs.
+    """
+    if not gpus:
+        return EngineChoice(kind=WITHOUT_GPUS, reason="the node has no GPU")
+    for rank in [each for each in (ranks or (0,)) if each < len(gpus)]:
+        gpu = gpus[rank]
+        if gpu.programs and gpu.free_gb < needed_gb:
+            return EngineChoice(
+                kind=WITHOUT_GPUS,
+                reason=f"GPU {rank}, {gpu.name}, is used by {' and '.join(map(str, gpu.programs))} and has "
+                f"{gpu.free_gb:.1f} GB free of the {needed_gb:.1f} GB that an engine needs",
+            )
+    return EngineChoice(kind=FOR_GPUS, reason=f"the node has {len(gpus)} x {gpus[0].name}")
+
+
+def choose_by_model(
+    choice: EngineChoice, architectures: Sequence[str], known: AbstractSet[str], *, title: str
+) -> EngineChoice:
+    """The choice, or the engine of this project if the chosen one serves none of the model's architectures.
+
+    Args:
+        architectures: of the model's config.json.
+        known: those of the engine; empty if it does not tell.
+    """
+    if not known or not architectures or not known.isdisjoint(architectures):
+        return choice
+    return EngineChoice(kind=WITHOUT_GPUS, reason=f"{title} does not know the model's {' or '.join(architectures)}")
+
+
+def choose_engine(
+    session: Session,
+    node: Node,
+    settings: NodeSettings | FurtherNode,
+    config: Config,
+    size: ModelSize,
+    *,
+    installs: bool = True,
+) -> EngineChoice:
+    """The engine that the run takes on this node.
+
+    Args:
+        installs: whether to install a missing engine now, to ask the engine for its models. A check before the run does
+            not.
+
+    Raises:
+        PermanentInfraError: the engine for GPUs is neither installed, nor can it be installed.
+    """
+    gpus = read_gpus(session)
+    chosen = with_kind(config, FOR_GPUS)
+    ranks = {"engine_gpu_ranks": config.deployment.engine_gpu_ranks or (0,)}
+    placed = chosen.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
+    needed_gb = engine_weight_bytes(placed, size) / 1e9
+    choice = choose_by_gpus(gpus, config.deployment.engine_gpu_ranks, needed_gb)
+    if choice.kind == WITHOUT_GPUS:
+        return choice
+    engine = chosen.rollout.engine
+    plan = plan_engine_of(session, node, settings, engine, gpus)
+    python = plan.python
+    if plan.wanted is not None and (installs or plan.is_there):
+        python = install_engine(session, node, plan.wanted)
+    known = known_architectures(session, engine, python) if python else frozenset[str]()
+    architectures = [str(each) for each in size.settings.get("architectures") or ()]
+    return choose_by_model(choice, architectures, known, title=engine.spec.title)
+
+
+def known_architectures(session: Session, engine: EngineConfig, python: str) -> frozenset[str]:
+    """The architectures of models that an installed engine serves; empty if it does not tell."""
+    program = [python, "-c", engine.spec.list_architectures]
+    listed = session.run(program, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
+    return frozenset(listed.stdout.decode(errors="replace").split()) if listed.exit_code == 0 else frozenset()
+
+
+def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
+    """The file that keeps the choice of runs with these settings."""
+    place = settings.model_dump(mode="json", exclude={"query"})  # a run adds the memory that it needs to the query
+    content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
+    return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
+
+
+def keep_choice(file: Path, choice: EngineChoice) -> None:
+    """Write the choice down for later attempts."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"kind": choice.kind, "reason": choice.reason})
+
+
+def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
+    """The configuration with the engine that an earlier attempt has chosen; as it is before the first."""
+    if not is_open(config):
+        return config
+    try:
+        kept = json.loads(choice_file(store, config, settings).read_text(encoding="utf-8"))
+        return with_kind(config, str(kept["kind"]))
+    except FileNotFoundError:
+        return config
+
+
+def with_choice_of(config: Config, node: Node) -> Config:
+    """The configuration with the engine that was chosen on the node; as it is if none was."""
+    return with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config

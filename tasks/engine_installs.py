@@ -1,0 +1,208 @@
+"""Give a node its engine: an installed one, or else the run installs it before anything is trained.
+
+    rollout.engine.python ── named: it must have the engine
+    the jobs' interpreter, .engines/<kind> of this machine ── has the engine: taken
+    else, with rollout.engine.install ── versions, room, driver, programs ── install ── a real completion ── taken
+
+Not here: the installation (infra/engine_environment.py), the completion (engine_trial.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rollouts.infra.engine_environment import (
+    EngineInstallation,
+    check_programs,
+    check_room,
+    install_engine,
+    is_installed,
+    place_of_engine,
+)
+from rollouts.infra.engines import CHECK_TIMEOUT_S, check_engine_installed
+from rollouts.infra.environment import Installer, read_requirements
+from rollouts.infra.errors import CommandFailedError, PermanentInfraError
+from rollouts.infra.gpu_state import GpuState, driver_version, read_gpus
+from rollouts.infra.node import FurtherNode, Node, NodeSettings, PackageSettings
+from rollouts.infra.session import Session
+from rollouts.tasks.engine_trial import try_engine
+from rollouts_core.config import Config, EngineConfig
+from rollouts_core.engine_kinds import EngineBuild
+from rollouts_core.errors import ConfigError
+
+MADE_BY_HAND = Path(".engines")
+"""The folder in which `make engines` installs, beside the current one."""
+CPU_BUILD = "+cpu"
+"""Ends the version of a torch that uses no GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """The engine of a node: installed already, or what is to be installed."""
+
+    python: str = ""
+    """The interpreter that has it."""
+    wanted: EngineInstallation | None = None
+    build: EngineBuild | None = None
+    is_there: bool = False
+    """Whether an earlier run has installed what is wanted."""
+
+    def describe(self, engine: EngineConfig) -> str:
+        """A sentence for people; empty for an engine that the settings name, or that is installed."""
+        if self.wanted is None or self.build is None:
+            return ""
+        name = f"{engine.spec.title} {self.wanted.version}"
+        if self.is_there:
+            return f"rollout.engine: {name} is installed by an earlier run"
+        return (
+            f"rollout.engine: the run installs {name} by {self.wanted.installer}, {len(self.wanted.requirements)} "
+            f"packages, {self.build.disk_gb:g} GB, about {self.build.minutes:g} minutes"
+        )
+
+
+def plan_engine_of(
+    session: Session,
+    node: Node,
+    settings: NodeSettings | FurtherNode,
+    engine: EngineConfig,
+    gpus: Sequence[GpuState] | None = None,
+) -> EnginePlan:
+    """The engine that is installed on a node, or what a run would install there.
+
+    Args:
+        gpus: of the node; None asks it.
+
+    Raises:
+        PermanentInfraError: it is neither installed, nor can it be installed there.
+    """
+    spec = engine.spec
+    if spec.is_own:
+        return EnginePlan()
+    if engine.python:
+        check_engine_installed(session, spec.package, python=engine.python)
+        return EnginePlan(python=engine.python)
+    found_gpus = read_gpus(session) if gpus is None else gpus
+    build = spec.cuda_build if found_gpus else spec.cpu_build
+    if found := find_installed(session, node, spec.package, has_gpus=bool(found_gpus)):
+        return EnginePlan(python=found)
+    if engine.install == "never" or build is None:
+        check_engine_installed(session, spec.package, python=node.python)
+        return EnginePlan(python=node.python)
+    wanted = installation_of(engine, build, settings)
+    is_there = is_installed(session, place_of_engine(session, node, wanted))
+    check_driver(found_gpus, build, engine)
+    check_programs(session, build.programs, kind=engine.kind)
+    if not is_there:
+        check_room(session, node, wanted)
+    return EnginePlan(wanted=wanted, build=build, is_there=is_there)
+
+
+def with_engine(
+    session: Session,
+    node: Node,
+    settings: NodeSettings | FurtherNode,
+    config: Config,
+    *,
+    say: Callable[[str], None],
+) -> Node:
+    """The node with the interpreter of its engine, which has answered a request if this run installed it.
+
+    Raises:
+        PermanentInfraError: it cannot be installed there, or does not work.
+    """
+    engine = config.rollout.engine
+    plan = plan_engine_of(session, node, settings, engine)
+    if plan.wanted is None:
+        return replace(node, engine_python="" if plan.python in (engine.python, node.python) else plan.python)
+    say(plan.describe(engine))
+    python = install_engine(session, node, plan.wanted)
+    ready = replace(node, engine_python=python)
+    try_engine(session, ready, config, place_of_engine(session, node, plan.wanted), say=say)
+    return ready
+
+
+def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
+    """The interpreter of the jobs or of `make engines`, if it has the engine, and on GPUs a torch for them; else ""."""
+    by_hand = MADE_BY_HAND.resolve() / package / "bin/python"
+    candidates = [node.python, *([] if node.is_remote or not by_hand.exists() else [str(by_hand)])]
+    look = (
+        "import importlib.util, sys\n"
+        "from importlib.metadata import version\n"
+        f"sys.exit(importlib.util.find_spec({package!r}) is None or "
+        f"({has_gpus!r} and version('torch').endswith({CPU_BUILD!r})))"
+    )
+    for python in candidates:
+        try:
+            session.run([python, "-c", look], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
+        except (CommandFailedError, PermanentInfraError):
+            continue
+        return python
+    return ""
+
+
+def installation_of(
+    engine: EngineConfig, build: EngineBuild, settings: NodeSettings | FurtherNode
+) -> EngineInstallation:
+    """The installation of an engine, with the versions of the settings or of this project.
+
+    Raises:
+        PermanentInfraError, ConfigError: the file of versions, or the folder of wheels, cannot be used.
+    """
+    requirements = read_requirements(Path(engine.requirements or build.file))
+    packages = settings if isinstance(settings, PackageSettings) else None
+    installer: Installer = "uv" if packages is not None and packages.install == "uv" else "pip"
+    if engine.install in ("uv", "pip"):
+        installer = "uv" if engine.install == "uv" else "pip"
+    if engine.wheels and not any(Path(engine.wheels).glob("*.whl")):
+        raise ConfigError(f"rollout.engine.wheels: {engine.wheels} has no *.whl: give the folder of the wheels")
+    return EngineInstallation(
+        kind=engine.kind,
+        version=version_in(requirements, (build.package, engine.spec.package), source=engine.requirements),
+        requirements=tuple(requirements),
+        installer=installer,
+        index=packages.package_index if packages is not None else "",
+        further_index=engine.package_index,
+        wheels=engine.wheels,
+        disk_gb=build.disk_gb,
+    )
+
+
+def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: str = "") -> str:
+    """The version of the first of the packages that the requirements name.
+
+    Raises:
+        ConfigError: they name none.
+    """
+    for requirement in map(Requirement, requirements):
+        if canonicalize_name(requirement.name) in packages:
+            return str(requirement.specifier).lstrip("=")
+    raise ConfigError(f"rollout.engine.requirements: {source} has no line {packages[-1]}==VERSION: add it")
+
+
+def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[str]:
+    """A sentence for each GPU of the engines on which other programs compute."""
+    return [
+        f"GPU {rank}, {gpus[rank].name}, is used by {' and '.join(map(str, gpus[rank].programs))}, and has "
+        f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: a job of this project is waited for, another "
+        "program is not"
+        for rank in (ranks or (0,))
+        if rank < len(gpus) and gpus[rank].programs
+    ]
+
+
+def check_driver(gpus: Sequence[GpuState], build: EngineBuild, engine: EngineConfig) -> None:
+    """Raise PermanentInfraError if NVIDIA's driver is too old for the build; the user answers for other versions."""
+    if not gpus or engine.requirements:
+        return
+    found = driver_version(gpus[0].driver)
+    if found and found < build.min_driver:
+        raise PermanentInfraError(
+            f"{engine.spec.title}, as a run installs it, needs NVIDIA's driver {'.'.join(map(str, build.min_driver))} "
+            f"or newer, and the node has {gpus[0].driver}: take a machine with a newer driver (node.query.min_cuda), "
+            "or name versions for another CUDA as rollout.engine.requirements, with rollout.engine.package_index"
+        )
