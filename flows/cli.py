@@ -423,8 +423,12 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}", markup=False)
     if result.published:
         console.print(f"Published:   {result.published}  (rollouts pull fetches it)", markup=False)
-    store = shlex.quote(str(Path(pipeline.run.store).resolve()))
-    console.print(f"UI again:    {own_command()} ui --store {store}", markup=False)
+    store = Path(pipeline.run.store).resolve()
+    place = "" if store == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
+    run, command = Path(result.report).parent.name, own_command()
+    console.print(f"\nNext:        {command} report {run} --open{place}", markup=False)
+    for step in (f"samples {run}", f"chat {run}", f"serve {run}", "ui"):
+        console.print(f"             {command} {step}{place}", markup=False)
 
 
 def run_evaluation(pipeline: Pipeline, *, port: int) -> None:

@@ -97,10 +97,10 @@ def chat(
 
 
 def find_checkpoint(given: str, store: Path) -> Path:
-    """The folder of the checkpoint that is meant: of a folder, a run's name or a registered model.
+    """The folder of the named checkpoint: a folder, a run (of several with the name the latest), a registered model.
 
     Raises:
-        InputError: there is none, or there are several.
+        InputError: nothing has this name.
     """
     folder = Path(given)
     for found in (folder, folder / "checkpoint"):
@@ -113,11 +113,9 @@ def find_checkpoint(given: str, store: Path) -> Path:
         return runs / given / "checkpoint"
     if registered := _registered(given, store):
         return registered
-    named = [each for each in sorted(runs.glob("*/checkpoint")) if each.parent.name.rpartition("-")[0] == given]
-    if len(named) > 1:
-        raise InputError(f"{given} may be {' or '.join(each.parent.name for each in named)}: name one of them")
+    named = [each for each in runs.glob("*/checkpoint") if each.parent.name.rpartition("-")[0] == given]
     if named:
-        return named[0]
+        return max(named, key=lambda each: each.stat().st_mtime)  # the latest, as `rollouts samples` takes it
     raise InputError(
         f"{given} is not a folder, nor a finished run or a registered model of the store {store}: give the folder of a "
         "Hugging Face checkpoint, or a name from `rollouts status` or `rollouts models`"

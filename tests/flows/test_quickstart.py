@@ -32,6 +32,10 @@ def test_the_quickstart_improves_held_out_accuracy_at_every_stage(rollouts: Roll
     assert len(report.encode()) <= 250_000, "with 5,120 completions of RL and 2,400 held-out answers"
     assert all(f'id="data-{name}"' in report for name in ("index", "chunk-0", "rows", "curves", "vocabulary"))
     assert f"Report:      {run / 'report.html'}" in output
+    for command in ("report", "samples", "chat", "serve"):
+        assert f" {command} {run.name}" in output
     assert f" ui --store {rollouts.store}" in output
+    shown = rollouts.run("samples", run.name, "--model", "rl", "--limit", "1", "--json")
+    assert shown[0] == 0 and '"kind": "sample"' in shown[1]
     assert "/v2/runs/flow-run/" in output
     assert Path(run, "config.toml").is_file()

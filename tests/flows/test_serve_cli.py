@@ -61,6 +61,14 @@ def test_a_run_a_model_and_a_line_have_a_checkpoint_each(store: Path, given: str
     assert find_checkpoint(given, store) == store / found
 
 
+def test_of_several_runs_with_a_name_the_latest_is_meant(store: Path) -> None:
+    first, second = (store / f"runs/other-{each}/checkpoint" for each in ("11111111", "22222222"))
+    for latest, other in ((first, second), (second, first)):
+        os.utime(latest, (2e9, 2e9))
+        os.utime(other, (1e9, 1e9))
+        assert find_checkpoint("other", store) == latest
+
+
 def test_a_folder_is_meant_itself_or_has_the_checkpoint_of_a_run(store: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run/checkpoint"
     checkpoint.mkdir(parents=True)
@@ -74,7 +82,6 @@ def test_a_folder_is_meant_itself_or_has_the_checkpoint_of_a_run(store: Path, tm
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("other", "other may be other-11111111 or other-22222222: name one of them"),
         ("nothing", "nothing is not a folder, nor a finished run or a registered model of the store"),
     ],
 )
