@@ -123,7 +123,7 @@ def _placements(config: Config, size: ModelSize, num_gpus: int, room: int) -> It
 
 
 def _trainer_bytes(config: Config, size: ModelSize, num_trainers: int) -> tuple[int, int]:
-    """What training takes on each of some GPUs, and what of it stays there while engines sample."""
+    """Memory of the training on each of its GPUs, and the part that stays while engines sample."""
     ranks = {"trainer_gpu_ranks": tuple(range(num_trainers)), "trainer_processes": 0}
     placed = config.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
     stages = training_needs(placed, size)

@@ -74,7 +74,7 @@ class Config(Record):
     report: ReportConfig = ReportConfig()
     """The samples inside the report."""
     hub: HubConfig = HubConfig()
-    """Where models and public datasets are downloaded from."""
+    """Source of models and public datasets."""
 
     @property
     def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:

@@ -379,5 +379,5 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 async def _no_response(_: Request, __: Exception) -> Response:
-    """Who left before the request was whole reads none."""
+    """A client that left before the end of its request gets no answer."""
     return Response(status_code=400)

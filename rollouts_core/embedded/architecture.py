@@ -74,8 +74,8 @@ def load_architecture(
     """The architecture of the checkpoint in `model_dir`.
 
     Args:
-        runner: who will compute with it, for the message of the error.
-        remedy: what to do where it cannot.
+        runner: name of the computing part, for the message of the error.
+        remedy: what the user can do, for the message of the error.
 
     Raises:
         CheckpointError: no readable config.json.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a client says, whatever API it speaks."""
+    """A chat request in the form that all APIs share."""
 
     messages: Sequence[Message]
     """The conversation so far; the beginning of an answer at its end is continued."""
@@ -57,7 +57,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What is new of one answer."""
+    """The new piece of one answer."""
 
     index: int
     """Which of the answers."""

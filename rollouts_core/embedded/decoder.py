@@ -99,7 +99,7 @@ class Pass:
     num_decoding: int
     """Slots 0..B-1 that get one token each; theirs are the first B of the F tokens."""
     spans: list[tuple[int, int]]
-    """Where each different prompt lies among the F tokens."""
+    """The place of each different prompt among the F tokens."""
     ids_F: Tensor
     """Token ids."""
     places_F: Tensor
@@ -109,7 +109,7 @@ class Pass:
     slot_places_N: Tensor
     """Position of each new entry in its slot."""
     sources_N: Tensor | None
-    """Which of the F tokens it is computed from; None where they are the same."""
+    """Which of the F tokens it is computed from; None if they are the same."""
     last_R: Tensor
     """Which of the F tokens have logits: those of the decoding slots, and the last of each prompt."""
     num_slots: int
@@ -126,7 +126,7 @@ class Decoder:
     Args:
         model_dir: a Hugging Face directory with config.json and safetensors weights.
         num_slots: rows that can decode together.
-        context_length: prompt and completion together; the model's own limit where None.
+        context_length: prompt and completion together; None: the model's own limit.
         dtype: number format of weights, cache and activations.
     """
 
@@ -146,7 +146,7 @@ class Decoder:
         self._weights = _allocate_weights(self.architecture, dtype)
         self._file_dtypes: dict[str, torch.dtype] = {}
         self._segment_ids: dict[str, str] = {}
-        """Which segment each tensor came from; empty where they came from a model directory."""
+        """Which segment each tensor came from; empty if they came from a model directory."""
         self._cos_TD, self._sin_TD = _rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
@@ -315,7 +315,7 @@ class Decoder:
             scorer.read(self._logits(hidden[begin : begin + step])[: num_rows - begin])
 
     def _hide_later(self, places_B: Tensor) -> Tensor:
-        """What is added to attention scores: minus infinity behind each row's own position."""
+        """Added to attention scores: minus infinity behind each row's own position."""
         length = self._attended_length(int(places_B.max()) + 1) if len(places_B) else 0
         return _hide_behind(places_B, length, self.dtype)
 

@@ -1,4 +1,4 @@
-"""What the endpoints share: bodies within limits, JSON, events, the status of an error.
+"""Common parts of the endpoints: bodies within limits, JSON, events, the status of an error.
 
 Not here: which endpoints there are (app.py, openai_api.py, anthropic_api.py).
 """
@@ -17,13 +17,13 @@ from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, RequestError
 from rollouts_core.errors import EngineUnavailableError, InputError
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Of any request: the token ids of 40 prompts of 100,000 tokens."""
+"""Limit of any request: the token ids of 40 prompts of 100,000 tokens."""
 NAMES_BODY_BYTES = 16 * 2**20
-"""Of a request that names tensors."""
+"""Limit of a request that names tensors."""
 SMALL_BODY_BYTES = 64 * 2**10
 """Of every other request."""
 MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
-"""Of any request, also those in texts: millions of lists take the event loop seconds."""
+"""Limit of any request, also inside texts: millions of lists take the event loop seconds."""
 TOKENIZER_PATHS = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 BODY_BYTES = {
     **dict.fromkeys(("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"), MAX_BODY_BYTES),
@@ -47,7 +47,7 @@ async def read_body(request: Request) -> Json:
 
 
 async def read_object(request: Request) -> dict[str, Json]:
-    """The JSON object of a request, empty where nothing was sent."""
+    """The JSON object of a request, empty if nothing was sent."""
     content = await read_bytes(request)
     return as_object(parse_json(content) if content else {})
 
@@ -64,7 +64,7 @@ async def read_bytes(request: Request) -> bytearray:
     content, most = bytearray(), min(BODY_BYTES.get(request.url.path, SMALL_BODY_BYTES), MAX_BODY_BYTES)
     async for part in request.stream():
         content += part
-        if len(content) > most:  # who sends in chunks does not say how much it will be
+        if len(content) > most:  # a body in chunks does not state its length
             raise RequestError(f"The request has more than the {most} bytes that are taken: send less at once.")
     return content
 

@@ -1,4 +1,5 @@
-"""Whom an engine answers: callers with its key; without a key the programs of its machine, and no page of another site.
+"""The gate of an engine. Callers need its key. An engine without a key answers programs of its machine, and no page of
+another site.
 
 Not here: listening (server.py). It also runs in vLLM (engines/in_vllm/rollouts_gate.py), so it needs Python alone.
 
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Scope = MutableMapping[str, Any]
-"""What ASGI says of a request."""
+"""The description of a request in ASGI."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

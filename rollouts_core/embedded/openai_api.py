@@ -182,7 +182,7 @@ def _delta(index: int, delta: dict[str, Json]) -> dict[str, Json]:
 
 
 def _delta_of(pieces: Sequence[Piece], num_calls: int) -> dict[str, Json]:
-    """What is new of a message; calls come whole."""
+    """The new piece of a message; calls come whole."""
     said, thoughts, calls = split_pieces(pieces)
     delta: dict[str, Json] = {}
     if said:
@@ -292,7 +292,7 @@ def _text_choice(
 
 
 def as_completion(found: Partial | Completion) -> Completion:
-    """What exists of a completion, in the form of a whole one."""
+    """The completion so far, in the form of a whole one."""
     return found if isinstance(found, Completion) else complete(found, UNFINISHED, weight_version="")
 
 

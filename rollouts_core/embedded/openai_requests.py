@@ -52,7 +52,7 @@ RequestT = TypeVar("RequestT", bound=Fields)
 
 
 class StreamOptions(Fields):
-    """What a stream has beside the answer."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] | None = None

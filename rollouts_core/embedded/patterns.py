@@ -1,4 +1,4 @@
-"""Search texts for patterns within a limit: some take longer than anybody waits, and Python cannot interrupt them.
+"""Search texts for patterns within a limit of time: some searches take hours, and Python cannot interrupt them.
 
     generation thread                                              a process of its own (pattern_child.py)
       a line of JSON: [[patterns, text, seconds], ...]     ──>
@@ -42,7 +42,7 @@ class Found:
     """What came of a search."""
 
     pattern: str = ""
-    """The first of the patterns that the text matches anywhere; empty where it matches none."""
+    """The first of the patterns that the text matches anywhere; empty if it matches none."""
     seconds: float = 0.0
     """Processor time that it took."""
     problem: str = ""
@@ -85,7 +85,7 @@ class PatternSearch:
         return found
 
     def _end(self) -> int | None:
-        """How the process ended; None where there is none."""
+        """How the process ended; None if there is none."""
         process, self._process = self._process, None
         if process is None:
             return None

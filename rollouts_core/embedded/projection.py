@@ -88,7 +88,8 @@ class Projection:
 
 
 def choose_library(weight_NK: Tensor) -> Library | None:
-    """What multiplies fastest with this matrix. By rule and not by trial, because the libraries round differently."""
+    """The fastest kind of product with this matrix. By rule and not by trial, because the libraries round
+    differently."""
     if weight_NK.dtype != torch.float32 or not (torch._C.has_mkl and hasattr(torch.ops.mkl, "_mkl_linear")):
         return None
     is_for_mkl = read_vendor() in ("GenuineIntel", "") or weight_NK.numel() < ONEDNN_MIN_WEIGHTS
@@ -97,7 +98,7 @@ def choose_library(weight_NK: Tensor) -> Library | None:
 
 @lru_cache
 def read_vendor() -> str:
-    """Who made the processor, as Linux writes it ("GenuineIntel", "AuthenticAMD"); "" where that is not said."""
+    """Maker of the processor, in Linux's words ("GenuineIntel", "AuthenticAMD"); "" where that is not said."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^vendor_id\s*:\s*(\S+)", cpuinfo.read_text("utf-8"), re.M) if cpuinfo.exists() else None
     return found[1] if found else ""

@@ -41,9 +41,9 @@ MAX_LOGPROBS = 2**21
 MAX_GROUP_SIZE = 4096
 """Ranks in a group with a trainer; each takes memory before any of them has come."""
 MAX_ID_CHARS = 1024
-"""Of a request's id, which each of its completions has a copy of."""
+"""Limit of a request's id, which each of its completions copies."""
 MAX_SHOWN_VALUES, MAX_SHOWN_CHARS, MAX_SHOWN_DEPTH = 20, 40, 3
-"""What an error shows of a value."""
+"""Characters of a value in an error."""
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
@@ -78,7 +78,7 @@ UNSUPPORTED_LOGPROB_FIELDS = ("return_text_in_logprobs",)
 
 
 LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
-"""What can be asked for of a load; a server without adapters, draft model and disaggregation has three of them."""
+"""Options of a load; a server without adapters, draft model and disaggregation has three of them."""
 
 
 class ContractError(RequestError):

@@ -95,7 +95,7 @@ class WeightReceiver:
         self._kept: frozenset[str] = frozenset()
         self._num_waiting = 0
         self._num_expected_bytes = 0
-        """Of buckets that are waited for."""
+        """Limit of awaited buckets."""
 
     def begin(self, kept: Collection[str] = ()) -> None:
         """Open an update.
@@ -173,7 +173,7 @@ class WeightReceiver:
             self.leave(name)
 
     async def _beside(self, work: Callable[[], ResultT], *, num_bytes: int = 0) -> ResultT:
-        """What `work` returns in a thread, which counts as a call that waits until it ends.
+        """The result of `work` in a thread, which counts as a waiting call until it ends.
 
         torch waits without limit for a store that accepts a connection and is silent, and nothing can break that off.
 

@@ -58,7 +58,7 @@ class FinishReason(NamedTuple):
     token_id: int = NO_TOKEN
     """The stop token, for "stop"."""
     message: str = ""
-    """Who ended it, for "abort"; what to change, for "error"."""
+    """For "abort": the end's origin; what to change, for "error"."""
     string: str = ""
     """The stop string or pattern, for "stop" without a stop token."""
 
@@ -285,7 +285,7 @@ class RunningBatch:
         return removed
 
     def partial(self, row: int) -> Partial:
-        """What this row amounts to now."""
+        """The state of this row now."""
         count = self._num_output[row]
         return replace(
             self._partials[row],
@@ -295,7 +295,7 @@ class RunningBatch:
         )
 
     def row_of(self, request_id: str) -> int | None:
-        """The row of a request, None where it is not decoding."""
+        """The row of a request, None if it is not decoding."""
         ids = (p.request.request_id for p in self._partials)
         return next((row for row, found in enumerate(ids) if found == request_id), None)
 
@@ -381,7 +381,7 @@ class RunningBatch:
         return finished
 
     def _find_stops(self, rows: list[int]) -> dict[int, FinishReason]:
-        """Of these rows those that a stop string or pattern ends, or the search for one."""
+        """The rows that end by a stop string or pattern, or by the limit of its search."""
         stops = {row: FinishReason("stop", string=string) for row in rows if (string := self._stop_string(row))}
         searched = [row for row in rows if row not in stops and self._partials[row].request.params.stop_regex]
         for row, found in zip(searched, self._patterns.find(list(map(self._pattern_search, searched))), strict=True):
@@ -446,7 +446,7 @@ class RunningBatch:
 
 
 def _scorer_key(partial: Partial) -> tuple[tuple[int, ...], LogprobParams, int | None] | None:
-    """What the log-probs of a prompt depend on; None where they are not wanted, or known."""
+    """The inputs of the log-probs of a prompt; None if they are not wanted, or known."""
     request = partial.request
     if request.logprobs.start is None or partial.prompt_scores is not None:
         return None

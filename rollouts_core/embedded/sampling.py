@@ -72,11 +72,11 @@ class SamplingParams:
     min_p: float = 0.0
     """Only tokens at least this probable, relative to the most probable one, can be chosen."""
     frequency_penalty: float = 0.0
-    """What a token's logit loses for every time that the completion already has it."""
+    """Subtracted from a token's logit for each time that the completion already has the token."""
     presence_penalty: float = 0.0
-    """What a token's logit loses if the completion already has it."""
+    """Subtracted from a token's logit if the completion already has the token."""
     repetition_penalty: float = 1.0
-    """What divides a token's logit, or multiplies a negative one, if the completion already has it."""
+    """Divides a token's logit, or multiplies a negative one, if the completion already has the token."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, and what is added to the logit of each."""
     num_tokens: int | None = None
@@ -181,7 +181,7 @@ class SamplingRows:
         """Rows that a string or a pattern may end."""
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """What a row was asked for."""
+        """The request of a row."""
         self.temperature_B[row] = 1.0 if params.temperature < MIN_TEMPERATURE else params.temperature
         self.top_p_B[row] = params.top_p
         self.top_k_B[row] = params.top_k if params.top_k > 0 else ALL_TOKENS
@@ -215,8 +215,8 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
         positions_B: the position that each token will have, counted from the start of the prompt.
 
     Returns:
-        tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs. Where logits are
-        no finite numbers, or none may be chosen, the token is any and its logprob is no finite number.
+        tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs. If logits are not
+        finite, or no token may be chosen, the token is arbitrary and its logprob is not finite.
     """
     num_words = logits_BV.shape[-1]
     is_limited = bool((rows.num_tokens_B < num_words).any())

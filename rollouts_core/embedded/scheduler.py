@@ -68,11 +68,11 @@ class WeightUpdate:
     model_dir: Path
     """Directory with the safetensors files, or, for weights that lie elsewhere, with config.json alone."""
     segments: tuple[SegmentAddress, ...] = ()
-    """Where the weights lie; empty where they lie in the directory."""
+    """Where the weights lie; empty if they lie in the directory."""
     tensors: Mapping[str, Tensor] | None = None
     """The weights themselves, where they were sent."""
     kept: frozenset[str] = frozenset()
-    """Those that stay as they are beside `tensors`."""
+    """Weights that stay beside `tensors`."""
     weight_version: str | None
     """Name of the new weights; None keeps the old name."""
     done: Future[int]
@@ -120,7 +120,7 @@ class Scheduler:
         self.weight_version = weight_version
         self.is_paused = False
         self.failure: RolloutsError | None = None
-        """What ended the thread: it is raised for whoever waits, or comes later."""
+        """The error that ended the thread. Every waiting and later call raises it."""
         self.tokenizer = _load_tokenizer(model_dir)
         """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
         self._batch = RunningBatch(decoder, self.tokenizer)
@@ -209,9 +209,9 @@ class Scheduler:
         )
 
     def give_up(self, request_ids: Collection[str]) -> None:
-        """End requests that nobody waits for any more; unknown ids are ignored, also by an engine that has ended.
+        """End requests without a waiting caller; unknown ids are ignored, also by an engine that has ended.
 
-        Those of all callers are looked for together: a client that ends may leave thousands, each of a call of its own.
+        One search serves all callers: a client that ends may leave thousands of requests, each of a separate call.
         """
         with self._wake:
             self._given_up.update(request_ids)
@@ -274,7 +274,7 @@ class Scheduler:
         return self._between_steps(lambda: self.decoder.weight_digests(digest))
 
     def load(self) -> Future[Load]:
-        """How much there is to do between two steps: whoever gets the answer knows that the thread goes on."""
+        """The amount of work between two steps. An answer shows that the thread still runs."""
         return self._between_steps(self._measure_load)
 
     def close(self) -> None:
@@ -452,7 +452,7 @@ class Scheduler:
         self._fail(EngineUnavailableError(SHUT_DOWN.message))
 
     def _fail(self, failure: RolloutsError) -> None:
-        """Accept nothing more and fail whoever still waits."""
+        """Accept nothing more, and fail all waiting calls."""
         with self._wake:
             self.failure = failure
             pending, commands = list(self._pending.values()), list(self._commands)
@@ -481,7 +481,7 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
 
 
 def _copy(error: RolloutsError) -> RolloutsError:
-    """The same error for somebody else, who adds a traceback of his own."""
+    """A copy of the error for another caller, which adds its own traceback."""
     return type(error)(str(error))
 
 

@@ -57,7 +57,7 @@ class Alternatives:
     top_logprobs_TK: NDArray[np.float32]
     """Theirs."""
     given_logprobs_TG: NDArray[np.float32]
-    """Of the given tokens, in their order."""
+    """Log-probs of the given tokens, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class PromptScores:
 
 
 def join_alternatives(parts: Sequence[Alternatives], params: LogprobParams) -> Alternatives:
-    """Those of consecutive positions, in order."""
+    """Log-probs of consecutive positions, in order."""
     empty = _no_alternatives(params)
     return Alternatives(
         top_ids_TK=np.concatenate([empty.top_ids_TK, *(part.top_ids_TK for part in parts)]),

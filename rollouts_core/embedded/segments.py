@@ -35,7 +35,7 @@ class SegmentAddress:
 
 
 def memory_scope() -> str:
-    """Names those processes that can open each other's memory by its path in /proc; empty where there is no such thing.
+    """Names those processes that can open each other's memory by its path in /proc; empty if there is no such thing.
 
     The same kernel, the same numbers of processes, the same user.
     """

@@ -27,7 +27,7 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.errors import EngineError
 
 INCOMPLETE = "\ufffd"
-"""What stands in a text for bytes that are no character, as at the end of one whose next token brings the rest."""
+"""Stands in a text for an incomplete character, for example before the token with the rest of its bytes."""
 
 
 ResultT = TypeVar("ResultT")
@@ -66,7 +66,7 @@ class ServedModel:
             raise UnknownModelError(f"The model {name[:200]!r} is not served here: ask for {self.name!r}.")
 
     async def prepare(self, make: Callable[[], ResultT]) -> ResultT:
-        """What `make` returns, which turns texts into token ids: beside the event loop, one at a time."""
+        """The result of `make`, which turns texts into token ids. It runs beside the event loop, one call at a time."""
         return await anyio.to_thread.run_sync(make, limiter=self.encoding)
 
     def text_of(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:

@@ -41,7 +41,8 @@ KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048
 MAX_SENT_SHARE = 2
-"""Of the weights' bytes, in an update that is sent: trainers may send a tied output head beside its embedding."""
+"""Limit of a sent update, relative to the bytes of the weights: trainers may send a tied output head beside its
+embedding."""
 TICKS_PER_S = 10
 """Of uvicorn's."""
 
@@ -71,7 +72,7 @@ def serve(
         host: address to listen on.
         num_threads: CPU threads of the whole process.
         max_running_requests: completions that are generated together.
-        context_length: prompt and completion together; the model's own limit where None.
+        context_length: prompt and completion together; None: the model's own limit.
         api_key: what every request must carry as `Authorization: Bearer KEY`; none where empty, which only a loopback
             address allows.
         on_ready: called with the server's URL when it accepts requests.

@@ -1,6 +1,6 @@
 """Connections on which no whole request comes: they are closed, so that others find a place and memory.
 
-Not here: whom the server answers (gate.py), how much of a body it reads (app.py).
+Not here: the check of keys (gate.py), how much of a body it reads (app.py).
 
     opened, or the last answer sent ── header ── body ── answer ── idle, as long as the server keeps connections
                   └── 64 kB at most ──┘        │
@@ -15,11 +15,12 @@ from collections.abc import Collection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 * 2**10
-"""Of a request line with its headers; uvicorn bounds neither."""
+"""Limit of a request line with its headers; uvicorn bounds neither."""
 MAX_SLOW_S = 60.0
 """Until a request is whole; clients send theirs at once."""
 MAX_SLOW_SHARE = 0.25
-"""Of the files that the process may open: connections without a whole request. Beyond it the oldest are closed."""
+"""Limit of connections without a whole request, as a share of the files that the process may open. Beyond it the oldest
+are closed."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 

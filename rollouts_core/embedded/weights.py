@@ -24,7 +24,7 @@ from rollouts_core.system.regular_files import found_file, read_file
 
 MAX_NAMES_SHOWN = 3
 MAX_HEADER_BYTES = 16 * 2**20
-"""Of what a safetensors file says of its tensors: 100,000 of them. The library takes 100 MB, and half a minute."""
+"""Limit of the header of a safetensors file: 100,000 tensors. The library takes 100 MB, and half a minute."""
 MAX_INDEX_BYTES = 64 * 2**20
 """Of model.safetensors.index.json."""
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -92,7 +92,7 @@ def find_not_finite(model_dir: Path) -> str:
     """The name of a tensor that holds NaN or infinity in a model's safetensors files; "" without one, or such files."""
     try:
         paths = _weight_files(model_dir)
-    except CheckpointError:  # whoever loads the model explains that
+    except CheckpointError:  # the loader of the model explains that
         return ""
     for path in paths:
         with open_tensors(path) as tensors:

@@ -1,7 +1,7 @@
 """The kinds of inference servers: one file and one row below for each.
 
-To add one, copy vllm.py and write its client (engines/vllm.py). This folder imports no torch: a client is named here,
-and imported by whoever connects. Not here: what a client does (engines/client.py), starting servers
+To add one, copy vllm.py and write its client (engines/vllm.py). This folder imports no torch: it names a client, and
+the connecting code imports the client. Not here: what a client does (engines/client.py), starting servers
 (engines/launch.py).
 """
 

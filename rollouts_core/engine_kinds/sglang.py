@@ -56,7 +56,7 @@ def render_key(api_key: str, folder: Path) -> LaunchPart:
     file = folder / "key.yaml"
     file.touch(mode=0o600)
     file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
-    # What SGLang logs as information begins with all of its settings, this one too.
+    # SGLang's log of level "info" begins with all settings, so with the key, too.
     return LaunchPart(arguments=("--config", str(file), "--log-level", "warning"), env={})
 
 

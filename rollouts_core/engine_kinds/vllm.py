@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 PARTS = Path(__file__).parents[1] / "engines/in_vllm"
 """The folder from which vLLM imports what follows."""
 RECEIVER = "rollouts_receiver.WeightReceiver"
-"""What vLLM adds to its workers."""
+"""Our class for vLLM's workers."""
 GATE = "rollouts_gate.Gate"
-"""What vLLM adds to its server: its own key leaves the development endpoints open."""
+"""Our middleware for vLLM's server: vLLM's own key leaves the development endpoints open."""
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that tokens are sampled from, with the temperature."""
 CPU_CACHE_GIB = 1

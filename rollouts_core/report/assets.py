@@ -46,7 +46,7 @@ if (typeof DecompressionStream !== "undefined") window.runBlock("viewer");
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assets:
-    """What a report holds besides its data."""
+    """The parts of a report besides its data."""
 
     style: Markup
     script: Markup

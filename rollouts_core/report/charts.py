@@ -63,14 +63,14 @@ class Chart:
     bars: tuple[Bar, ...] = ()
     """The selected one is last and so drawn on top."""
     mark_x: float | None = None
-    """Where the selected checkpoint lies, on a curve."""
+    """The place of the selected checkpoint on a curve."""
     x_name: str = "step"
     legend: tuple[Line, ...] = ()
     """(CSS class, label) per series, for charts with several."""
 
 
 def axis_place(axis: Axis, value: float) -> float:
-    """Where a value lies on the axis."""
+    """The place of a value on the axis."""
     share = (value - axis.low) / (axis.high - axis.low)
     return round(axis.start + share * (axis.end - axis.start), 2)
 

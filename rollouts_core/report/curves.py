@@ -35,8 +35,8 @@ MAX_CURVE_POINTS = 80
 NUM_COLORS = 4
 """Of GPUs, in style.html.jinja; further ones are dashed."""
 MAX_PAUSE_S, MAX_PAUSES = 60.0, 6.0
-"""What lies between two samples of GPUs takes at most this much of the axis, or as often the usual: a job may rest for
-days."""
+"""A pause between two samples of GPUs takes at most this share of the axis, or this multiple of the usual pause: a job
+may rest for days."""
 SECONDS = {"generate_s": "generate", "train_s": "train", "publish_s": "publish"}
 
 
@@ -74,7 +74,7 @@ def load_curves(report: ReportInput) -> list[CurveSection]:
 
 
 def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_step: int | None) -> Chart | None:
-    """The metric over steps, or None where no step has it. Long curves are thinned to means with their range."""
+    """The metric over steps, or None if no step has it. Long curves are thinned to means with their range."""
     points = metric_points(metrics, curve.metric)
     if not points:
         return None
@@ -102,7 +102,7 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_ste
 
 
 def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
-    """The seconds of a step by what they were spent on, stacked; None where no step has them."""
+    """The seconds of a step by what they were spent on, stacked; None if no step has them."""
     timed = [line for line in metrics if all(name in line for name in SECONDS)]
     if not timed:
         return None
@@ -130,7 +130,7 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
-    """How busy and how full each GPU was, over the time that the job was under way; none where nothing was sampled."""
+    """How busy and how full each GPU was, over the time that the job was under way; none if nothing was sampled."""
     minutes = gpu_minutes(samples)
     used: dict[int, list[tuple[float, float]]] = {}
     filled: dict[int, list[tuple[float, float]]] = {}
@@ -159,7 +159,7 @@ def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JS
     """The minutes under way at which GPUs were sampled; one minute for no sample."""
     # A clock that is set back takes no time back.
     gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
-    # Where a page shows every hundredth sample only, it is no pause that lies between two.
+    # If a page shows only every hundredth sample, the time between two is not a pause.
     max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
     pauses_s = (min(gap_s, max_pause_s) for gap_s in gaps_s)
     return [seconds / 60.0 for seconds in itertools.accumulate(pauses_s, initial=0.0)]

@@ -48,7 +48,7 @@ NUM_PROBED = 3
 INDEX_BYTES_PER_SAMPLE = 6
 """About so much of the page a sample takes in the table."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What a line raises that no job of ours wrote."""
+"""Errors of a line that no job of ours wrote."""
 
 
 class StepFile(NamedTuple):
@@ -57,7 +57,7 @@ class StepFile(NamedTuple):
     step: int
     path: Path
     scores: Path | None = None
-    """What training said of each sample."""
+    """The training's record of each sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a report is made of, as the pipeline hands it over."""
+"""The inputs of a report, from the pipeline."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class StageSummary:
     how: str
     """Whether it ran, was attached to while another run had started it, or was reused."""
     why: str
-    """The reason of that, and which other run it was; empty where nobody knows."""
+    """The reason of that, and which other run it was; empty if nobody knows."""
     seconds: float
     """Time that this pipeline run spent on it."""
     run_dir: str
     """Where its files lie; empty for a stage without a run directory."""
     usd: float | None = None
-    """What rented machines cost meanwhile; None where the run rented none."""
+    """Cost of rented machines during the stage; None where the run rented none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ReportInput:
     stages: tuple[StageSummary, ...]
     """The stages in the order in which they ran."""
     usd_outside_stages: float | None = None
-    """What rented machines cost besides, until the report; None where the run rented none."""
+    """Cost of rented machines outside of stages, until the report; None where the run rented none."""
     evaluation_dir: Path
     """Run directory of the final evaluation; its checkpoints are named base and as the trainings."""
     trainings: tuple[TrainedStage, ...]
@@ -70,9 +70,9 @@ class ReportInput:
     use_command: str
     """Command line that serves the final checkpoint."""
     verdict: str
-    """One sentence on whether RL improved the model; empty where nothing was judged."""
+    """One sentence on whether RL improved the model; empty if nothing was judged."""
     is_improvement: bool | None
-    """Whether the run counts as an improvement; None where nothing was judged."""
+    """Whether the run counts as an improvement; None if nothing was judged."""
     contents: ReportConfig = field(default_factory=ReportConfig)
     """Which samples the page holds, and how large it may be."""
     run_id: str = ""

@@ -36,7 +36,7 @@ PACE_STEPS = 20
 """The time left is told from as many steps as these."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RolloutsError)
-"""What reading files raises whose content is another one than jobs of ours write."""
+"""Errors of reading files that no job of ours wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class LiveStage:
     is_followed: bool = True
     """Whether a process of the run lives."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What people call models that the stage scores, by their names in it; others are called by these names."""
+    """Titles of models that the stage scores, by the stage's names of them; others are called by these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class LiveRun:
     state: str
     """Whether it is running, or what it left, in a few words."""
     usd: float | None
-    """What its rented machines have cost so far; None where none was rented."""
+    """Cost of its rented machines so far; None if none was rented."""
     has_report: bool
     """Whether it came to its end, and wrote its report."""
     verdict: str = ""
@@ -93,7 +93,7 @@ class ShownStage:
     """The name of a training's kind, for colors; empty for stages that do not train."""
     state: str
     done: float
-    """Share of the steps, in percent; 0 where there is nothing to say of it."""
+    """Share of the steps, in percent; 0 if there is nothing to say of it."""
     numbers: tuple[tuple[str, str], ...]
     charts: tuple[Chart, ...]
     samples: tuple[ShownSample, ...]
@@ -138,7 +138,7 @@ def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
 
 
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
-    """What the files of a stage say at the moment."""
+    """The state of a stage by its files."""
     files = RunDirectory(stage.run_dir)
     metrics = metrics_by_step(read_spread_lines(files.metrics, MAX_LINES, rare="eval_loss"))
     events = read_last_lines(files.events)
@@ -205,7 +205,7 @@ def describe_state(
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:
-    """The time that the remaining steps take at the pace of the last ones; None where nothing can be said."""
+    """The time that the remaining steps take at the pace of the last ones; None if nothing can be said."""
     last = metrics[-1]
     paced = [line for line in metrics[-PACE_STEPS:] if line["attempt"] == last["attempt"]]
     num_done, took_s = last["step"] - paced[0]["step"], last["time"] - paced[0]["time"]

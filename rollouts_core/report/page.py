@@ -41,7 +41,7 @@ MAX_EXAMPLE_CHARS = 80
 GREETING = "Hello!"
 DATA_PLACE = "<!-- data -->"
 REGISTERED_NAME = ("<!-- registered as -->", "<!-- that was it -->")
-"""What the name in the registry stands between, which is not known yet when the page is made, and changes."""
+"""The marks around the registered name, which is unknown when the page is written, and may change."""
 
 
 def render_report(report: ReportInput) -> str:
@@ -96,7 +96,7 @@ OUTSIDE_STAGES = "Start, set-up and the rest"
 
 
 def format_costs(report: ReportInput) -> list[str]:
-    """Of each stage, of what was outside of them, and together; empty where nothing was rented."""
+    """Cost of each stage, outside of stages, and in all; empty if nothing was rented."""
     if report.usd_outside_stages is None:
         return []
     usd = [*(stage.usd or 0.0 for stage in report.stages), report.usd_outside_stages]

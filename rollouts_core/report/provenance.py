@@ -1,4 +1,4 @@
-"""Where a run comes from: when, on which machine, with which software and settings.
+"""The provenance of a run: date, machine, software and settings.
 
 Not here: what each stage was trained on (trainings.py), what the machine of a process is (system/provenance.py).
 """
@@ -86,7 +86,7 @@ MACHINE = {
     "versions": "Versions",
     "commit": "Commit of rollouts",
 }
-"""What the event `started` says of the machine, and what it is called."""
+"""The fields of the event `started` about the machine, with their titles."""
 
 
 def _as_text(value: Any) -> str:  # Any: JSON

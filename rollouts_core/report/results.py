@@ -39,7 +39,7 @@ class ScoreDisplay:
     title: str
     """What the number is called."""
     rows: str
-    """What was scored: prompts or demonstrations."""
+    """The kind of scored rows: prompts or demonstrations."""
     factor: float
     """Shown number per score: 100 for percent, -1 for a loss."""
     unit: str
@@ -91,7 +91,7 @@ class Results:
     display: ScoreDisplay
     scores: tuple[ShownScore, ...]
     ticks: tuple[Tick, ...]
-    """Of the axis that the scores share, in percent of its width."""
+    """Place on the axis of all scores, in percent of its width."""
     differences: tuple[ShownDifference, ...]
     finding: str
     """The sentence of the last comparison: the final checkpoint against the one it started from."""
@@ -143,7 +143,7 @@ def load_results(report: ReportInput) -> Results:
 def describe_results(
     evaluation_dir: Path, labels: Mapping[str, str], checkpoints: Mapping[str, str] = MappingProxyType({})
 ) -> Results:
-    """What an evaluation found about the models that have a label, each against the one before and the first.
+    """The results of an evaluation for labelled models, each compared with its predecessor and with the first.
 
     Args:
         labels: what people call the models, by their name in the evaluation, in the order of the page.
@@ -171,7 +171,7 @@ def describe_results(
 
 
 def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model.
+    """The results of an evaluation in words: the chosen checkpoint with score and interval, or the score of each model.
 
     Args:
         stage: the name of the stage that scored: a selection chooses a checkpoint.
@@ -346,7 +346,7 @@ def describe_selection(evaluated: Evaluated, training: str, *, selected: str) ->
 
 
 def selected_step(directory: Path | None, selected: str) -> int | None:
-    """The step of the selected checkpoint, or None where no selection knows it."""
+    """The step of the selected checkpoint, or None if no selection knows it."""
     if directory is None or not RunDirectory(directory).result.is_file():
         return None
     steps = {scored.name: scored.step for scored in load_evaluation(directory).checkpoints}

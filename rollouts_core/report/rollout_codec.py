@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from rollouts_core.report.vocabulary import Vocabulary
 
 STATUSES = ("pending", "completed", "truncated", "aborted", "failed", "invalid")
-"""What the numbers of the column `status` stand for; further ones are appended by viewer.js as they are."""
+"""The meaning of the numbers in the column `status`; further ones are appended by viewer.js as they are."""
 SHOWN_ELSEWHERE = {"prompt_id", "answer", "conversation", "reward_terms"}
 """Metadata that has places of its own."""
 MAX_PREVIEW_CHARS = 120

@@ -1,4 +1,4 @@
-"""What every stage started from, read and did, in words, from its job.json."""
+"""The start, the data and the work of every stage in words, from its job.json."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rollouts_core.stages.kind import load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What one stage started from, read and did, as (what, text) pairs."""
+    """The start, the data and the work of one stage, as (title, text) pairs."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
 
 
 def describe_trainings(report: ReportInput) -> list[Training]:
-    """What every stage was made of, as far as its job.json can be read."""
+    """The inputs of every stage, as far as its job.json can be read."""
     trainings = []
     for stage in report.trainings:
         kind = kind_of(stage.name)
@@ -50,12 +50,12 @@ def load_job_of(directory: Path | None) -> Job | None:
 
 
 def _read_result(directory: Path | None) -> dict[str, Any]:  # Any: JSON
-    """The record of a stage; empty where there is none."""
+    """The record of a stage; empty if there is none."""
     return (RunDirectory(directory).read_result() if directory else None) or {}
 
 
 def sft_facts(job: SFTJob, run_dir: Path) -> list[tuple[str, str]]:
-    """What SFT started from, read and did."""
+    """The start, the data and the work of SFT."""
     training = job.training
     rows = "packed rows" if training.packing else "rows"
     return [
@@ -70,7 +70,7 @@ def sft_facts(job: SFTJob, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def rl_facts(job: RLJob, run_dir: Path) -> list[tuple[str, str]]:
-    """What RL started from, sampled and did."""
+    """The start, the samples and the work of RL."""
     training, rollout = job.training, job.rollout
     by_default = rollout.reward_fn == "" and not rollout.rewards
     reward = f"environment {rollout.environment_name}" if by_default else " + ".join(rollout.reward_names)
@@ -89,13 +89,13 @@ def rl_facts(job: RLJob, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def _describe_steps(num_steps: int, directory: Path | None) -> str:
-    """How many steps were trained, and of how many where somebody had the stage end early."""
+    """The number of trained steps, and the planned number if the stage was ended early."""
     early = _read_result(directory).get("finished_early")
     return f"{early['step']:,} of {num_steps:,} steps" if early else f"{num_steps:,} steps"
 
 
 def _describe_epochs(directory: Path | None) -> str:
-    """How often the prompts were seen, behind a comma; empty where nobody knows how many were."""
+    """How often the prompts were seen, behind a comma; empty if nobody knows how many were."""
     result = _read_result(directory)
     if not result.get("num_drawn"):
         return ""
@@ -103,7 +103,7 @@ def _describe_epochs(directory: Path | None) -> str:
 
 
 def _describe_source(job: RLJob, directory: Path | None) -> tuple[str, str]:
-    """What RL gets its samples from."""
+    """The source of the samples of RL."""
     if job.prompts is not None:
         return "Prompts", _describe_data(job.prompts, directory, "num_prompts", "prompts")
     assert job.rollouts is not None, "an RL job has either prompts or rollouts"

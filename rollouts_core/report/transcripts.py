@@ -1,4 +1,4 @@
-"""The same held-out prompts answered by each model, those first where they differ."""
+"""The answers of each model to the same held-out prompts, different answers first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShownText(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one checkpoint said to a prompt."""
+    """The answer of one checkpoint to a prompt."""
 
     name: str
     label: str
@@ -55,7 +55,7 @@ class Transcript:
     turns: tuple[tuple[str, ShownText], ...]
     """(role, text) of the prompt."""
     reference: str
-    """The dataset's answer; empty where it has none."""
+    """The dataset's answer; empty if it has none."""
     answers: tuple[Answer, ...]
 
 
@@ -97,7 +97,7 @@ def shorten_text(text: str) -> ShownText:
 
 
 def completion_text(sample: Sample) -> str:
-    """What a person reads of a completion: the response, or all turns behind the prompt with their speakers."""
+    """The readable text of a completion: the response, or all turns behind the prompt with their speakers."""
     if "conversation" not in sample.metadata:
         return sample.response
     turns = sample.metadata["conversation"][len(sample.messages) :]
@@ -105,7 +105,7 @@ def completion_text(sample: Sample) -> str:
 
 
 def _first_samples(path: Path) -> dict[int, Sample]:
-    """The first sample of every group of a sample file, without its tokens; empty where there is no file."""
+    """The first sample of every group of a sample file, without its tokens; empty if there is no file."""
     if not path.is_file():
         return {}
     return {sample.group_index: sample for sample in iterate_samples(path) if sample.index == 0}

@@ -52,7 +52,7 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
 def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_bytes: int) -> list[ResultT]:
     """The results of `read`, which digests or compares bytes, for each item in order.
 
-    Large inputs are read by threads, which end with the call. Of several errors the first item's is raised.
+    Large inputs are read by threads, which end with the call. If several items fail, the first item's error is raised.
     """
     num_threads = min(MAX_READING_THREADS, count_processors(), num_bytes // MIN_BYTES_PER_THREAD)
     if num_threads <= 1:

@@ -67,8 +67,8 @@ def find_foreign_home(found: object, module: ModuleType) -> str:
     """The module that defines the object, if it belongs to another package than `module`, else "".
 
     Otherwise trust in a package would reach everything that it imports, such as `os.abort`. Objects and inner functions
-    that the package built from parts of others are its own, unless they are also names of the other package. Of this
-    project single modules are trusted, not the package.
+    that the package built from parts of others are its own, unless they are also names of the other package. Single
+    modules of this project are trusted, not the whole package.
     """
     is_defined = inspect.isroutine(found) or inspect.isclass(found)
     home = str(getattr(found if is_defined else type(found), "__module__", None) or "builtins")
