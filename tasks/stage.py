@@ -206,9 +206,9 @@ def how_it_began(status: JobStatus) -> How:
 
 def check_code_to_resume(stage: Stage) -> None:
     """Raise CheckpointError if a checkpoint of an earlier attempt, perhaps of another machine, brings other code."""
-    model = stage.job["model"]["model"] if stage.trains else {}
-    if model.get("trust_remote_code"):
-        for checkpoint in list_checkpoints(Path(stage.run_dir) / "checkpoints"):
+    checkpoints = list_checkpoints(Path(stage.run_dir) / "checkpoints")
+    if checkpoints and (model := stage.job["model"]["model"]).get("trust_remote_code"):
+        for checkpoint in checkpoints:
             check_code_of_start(checkpoint, Path(model["path"]))
 
 

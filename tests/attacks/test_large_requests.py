@@ -208,7 +208,7 @@ def test_an_error_shows_the_beginning_of_a_large_value_alone() -> None:
         (
             "{% for i in range(90000) %}{% for j in range(90000) %}{% for k in range(90000) %}{% endfor %}{% endfor %}"
             "{% endfor %}x",
-            "does not end within",
+            "did not end within",
         ),
     ],
     ids=["200 MB", "without end"],

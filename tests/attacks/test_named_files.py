@@ -87,7 +87,7 @@ def test_a_fifo_that_takes_a_files_place_while_its_rows_are_read_is_not_waited_f
     rows = JsonlRows(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(DataError, match="cannot be read any more"):
+    with pytest.raises(DataError, match="can no longer be read"):
         rows.read([0])
 
 

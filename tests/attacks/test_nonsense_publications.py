@@ -170,7 +170,7 @@ def test_no_value_in_the_manifest_of_a_checkpoint_is_a_traceback(tmp_path: Path)
                 continue
             assert type(manifest.step) is int and type(manifest.score) in (int, float, type(None))
     path.write_text(json.dumps({**valid, "files": {"../../x": {"size": 1, "sha256": ""}}}))
-    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
         load_manifest(path.parent)
 
 

@@ -30,7 +30,7 @@ def test_a_key_in_the_query_of_a_service_is_refused_and_not_repeated(query: str)
     with pytest.raises(ValidationError) as refusal:
         RewardConfig(kind="http", url=f"https://judge.example/v1?{query}=PASSWORD")
     sentence = refusal.value.errors()[0]["msg"]
-    assert "the query of the address holds a key or password" in sentence and "PASSWORD" not in sentence
+    assert "the query of the address contains a key or password" in sentence and "PASSWORD" not in sentence
 
 
 KEYS = (
@@ -63,7 +63,7 @@ KEYS = (
     ],
 )
 def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
-    with pytest.raises(ValidationError, match="settings are kept with runs and shown in reports"):
+    with pytest.raises(ValidationError, match="settings are stored with runs and shown in reports"):
         RewardConfig(kind="http", url=url)
 
 
@@ -87,7 +87,7 @@ def test_a_key_in_the_path_of_a_service_is_refused_and_not_repeated(url: str) ->
         with pytest.raises(ValidationError) as refusal:
             RewardConfig(kind="judge", model="m", **settings)
         sentence = refusal.value.errors()[0]["msg"]
-        assert "the path of the address holds a key or password" in sentence
+        assert "the path of the address contains a key or password" in sentence
         assert url.split("/")[4] not in sentence
 
 
@@ -171,7 +171,7 @@ def test_no_setting_takes_an_address_with_a_secret(setting: str, url: str) -> No
     base = {"model": {"path": "m"}, "mode": "rl"}
     with pytest.raises(ValidationError) as refusal:
         Config.model_validate({**base, **with_url(SETTINGS[setting], url)})
-    said = [each["msg"] for each in refusal.value.errors() if "kept with runs" in each["msg"]]
+    said = [each["msg"] for each in refusal.value.errors() if "stored with runs" in each["msg"]]
     assert said and "PASSWORD" not in "".join(said)
 
 
@@ -183,7 +183,7 @@ def test_settings_of_runs_retrainings_and_machines_take_none_either() -> None:
     ):
         with pytest.raises((ValidationError, ConfigError)) as refusal:
             model.model_validate(settings)
-        assert "kept with runs" in str(refusal.value)
+        assert "stored with runs" in str(refusal.value)
     ssh = {"kind": "ssh", "host": "gpu", "package_index": "https://host/simple?token=PASSWORD"}
     with pytest.raises(ValidationError) as refused:
         TypeAdapter[NodeSettings](NodeSettings).validate_python(ssh)

@@ -119,7 +119,7 @@ def test_where_a_server_cannot_hand_memory_over_its_log_says_so_in_a_sentence(
     command = [sys.executable, "-m", "rollouts_core", "serve", str(tmp_path / "job.json")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode != 0
-    assert "leave deployment.colocated out" in explain_engine_log(ended.stdout + ended.stderr)
+    assert "remove deployment.colocated" in explain_engine_log(ended.stdout + ended.stderr)
 
 
 @pytest.mark.slow

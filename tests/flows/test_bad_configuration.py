@@ -42,7 +42,7 @@ from tests.small_pipeline import small_settings
         (
             "rollout__reward_fn",
             ["a:f", "b:g"],
-            'rollout.reward_fn: expected one name, "package.module:function"; several, with weights, stand in rewards',
+            'rollout.reward_fn: expected one name, "package.module:function"; for several, with weights, use rewards',
         ),
         ("model__pth", "x", "unknown key model.pth; did you mean path?"),
         ("data__promts", "x", "unknown key data.promts; did you mean prompts?"),
@@ -77,7 +77,7 @@ from tests.small_pipeline import small_settings
             {"kind": "tgi"},
             "rollout.engine.kind: input should be 'embedded', 'sglang', 'vllm' or 'auto'",
         ),
-        ("rollout__engine", {"extra_args": ["-x"]}, "engine.extra_args is a setting of the kinds"),
+        ("rollout__engine", {"extra_args": ["-x"]}, "engine.extra_args is a setting for the kinds"),
         ("deployment__num_engines", 0, "deployment.num_engines: input should be greater than or equal to 1"),
         ("deployment__trainer_gpu_ranks", [-1], "deployment.trainer_gpu_ranks.0: input should be greater than"),
         ("training__sft__optim__lr", NAN, "training.sft.optim.lr: must be a finite number, found nan"),
@@ -112,7 +112,7 @@ def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(
 
 def test_a_run_of_which_nobody_says_who_grades_is_refused(folder: Path) -> None:
     config = write_config(folder, rollout__environment="")
-    assert_refused(config, "set rollout.environment to one that ships (arithmetic, calculator, ", "rollout.reward_fn")
+    assert_refused(config, "set rollout.environment to a built-in one (arithmetic, calculator, ", "rollout.reward_fn")
 
 
 @pytest.mark.parametrize(("mode", "missing"), [("rl", "prompts"), ("sft", "sft"), ("sft+rl", "heldout")])
@@ -131,8 +131,8 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
         ("a.json", '{"mode": "sft", "data": {}, "mode": "rl"}', "is not valid JSON: mode is there twice"),
-        ("a.yaml", "mode: sft\n", "is YAML, which is not read: write it as TOML or JSON"),
-        ("a.jsonl", '{"text": "row"}\n', "holds rows of data: give the configuration that names it"),
+        ("a.yaml", "mode: sft\n", "is YAML, which is not supported: write it as TOML or JSON"),
+        ("a.jsonl", '{"text": "row"}\n', "contains rows of data: give the configuration that names it"),
         ("a.py", "raise ValueError('no\\nway')\n", "raised ValueError: no (a.py, line 1)"),
         ("a.py", "def (\n", "raised SyntaxError: invalid syntax"),
         ("a.py", "raise SystemExit(0)\n", "raised SystemExit: 0"),
@@ -173,7 +173,10 @@ BROKEN_RULES = "RolloutConfig(reward_fn='f', rewards=({'name': 'f'},), max_stale
     ("made", "said"),
     [
         (MISFITS, ["SFTTrainingConfig num_steps: I", "SFTTrainingConfig batch_size: I"]),
-        (BROKEN_RULES, ["RolloutConfig: give reward_fn or rewards", "RolloutConfig: over_sampling_factor 2 is"]),
+        (
+            BROKEN_RULES,
+            ["RolloutConfig: reward_fn and rewards exclude each other", "RolloutConfig: over_sampling_factor 2 is"],
+        ),
     ],
 )
 def test_each_mistake_of_a_record_in_python_has_a_line(folder: Path, made: str, said: list[str]) -> None:
@@ -265,9 +268,9 @@ TOOL = "Tool(name='t', description='', parameters={'type': 'int'}, function=prin
         ("reward_fn", "def f(sample): pass", "returned None: expected a finite number"),
         ("reward_fn", "def f(sample): return '1'", "returned '1': expected a finite number"),
         ("reward_fn", "def f(): return 1", "raised TypeError"),
-        ("reward_fn", "def f(prompts, completions): return 1", ": a reward function takes one Sample, which has the"),
-        ("reward_fn", "def f(completions, **kwargs): return [len(each) for each in completions]", "one Sample, which"),
-        ("reward_fn", "def f(sample): return float(sample.answer == sample.response)", "one Sample, which has the"),
+        ("reward_fn", "def f(prompts, completions): return 1", ": a reward function takes one Sample; the"),
+        ("reward_fn", "def f(completions, **kwargs): return [len(each) for each in completions]", "one Sample; the"),
+        ("reward_fn", "def f(sample): return float(sample.answer == sample.response)", "one Sample; the"),
         ("reward_fn", "f = 3", ":f' is not a function"),
         ("reward_fn", "def ff(sample): return 1", "has no 'f'; did you mean ff?"),
         ("reward_fn", "def f(", "it raised SyntaxError"),
@@ -279,10 +282,10 @@ TOOL = "Tool(name='t', description='', parameters={'type': 'int'}, function=prin
         ("filter_fn", "def f(group): pass", "returned None: expected True or False"),
         ("reward_fn", "def f(sample):\n  while True: pass", "did not return within 1 s; it was in f, own_"),
         ("filter_fn", "def f(group):\n  while True: pass", "did not return within 1 s; it was in f, own_"),
-        ("environment", "class f: pass", "is no environment"),
-        ("environment", "class f:\n  def __init__(self): open('/none/x')", ":f cannot be made: it raised FileNot"),
-        ("environment", f"{GRADER}  tools = [{{'type': 'function'}}]", "something of the type dict: expected `tools`"),
-        ("environment", f"{GRADER}  tools = print", "something of the type builtin_function_or_method: expected"),
+        ("environment", "class f: pass", "is not an environment"),
+        ("environment", "class f:\n  def __init__(self): open('/none/x')", ":f cannot be created: it raised FileNot"),
+        ("environment", f"{GRADER}  tools = [{{'type': 'function'}}]", "a tool of the type dict: expected `tools`"),
+        ("environment", f"{GRADER}  tools = print", "a tool of the type builtin_function_or_method: expected"),
         (
             "environment",
             f"{GRADER}  tools = [{TOOL}]",

@@ -59,7 +59,7 @@ def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, 
         ("sft.jsonl", b"\n  \n\n", "sft.jsonl is empty"),
         ("sft.jsonl", '{"text": "é"}\n'.encode("latin-1"), "row 1: not UTF-8 ("),
         ("sft.jsonl", b'{"text": "1"}\n[' + b"[" * 100_000, "row 2: not valid JSON"),
-        ("rows.xls", b"prompt,completion\n1,2\n", "rows.xls is of no kind that is known by its name"),
+        ("rows.xls", b"prompt,completion\n1,2\n", "rows.xls has an unknown file type"),
         ("rows.csv", b"prompt,completion\n1,2,3\n", "rows.csv, row 1: found 3 cells for the 2 columns"),
         ("rows.csv", "prompt,completion\né,2\n".encode("latin-1"), "rows.csv, row 1: not UTF-8"),
         ("rows.csv", b'prompt,completion\n"1,2\n', "rows.csv, row 1: not valid CSV"),
@@ -139,7 +139,7 @@ def test_sft_is_told_how_its_demonstrations_can_be_compared_on(
 def test_rl_is_not_told_of_a_metric_that_it_has_not(folder: Path) -> None:
     write_rows(folder / "selection.jsonl", [{"messages": [USER, ASSISTANT]}])
     said = refusal(write_config(folder))
-    assert "put it into `answer`" in said and "evaluation.metric" not in said
+    assert "move it to `answer`" in said and "evaluation.metric" not in said
 
 
 @pytest.mark.parametrize("trained", ["sft", "prompts"])
@@ -262,7 +262,7 @@ def leave_adapters(model: Path) -> None:
         (write_template("{% for %}"), "the chat template refuses the turns user"),
         (write_template("{{ raise_exception('no user') }}"), ": no user"),
         (change_json("tokenizer_config.json", eos_token=None), "has no eos_token"),
-        (change_json("config.json", vocab_size=10), "are not of its config.json: lm_head.weight has shape (29,"),
+        (change_json("config.json", vocab_size=10), "do not match its config.json: lm_head.weight has shape (29,"),
         (forget_tokens, "has 29 tokens but the model embeds 10"),
         (
             change_json("config.json", architectures=["GPT2LMHeadModel"]),

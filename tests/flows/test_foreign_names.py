@@ -82,9 +82,9 @@ def test_a_foreign_name_is_no_setting_of_ours_at_its_place(name: str) -> None:
         ("rollout__max_tokens", "did you mean rollout.sampling.max_new_tokens?"),
         ("rollout__sampling__max_tokens", "did you mean rollout.sampling.max_new_tokens?"),
         ("training__rl__group_size", "did you mean rollout.n_samples_per_prompt?"),
-        ("training__sft__num_epochs", "training counts optimizer steps: an epoch is rows / training.sft.batch_size"),
-        ("training__sft__num_train_epochs", "here it is training.sft.num_steps, since training counts"),
-        ("training__rl__epochs", "here it is training.rl.num_steps, since training counts"),
+        ("training__sft__num_epochs", "training counts optimizer steps. An epoch is rows / training.sft.batch_size"),
+        ("training__sft__num_train_epochs", "here it is training.sft.num_steps: training counts"),
+        ("training__rl__epochs", "here it is training.rl.num_steps: training counts"),
         ("learning_rate", "here it is training.sft.optim.lr, and the same in training.rl"),
         ("run__output_dir", "did you mean run.store?"),
         ("training__sft__report_to", "did you mean run.report_to?"),
@@ -95,8 +95,8 @@ def test_a_foreign_name_is_no_setting_of_ours_at_its_place(name: str) -> None:
         ("rollout__custom_generate_function_path", "did you mean rollout.generate_fn?"),
         ("rollout__n_samples_per_eval_prompt", "did you mean evaluation.samples_per_prompt?"),
         ("rollout__name", "did you mean rollout.engine.kind?"),
-        ("rollout__engine__url", "here it is no setting: a run starts engines of rollout.engine.kind itself"),
-        ("rollout__engine__tensor_parallel_size", "here it is deployment.engine_gpu_ranks (their GPUs)"),
+        ("rollout__engine__url", "here it is no setting: a run starts and ends its own engines of rollout.engine.kind"),
+        ("rollout__engine__tensor_parallel_size", "here it is deployment.engine_gpu_ranks (GPUs)"),
         ("deployment__num_gpus", "here it is deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu"),
         ("wandb", "did you mean run.report_to?"),
         ("run__tensorboard", "did you mean run.report_to?"),
@@ -178,7 +178,7 @@ def test_a_cloud_among_the_providers_that_are_asked_leads_to_sky(cloud: str) -> 
 def test_the_former_name_of_the_kind_of_a_node_is_told_the_present_one(former: str, now: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_small(node={"provider": former})
-    assert f'node.kind is now node.kind: write kind = "{now}"' in str(refused.value)
+    assert f'node.provider is now node.kind: write kind = "{now}"' in str(refused.value)
 
 
 def test_a_kind_of_node_that_is_no_cloud_is_told_what_there_is() -> None:

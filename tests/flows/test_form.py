@@ -104,8 +104,8 @@ def test_what_the_form_keeps_of_the_ssh_tab_does_not_keep_packages_from_a_rented
 @pytest.mark.parametrize(
     ("former", "node"),
     [
-        ({"kind": "local", "root": "/scratch"}, LocalNode(root="/scratch")),
-        ({"kind": "rented", "max_usd": 5.0}, RentedNode(max_usd=5.0)),
+        ({"provider": "local", "root": "/scratch"}, LocalNode(root="/scratch")),
+        ({"provider": "provision", "max_usd": 5.0}, RentedNode(max_usd=5.0)),
     ],
 )
 def test_a_run_that_an_earlier_version_began_keeps_its_node(

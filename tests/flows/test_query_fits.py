@@ -95,5 +95,5 @@ def test_what_the_smallest_gpu_on_offer_may_not_hold_is_said(tmp_path: Path) -> 
 def test_a_model_of_unknown_size_is_said_to_be_unknown() -> None:
     config = make_config(Path("s3://bucket/model"))
     [said] = describe_memory(RentedNode(max_usd=1.0), config, find_model_size(config.model), [])
-    assert "its size is not known" in said
+    assert "its size is unknown" in said
     check_query(GPUQuery(disk_gb=1), config, find_model_size(config.model))

@@ -523,7 +523,7 @@ def test_a_machine_that_its_owner_takes_back_soon_is_rented_only_where_there_is_
     fake.asks = [brief, {**ASK, "dph_total": 2.2}, {**ASK, "id": 7003, "dph_total": 0.9, "duration": 1800.0}]
     with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
         world = World(fake, cloud, tmp_path, ledger)
-        assert world.rent().usd_per_hour == 2.2 and "taken back" not in caplog.text
+        assert world.rent().usd_per_hour == 2.2 and "takes it back" not in caplog.text
         fake.asks = [brief]
         rental = world.rent(replace(WANTED, run_id="another"))
         assert rental.expires_at == pytest.approx(time.time() + 5400, abs=60)

@@ -114,7 +114,7 @@ def test_a_machine_that_does_not_come_is_named_with_its_log(monkeypatch: pytest.
     monkeypatch.setattr(multi_node, "JOIN_S", 0.5)
     with pytest.raises(MachineLostError) as caught, lead([trainer()], KEY):
         pass
-    assert "me@far:22 did not come to train at 127.0.0.1:" in str(caught.value)
+    assert "me@far:22 was not reachable for training at 127.0.0.1:" in str(caught.value)
     assert "its log: /there/log.txt there" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -172,7 +172,7 @@ def test_a_machine_that_falls_silent_ends_what_this_one_does(monkeypatch: pytest
             theirs.sendall(b"\n")
             time.sleep(0.1)
         assert not link.wait_for_end(0.0) and sent == []
-        assert link.wait_for_end(60.0) and "no sign of life" in link.problem
+        assert link.wait_for_end(60.0) and "sent no heartbeat" in link.problem
         wait_until(lambda: sent == [signal.SIGTERM])
 
 

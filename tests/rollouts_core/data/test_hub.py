@@ -155,8 +155,8 @@ def test_datasets_that_the_hub_does_not_have_are_one_sentence_each(
 ) -> None:
     hub.commit("org/name", {"train.jsonl": as_jsonl(OLD)})
     hub.commit("org/empty", {"README.md": b"nothing yet"})
-    no_commit = "is no file or folder, and the hub does not name its commit ("
-    no_rows = "is no file or folder, and cannot be read from the hub ("
+    no_commit = "is not a file or folder, and its commit on the hub is unknown ("
+    no_rows = "is not a file or folder, and cannot be read from the hub ("
     expected = [
         ({"path": "org/other"}, no_commit),
         ({"path": "org/name", "revision": "v2"}, no_commit),
@@ -178,8 +178,8 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(hub: Hub, base_model: Mode
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         nowhere = replace(hub, url=f"http://127.0.0.1:{taken.getsockname()[1]}")
         [[sentence]] = read_all(nowhere, tmp_path / "cache", base_model, [{"path": "org/name"}])
-    assert sentence.startswith("org/name is no file or folder, and the hub does not name its commit (")
-    assert sentence.endswith("or start again when the hub can be reached") and "\n" not in sentence
+    assert sentence.startswith("org/name is not a file or folder, and its commit on the hub is unknown (")
+    assert sentence.endswith("or start again when the hub is reachable") and "\n" not in sentence
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_a_cached_copy_of_another_commit_does_not_stand_in_for_the_one_that_is_a
     read_all(hub, tmp_path / "cache", base_model, asked[:1])
     of_old, of_new = read_all(hub, tmp_path / "cache", base_model, asked, offline=True)
     assert of_old[2] == tokens_of(OLD, tokenizer, tmp_path)
-    assert of_new[0].startswith("org/name is no file or folder, and cannot be read from the hub")
+    assert of_new[0].startswith("org/name is not a file or folder, and cannot be read from the hub")
 
 
 def write_job(folder: Path, hub: Hub, model: ModelConfig, **dataset: Any) -> Path:
@@ -227,5 +227,5 @@ def test_a_training_without_its_hub_ends_with_one_sentence(hub: Hub, base_model:
     job = write_job(tmp_path / "sft-1", hub, base_model)
     done = run_python(hub, tmp_path / "cache", "-m", "rollouts_core", "sft", str(job), offline=True)
     assert done.returncode == 2
-    assert "org/name is no file or folder, and cannot be read from the hub" in done.stderr
+    assert "org/name is not a file or folder, and cannot be read from the hub" in done.stderr
     assert "Traceback" not in done.stderr

@@ -155,7 +155,7 @@ def test_an_engine_that_breaks_off_everything_is_given_up(
                 scheduler.abort_all().result()
             await task
 
-    with pytest.raises(EngineError, match="http://engine broke a completion off 3 times"):
+    with pytest.raises(EngineError, match="http://engine interrupted a completion 3 times"):
         asyncio.run(run())
 
 

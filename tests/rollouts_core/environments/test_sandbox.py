@@ -471,7 +471,7 @@ def test_a_machine_too_busy_to_begin_a_program_does_not_grade_it(
 ) -> None:
     change_child(monkeypatch, tmp_path, (SLOW_START, f"    import time; time.sleep(60)\n{SLOW_START}"))
     monkeypatch.setattr(sandbox, "BEGIN_TIMEOUT_S", 1.0)
-    with pytest.raises(EnvironmentUnavailableError, match="no program was begun within 1 s"):
+    with pytest.raises(EnvironmentUnavailableError, match="the sandbox did not start within 1 s"):
         run("print('never')")
 
 

@@ -106,10 +106,10 @@ def test_what_the_hub_cannot_tell_is_a_sentence(
     reason = {
         "repository": "RepositoryNotFoundError",
         "safetensors": "not a safetensors repo",
-        "network": "the hub does not tell",
+        "network": "the hub gave no size",
     }[missing]
     sentence = said.describe_problem(REPO)
-    assert reason in sentence and "\n" not in sentence and sentence.startswith("model org/model: its size is not known")
+    assert reason in sentence and "\n" not in sentence and sentence.startswith("model org/model: its size is unknown")
 
 
 @pytest.mark.slow

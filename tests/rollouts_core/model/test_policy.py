@@ -409,7 +409,7 @@ def test_code_of_a_models_own_that_carries_a_state_refuses_packed_rows(
     with_state = create_policy(stateful, settings)
     assert with_state.hf_model.training
     with_state(single)
-    with pytest.raises(ConfigError, match=r"see each other in the model's own code, .* set packing = false"):
+    with pytest.raises(ConfigError, match=r"see each other: .* Set packing = false"):
         with_state(packed)
 
 
