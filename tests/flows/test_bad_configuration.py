@@ -36,7 +36,7 @@ from tests.small_pipeline import small_settings
         (
             "zzz",
             1,
-            "unknown key zzz; known are data, deployment, evaluate, evaluation, hub, mode, model, node, retrain, "
+            "unknown key zzz; known are data, deployment, evaluate, evaluation, hub, mode, model, node, report, "
             "rollout, run, schedule",
         ),
         (
@@ -91,7 +91,7 @@ from tests.small_pipeline import small_settings
         ("run__fresh", ["sfft"], "fresh.0: input should be 'sft', 'select-sft', 'rl', 'select-rl' or 'evaluate'"),
         ("run__name", "my run", "name: string should match pattern"),
         ("evaluation__metric", "loss", 'evaluation.metric cannot be "loss"'),
-        ("training__sft__micro_batch_size", 3, "not a multiple of micro_batch_size 3: take micro_batch_size 2,"),
+        ("training__sft__micro_batch_size", 3, "not a multiple of micro_batch_size 3: use micro_batch_size 2,"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: object, words: str) -> None:

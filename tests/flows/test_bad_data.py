@@ -60,7 +60,7 @@ def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, 
         ("sft.jsonl", '{"text": "é"}\n'.encode("latin-1"), "row 1: not UTF-8 ("),
         ("sft.jsonl", b'{"text": "1"}\n[' + b"[" * 100_000, "row 2: not valid JSON"),
         ("rows.xls", b"prompt,completion\n1,2\n", "rows.xls has an unknown file type"),
-        ("rows.csv", b"prompt,completion\n1,2,3\n", "rows.csv, row 1: found 3 cells for the 2 columns"),
+        ("rows.csv", b"prompt,completion\n1,2,3\n", "rows.csv, row 1: found 3 cells, but the first line has 2 columns"),
         ("rows.csv", "prompt,completion\né,2\n".encode("latin-1"), "rows.csv, row 1: not UTF-8"),
         ("rows.csv", b'prompt,completion\n"1,2\n', "rows.csv, row 1: not valid CSV"),
         ("rows.jsonl.gz", b"hello", "rows.jsonl.gz cannot be read"),
@@ -75,7 +75,7 @@ def test_a_data_file_of_another_kind_is_named(folder: Path, name: str, content: 
 
 
 def test_a_folder_without_a_dataset_is_named(folder: Path) -> None:
-    assert_refused(write_config(folder, data__sft="base_model"), "base_model is no dataset", "save_to_disk")
+    assert_refused(write_config(folder, data__sft="base_model"), "base_model holds a model, not a dataset", "save_to_disk")
 
 
 @pytest.mark.parametrize(

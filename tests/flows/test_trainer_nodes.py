@@ -115,7 +115,7 @@ def test_a_job_of_another_machine_that_is_killed_is_named_and_the_run_goes_on_fr
 ) -> None:
     process = start_and_train(rollouts, cluster, write(tmp_path, cluster, **LONGER))
     cluster.further.kill_job("follower-")
-    rollouts.wait_until_said(f"{cluster.further.access.address} was ended or killed amid the training", process)
+    rollouts.wait_until_said(f"{cluster.further.access.address} was ended or killed during the training", process)
     assert process.wait(400) == 0, rollouts.said()
     assert exit_codes(cluster) == [MACHINE_LOST_CODE, 0]
     (sft,) = (path.parent for path in cluster.leader.files("root/stages/sft-*/result.json"))

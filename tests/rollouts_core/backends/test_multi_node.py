@@ -248,7 +248,7 @@ def test_when_another_machines_launcher_is_killed_the_leader_ends_and_names_it(
         assert processes[0].wait(120) == multi_node.MACHINE_LOST_CODE
         wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=60)
     (failure,) = [line["message"] for line in read_json_lines(leader / "events.jsonl") if line["event"] == "failed"]
-    assert failure.startswith("me@far:22 was ended or killed amid the training (its log: ")
+    assert failure.startswith("me@far:22 was ended or killed during the training (its log: ")
     assert (leader / "log.txt").read_text().splitlines()[-1] == f"rollouts: {failure}"
 
 
