@@ -37,7 +37,7 @@ from tests.small_pipeline import small_settings
             "zzz",
             1,
             "unknown key zzz; known are data, deployment, evaluate, evaluation, hub, mode, model, node, report, "
-            "rollout, run, schedule",
+            "retrain, rollout, run, schedule",
         ),
         (
             "rollout__reward_fn",
@@ -266,7 +266,7 @@ TOOL = "Tool(name='t', description='', parameters={'type': 'int'}, function=prin
         ("reward_fn", "def f(sample): raise SystemExit", "raised SystemExit"),
         ("reward_fn", "def f(sample): return float('nan')", "returned nan: return a finite number"),
         ("reward_fn", "def f(sample): pass", "returned None: expected a finite number"),
-        ("reward_fn", "def f(sample): return '1'", "returned '1': expected a finite number"),
+        ("reward_fn", "def f(sample): return '1'", "returned '1': return a finite number"),
         ("reward_fn", "def f(): return 1", "raised TypeError"),
         ("reward_fn", "def f(prompts, completions): return 1", ": a reward function takes one Sample; the"),
         ("reward_fn", "def f(completions, **kwargs): return [len(each) for each in completions]", "one Sample; the"),
@@ -294,7 +294,7 @@ TOOL = "Tool(name='t', description='', parameters={'type': 'int'}, function=prin
         (
             "environment",
             f"{GRADER}  row_fields = ('answer')",
-            "the text 'answer' as row_fields: expected a sequence of",
+            "the string 'answer' as row_fields: expected a sequence of",
         ),
         ("environment", f"{GRADER}  def check_row(self, row): row['x']", "it was given /"),
         ("environment", f"{GRADER}  def check_row(self, row): row['x']", ":f raised KeyError: 'x' (own_"),

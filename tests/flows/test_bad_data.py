@@ -75,7 +75,9 @@ def test_a_data_file_of_another_kind_is_named(folder: Path, name: str, content: 
 
 
 def test_a_folder_without_a_dataset_is_named(folder: Path) -> None:
-    assert_refused(write_config(folder, data__sft="base_model"), "base_model holds a model, not a dataset", "save_to_disk")
+    assert_refused(
+        write_config(folder, data__sft="base_model"), "base_model holds a model, not a dataset", "save_to_disk"
+    )
 
 
 @pytest.mark.parametrize(

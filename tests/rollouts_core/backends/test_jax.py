@@ -425,5 +425,5 @@ def test_a_model_that_it_would_compute_wrongly_is_refused(
 
 
 def test_a_model_that_is_no_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="reads models from folders, some/model is none"):
+    with pytest.raises(ConfigError, match="reads models from folders, not some/model"):
         create(ModelConfig(path="some/model"))
