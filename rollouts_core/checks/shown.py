@@ -10,9 +10,9 @@ from rollouts_core.config import Config
 from rollouts_core.config.data import RowFile
 from rollouts_core.data.chat import tokenize_prompt
 from rollouts_core.data.conversations import Row
-from rollouts_core.data.dataset import SampleRules, build_prompt, iterate_samples, open_datasets, sample_rules
+from rollouts_core.data.dataset import build_prompt, open_datasets, sample_rules
 from rollouts_core.data.rows import load_rows, resolve_revision
-from rollouts_core.data.shown_rows import ShownRow, mark_trained, show_sample
+from rollouts_core.data.shown_rows import ShownRow, mark_trained, show_demonstrations
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
@@ -20,8 +20,6 @@ from rollouts_core.rollout.resolve import resolve_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-UNCUT = 1 << 40
 
 
 def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
@@ -47,28 +45,6 @@ def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
             yield from show_demonstrations(rows, path, tokenizer, rules)
         else:
             yield from _show_prompts(rows, path, config, tokenizer)
-
-
-def show_demonstrations(
-    rows: Iterable[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
-) -> Iterator[ShownRow]:
-    """Demonstrations as SFT sees them, also those that it leaves out."""
-    for number, row in rows:
-        try:
-            [samples] = iterate_samples([(number, row)], source, tokenizer, rules)
-            whole = rules._replace(max_length=UNCUT)
-            [uncut] = iterate_samples([(number, row)], source, tokenizer, whole)
-        except DataError as error:
-            yield ShownRow(source=source, row=number, outcome="error", reason=str(error))
-            continue
-        if not samples:
-            longest = max(len(each.tokens) for each in uncut)
-            reason = f"{longest} tokens are more than training.sft.max_length {rules.max_length}"
-            yield ShownRow(source=source, row=number, outcome="dropped", reason=reason)
-        for sample in samples:  # several if turns need separate texts
-            num_kept = len(sample.tokens)
-            num_tokens = next(len(each.tokens) for each in uncut if each.tokens[:num_kept] == sample.tokens)
-            yield show_sample(sample, tokenizer, source=source, row=number, num_cut=num_tokens - num_kept)
 
 
 def _show_prompts(

@@ -1,19 +1,25 @@
 """Render rows as training sees them: the text with the trained part marked, the tokens, and cut parts.
+
 <|user|>1+1=?<|end|><|assistant|>[[2<|end|>]]
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollouts_core.data.conversations import Row
+from rollouts_core.data.dataset import SampleRules, iterate_samples
+from rollouts_core.errors import DataError
 from rollouts_core.types import Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+UNCUT = 1 << 40
+"""Tokens of a row that is never too long."""
 OPEN, CLOSE = "[[", "]]"
 """Marks around trained text."""
 
@@ -78,3 +84,25 @@ def describe_row(shown: ShownRow) -> str:
     answer = f"\nanswer: {shown.answer}" if shown.answer else ""
     text = f"\n{shown.text}" if shown.text else ""
     return f"{shown.source}, row {shown.row}: {shown.outcome}{counts}{reason}{text}{answer}"
+
+
+def show_demonstrations(
+    rows: Iterable[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
+) -> Iterator[ShownRow]:
+    """Demonstrations as SFT sees them, with dropped and unreadable ones."""
+    for number, row in rows:
+        try:
+            [samples] = iterate_samples([(number, row)], source, tokenizer, rules)
+            whole = rules._replace(max_length=UNCUT)
+            [uncut] = iterate_samples([(number, row)], source, tokenizer, whole)
+        except DataError as error:
+            yield ShownRow(source=source, row=number, outcome="error", reason=str(error))
+            continue
+        if not samples:
+            longest = max(len(each.tokens) for each in uncut)
+            reason = f"{longest} tokens are more than training.sft.max_length {rules.max_length}"
+            yield ShownRow(source=source, row=number, outcome="dropped", reason=reason)
+        for sample in samples:  # several if turns need separate texts
+            num_kept = len(sample.tokens)
+            num_tokens = next(len(each.tokens) for each in uncut if each.tokens[:num_kept] == sample.tokens)
+            yield show_sample(sample, tokenizer, source=source, row=number, num_cut=num_tokens - num_kept)

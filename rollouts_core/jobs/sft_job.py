@@ -20,10 +20,9 @@ from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.create import create_backend
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks
-from rollouts_core.checks.shown import show_demonstrations
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, sample_rules
 from rollouts_core.data.rows import RowTable
-from rollouts_core.data.shown_rows import ShownRow
+from rollouts_core.data.shown_rows import ShownRow, show_demonstrations
 from rollouts_core.job import SFTJob
 from rollouts_core.jobs.attention import settle_attention
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
