@@ -49,8 +49,8 @@ def serve(
 
     Prints its address and lines to paste; Ctrl-C ends it. A run starts its engines itself.
     """
-    model_dir = find_checkpoint(model, store)
     raise_file_limit()
+    model_dir = find_checkpoint(model, store)
     from rollouts_core.embedded.gate import is_loopback
     from rollouts_core.embedded.server import serve as serve_model
 
