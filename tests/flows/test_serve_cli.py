@@ -24,8 +24,8 @@ from rollouts_core.errors import InputError
 from tests.flows.conftest import clean_environment
 from tests.flows.test_cli import running
 from tests.flows.test_models_cli import register
-from tests.rollouts_core.embedded.scripted_model import write_scripted_model
-from tests.rollouts_core.embedded.test_openai_api import STORY, THOUGHTS, client_of
+from tests.rollouts_core.embedded.scripted_model import STORY, THOUGHTS, write_scripted_model
+from tests.rollouts_core.embedded.test_openai_api import client_of
 
 SAID = "".join(STORY)
 

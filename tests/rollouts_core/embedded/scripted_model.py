@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,11 @@ HEADER = "assistant\n"
 """The last token of a prompt, behind which a script begins."""
 CONFIDENCE = 8.0
 """Logit of the next token of the script; of all others 0."""
+TIMEOUT_S = 60.0
+NAME = "my-model"
+STORY = ["Once", " upon", " a", " time", " there", " was", " a model."]
+CALL = ["I add.", "\n<tool_call>\n", '{"name": "add", ', '"arguments": {"a": 1, "b": 2}}', "\n</tool_call>"]
+THOUGHTS = ["<think>", "\nhm", ", hm", "\n</think>", "\n\nFour"]
 
 
 def write_scripted_model(directory: Path, script: Sequence[str], *, template: str = "") -> Path:
@@ -88,3 +94,10 @@ def served(
             finally:
                 server.should_exit = True
                 thread.join()
+
+
+def until_idle(scheduler: Scheduler) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while scheduler.num_running or scheduler.num_waiting:
+        assert time.monotonic() < deadline, "a request holds its slot"
+        time.sleep(0.01)

@@ -5,7 +5,7 @@ Without it agents that are written for that API could not use a trained model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import pytest
 
 from rollouts_core.embedded.scheduler import Scheduler
 from tests.rollouts_core.data.test_dialects import template_of
-from tests.rollouts_core.embedded.scripted_model import served, write_scripted_model
-from tests.rollouts_core.embedded.test_openai_api import CALL, NAME, STORY, THOUGHTS, TIMEOUT_S, until_idle
+from tests.rollouts_core.embedded.scripted_model import CALL, NAME, STORY, THOUGHTS, TIMEOUT_S, served, until_idle
 
 pytestmark = pytest.mark.slow
 ADD: Any = {
@@ -30,27 +29,8 @@ def client_of(url: str, key: str = "none") -> anthropic.Anthropic:
 
 
 @pytest.fixture(scope="module")
-def story_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_scripted_model(tmp_path_factory.mktemp("story"), STORY)
-
-
-@pytest.fixture(scope="module")
-def story(story_dir: Path) -> Iterator[tuple[str, Scheduler]]:
-    with served(story_dir, name=NAME) as (url, scheduler):
-        yield url, scheduler
-
-
-@pytest.fixture(scope="module")
 def client(story: tuple[str, Scheduler]) -> anthropic.Anthropic:
     return client_of(story[0])
-
-
-@pytest.fixture
-def says(tmp_path: Path) -> Callable[..., Any]:
-    def serve(script: list[str], template: str = "") -> Any:
-        return served(write_scripted_model(tmp_path / "said", script, template=template), name=NAME)
-
-    return serve
 
 
 def asked(**changes: Any) -> dict[str, Any]:

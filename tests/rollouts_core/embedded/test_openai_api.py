@@ -6,8 +6,7 @@ Without it a trained model could be used by this project's client alone, or woul
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,20 @@ import torch
 from rollouts_core.embedded import exchange
 from rollouts_core.embedded.scheduler import Scheduler
 from tests.rollouts_core.data.test_dialects import template_of
-from tests.rollouts_core.embedded.scripted_model import served, write_scripted_model
+from tests.rollouts_core.embedded.scripted_model import (
+    CALL,
+    NAME,
+    STORY,
+    THOUGHTS,
+    TIMEOUT_S,
+    served,
+    until_idle,
+    write_scripted_model,
+)
 from tests.rollouts_core.embedded.tiny_models import expected_logits, make_model, save_model
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 60.0
-NAME = "my-model"
 USER = {"role": "user", "content": "Say it."}
-STORY = ["Once", " upon", " a", " time", " there", " was", " a model."]
 ADD = {
     "type": "function",
     "function": {
@@ -35,8 +40,6 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-CALL = ["I add.", "\n<tool_call>\n", '{"name": "add", ', '"arguments": {"a": 1, "b": 2}}', "\n</tool_call>"]
-THOUGHTS = ["<think>", "\nhm", ", hm", "\n</think>", "\n\nFour"]
 
 
 def client_of(url: str, key: str = "none") -> openai.OpenAI:
@@ -44,38 +47,12 @@ def client_of(url: str, key: str = "none") -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def story_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_scripted_model(tmp_path_factory.mktemp("story"), STORY)
-
-
-@pytest.fixture(scope="module")
-def story(story_dir: Path) -> Iterator[tuple[str, Scheduler]]:
-    with served(story_dir, name=NAME) as (url, scheduler):
-        yield url, scheduler
-
-
-@pytest.fixture(scope="module")
 def client(story: tuple[str, Scheduler]) -> openai.OpenAI:
     return client_of(story[0])
 
 
-@pytest.fixture
-def says(tmp_path: Path) -> Callable[..., Any]:
-    def serve(script: list[str], template: str = "") -> Any:
-        return served(write_scripted_model(tmp_path / "said", script, template=template), name=NAME)
-
-    return serve
-
-
 def chat(client: openai.OpenAI, **asked: Any) -> Any:
     return client.chat.completions.create(**{"model": NAME, "messages": [USER], "temperature": 0, **asked})
-
-
-def until_idle(scheduler: Scheduler) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while scheduler.num_running or scheduler.num_waiting:
-        assert time.monotonic() < deadline, "a request holds its slot"
-        time.sleep(0.01)
 
 
 def test_the_model_is_listed(client: openai.OpenAI, story_dir: Path) -> None:
