@@ -61,7 +61,7 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
     """Score every checkpoint on the same rows; result.json gets all scores and the name of the best checkpoint.
 
     Raises:
-        DivergedError: all checkpoints give NaN, or one of them does and the job compares checkpoints.
+        DivergedError: no checkpoint gives finite numbers, or one does not and the job compares checkpoints.
     """
     scores_of, left_out = dict[str, list[float]](), list[str]()
     with (
@@ -83,7 +83,7 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
             metrics_logger.log({"score": (mean := estimate_mean(scores).mean)}, number)
             events.write("scored", name=checkpoint.name, score=mean)
     if not scores_of:
-        raise DivergedError(f"all {len(left_out)} checkpoints failed to get a score; {left_out[0]}")
+        raise DivergedError(f"no checkpoint has a score; {left_out[0]}")
     estimates = dict(zip(scores_of, estimate_means(list(scores_of.values())), strict=True))
     scored = [
         {"name": each.name, "step": each.step, "scores": scores_of[each.name], **asdict(estimates[each.name])}
@@ -210,7 +210,7 @@ async def complete_prompts(
     """Ungraded completions from the embedded decoder in this process, or from engines started for the checkpoint.
 
     Raises:
-        DivergedError: the weights give NaN, even if an engine failed with another error because of them.
+        DivergedError: the weights give no finite numbers, even if an engine failed with another error because of them.
     """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.spec.is_own:

@@ -213,8 +213,11 @@ def check_logits(hf_model: PreTrainedModel) -> None:
 
 
 def describe_diverged(path: str) -> str:
-    """Sentence about weights that give NaN, with the remedy."""
-    return f"the weights at {path} give NaN: they are damaged, or their training diverged; use another checkpoint"
+    """Sentence about weights whose results are NaN or infinite, with the remedy."""
+    return (
+        f"the weights at {path} give no finite numbers: they are damaged, or their training diverged; use another "
+        "checkpoint"
+    )
 
 
 @contextmanager

@@ -408,7 +408,9 @@ def test_weights_that_compute_no_numbers_are_one_sentence(tmp_path: Path, base_m
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.nan)
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=f"the weights at {tmp_path} give NaN.* use another checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=f"the weights at {tmp_path} give no finite numbers.* use another checkpoint"
+    ):
         load_hf_model(ModelConfig(path=str(tmp_path)))
 
 
