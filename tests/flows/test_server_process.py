@@ -29,11 +29,11 @@ time.sleep(60)
 """
 
 BEGUN_ANEW = """
-import os, sys
+import os
 import rollouts.flows.own_server.server_process as keeper
 from rollouts.flows.own_server.scheduler_watchdog import SchedulerWatchdog
 
-os.execv = lambda *_: sys.exit(7)
+os.execv = lambda *_: os._exit(7)  # as execv does, it flushes no stream on the way
 keeper._begin_anew(SchedulerWatchdog())
 """
 
