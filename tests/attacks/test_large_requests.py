@@ -204,7 +204,7 @@ def test_an_error_shows_the_beginning_of_a_large_value_alone() -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for i in range(90000) %}{{ 'x' * 2300 }}{% endfor %}", "makes 207,000,000 characters"),
+        ("{% for i in range(90000) %}{{ 'x' * 2300 }}{% endfor %}", "writes 207,000,000 characters"),
         (
             "{% for i in range(90000) %}{% for j in range(90000) %}{% for k in range(90000) %}{% endfor %}{% endfor %}"
             "{% endfor %}x",

@@ -44,7 +44,8 @@ PROGRAM = "echo $$ >> {pids}; while [ ! -e {end} ]; do sleep 0.05; done; echo '{
 def stage(tmp_path: Path) -> Stage:
     training = with_ranks("sft", (), (), trainer_processes=2)  # which shares a CPU: it waits for no GPU
     run_dir = str(tmp_path / "store/stages/sft-f")
-    return training.model_copy(update={"run_dir": run_dir, "timeout_s": 60})
+    job = {**training.job, "model": {"model": {"path": "org/model"}}}
+    return training.model_copy(update={"run_dir": run_dir, "timeout_s": 60, "job": job})
 
 
 @pytest.fixture

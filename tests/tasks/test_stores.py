@@ -22,7 +22,7 @@ from tests.infra.stores.s3_server import S3Server
 CONFIG = Config.model_validate(
     {
         "mode": "sft",
-        "model": {"path": "org/model"},
+        "model": {"path": "/model"},
         "data": {"sft": "/sft.jsonl", "selection": "/a.jsonl", "heldout": "/b.jsonl"},
     }
 )
