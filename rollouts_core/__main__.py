@@ -107,46 +107,49 @@ def main(argv: list[str] | None = None) -> int:
     directory = RunDirectory(arguments.job.resolve().parent)
     keep_private(directory.root)
     try:
-        check_home()
-        job = load_job(arguments.job)
-        if job.kind != arguments.kind:
-            raise InputError(f"{arguments.job} describes a job of kind {job.kind}, not {arguments.kind}")
-        if is_launched():
-            die_with_parent()
-        elif needs_launcher(job):
-            _look_for_garbage()
-            return launch(
-                [job.kind, str(arguments.job.resolve())],
-                num_processes=num_processes(job),
-                log_dir=directory.root / "torchrun",
-                join=partial(_join_machines, job, directory),
-            )
-        if isinstance(job, TrainingJob) and not is_follower():
-            tell_saved_step(directory)
-        run = _load_runner(job)
-        _look_for_garbage()
+        return _run(arguments.kind, arguments.job, directory)
     except InputError as error:
         if not arguments.job.is_file():  # its folder is not a run directory, so no event is written
             sys.stderr.write(f"rollouts: {error}\n")
             return USER_ERROR_CODE
-        return _fail(directory, 1, str(error))
-    except MachineLostError as error:
-        return _fail(directory, attempt_number(), str(error), code=MACHINE_LOST_CODE)
-    try:
-        run(directory)
-    except InputError as error:
         if is_raised_by_user_code(error):
             logger.error("the user's code failed", exc_info=error)
-        return _fail(directory, attempt_number(), str(error))
+        return _fail(directory, str(error))
+    except MachineLostError as error:
+        return _fail(directory, str(error), code=MACHINE_LOST_CODE)
+
+
+def _run(kind: str, path: Path, directory: RunDirectory) -> int:
+    """Run the job in this process, or in processes of torchrun. Returns the exit code."""
+    check_home()
+    job = load_job(path)
+    if job.kind != kind:
+        raise InputError(f"{path} describes a job of kind {job.kind}, not {kind}")
+    if is_launched():
+        die_with_parent()
+    elif needs_launcher(job):
+        _look_for_garbage()
+        return launch(
+            [job.kind, str(path.resolve())],
+            num_processes=num_processes(job),
+            log_dir=directory.root / "torchrun",
+            join=partial(_join_machines, job, directory),
+        )
+    if isinstance(job, TrainingJob) and not is_follower():
+        tell_saved_step(directory)
+    run = _load_runner(job)
+    _look_for_garbage()
+    try:
+        run(directory)
     except (OSError, SafetensorError) as error:
         if not is_disk_full(error):
             raise
-        return _fail(directory, attempt_number(), f"the disk is full ({error}): free some space, then start again")
+        return _fail(directory, f"the disk is full ({error}): free some space, then start again")
     except RuntimeError as error:
         if not is_gpu_full(error):
             raise
         logger.error("a GPU has too little memory", exc_info=error)
-        return _fail(directory, attempt_number(), describe_full_gpu(job, error))
+        return _fail(directory, describe_full_gpu(job, error))
     return 0
 
 
@@ -209,13 +212,13 @@ def describe_full_gpu(job: Job, error: RuntimeError) -> str:
     return f"a GPU has too little memory ({told}): {', '.join(advice[:-1])}, or {advice[-1]}; then start again"
 
 
-def _fail(directory: RunDirectory, attempt: int, message: str, *, code: int = USER_ERROR_CODE) -> int:
+def _fail(directory: RunDirectory, message: str, *, code: int = USER_ERROR_CODE) -> int:
     """Report a failure on stderr and in events.jsonl; returns the exit code."""
     sys.stderr.write(f"rollouts: {message}\n")
     if is_follower():
         return code
     # A full disk cannot take the event.
-    with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt) as events:
+    with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("failed", message=message)
     return code
 

@@ -43,6 +43,7 @@ from rollouts.infra.ledger import Ledger
 from rollouts.infra.offers import (
     GPUQuery,
     HostKeyPair,
+    Instance,
     MachineSpec,
     Offer,
     Offered,
@@ -511,24 +512,16 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
 def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
     """Wait until a machine is usable. Returns the problem or "", its host key, and its price per hour."""
     request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
-    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * _PRICE_TOLERANCE
     started = time.monotonic()
     reason, price = "its provider gave it no address", rental.usd_per_hour
     while True:
         try:
             instance = look_up(cloud, rental.instance_id, rental.name)
-            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < _UNSEEN_S
-            if instance is None and not is_unseen:
-                return f"{rental.name} is gone: its provider took it away", "", price
-            if instance is not None and not instance.status.may_become_usable:
-                return f"{rental.name} is {instance.status}", "", price
+            may_be_unseen = rental.state is not RentalState.READY and time.monotonic() - started < _UNSEEN_S
             if instance is not None:
                 price = max(price, instance.usd_per_hour or 0.0)
-            if price > max_usd_per_hour:
-                return f"{rental.name} costs {price:.2f} USD/h, more than offered and allowed", "", price
-            if instance is not None and instance.region and not request.query.admits_region(instance.region):
-                place = f"{shown_line(instance.region)} instead of {rental.region}"
-                return f"{rental.name} is in {place}, which node.query.regions does not admit", "", price
+            if problem := _describe_unfit(rental, instance, price, request.query, may_be_unseen=may_be_unseen):
+                return problem, "", price
             if instance is not None and instance.has_address:
                 if request.expects_host_key:
                     rental = _with_expected_key(rental, renting.ledger, cloud)
@@ -543,6 +536,22 @@ def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
             problem = f"{rental.name} could not be used before its hours or the run's money were used up ({reason})"
             return problem, "", price
         time.sleep(pace.poll_s)
+
+
+def _describe_unfit(
+    rental: Rental, instance: Instance | None, price: float, query: GPUQuery, *, may_be_unseen: bool
+) -> str:
+    """Return why a machine can never be used; empty if it may become usable."""
+    if instance is None:
+        return "" if may_be_unseen else f"{rental.name} is gone: its provider took it away"
+    if not instance.status.may_become_usable:
+        return f"{rental.name} is {instance.status}"
+    if price > query.max_usd_per_gpu_hour * query.gpu_count * _PRICE_TOLERANCE:
+        return f"{rental.name} costs {price:.2f} USD/h, more than offered and allowed"
+    if instance.region and not query.admits_region(instance.region):
+        place = f"{shown_line(instance.region)} instead of {rental.region}"
+        return f"{rental.name} is in {place}, which node.query.regions does not admit"
+    return ""
 
 
 def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:

@@ -357,10 +357,9 @@ def watch_program(
         on_look: called several times a second.
     """
     output = _ProgramOutput(program.output_fd, log)
+    signals = _EndSignals(requests)
     wait_status: int | None = None
     stopped_by = ""
-    told_at = kill_at = math.inf
-    grant: Grant | None = None
     leftover_processes = 0
     while True:
         on_look()
@@ -375,24 +374,11 @@ def watch_program(
         if (ended := _reap_children(program.process)) is not None:
             wait_status = ended
         processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
-        now = time.monotonic()
         if wait_status is not None:
             leftover_processes = max(leftover_processes, len(processes))
-            if not processes or now > kill_at + UNKILLABLE_AFTER_S:
+            if not processes or signals.are_in_vain():
                 break
-        if wait_status is not None and grant is not None:
-            grant, kill_at = None, now + LEFTOVER_GRACE_S
-            send_signal(processes, signal.SIGTERM)
-        elif kill_at == math.inf and stopped_by and (grant := requests.grant()) is not None:
-            told_at, kill_at = now, now + grant.seconds
-            send_signal([grant.pid] if grant.pid in processes else processes, signal.SIGTERM)
-        elif kill_at == math.inf:
-            kill_at = now + (requests.grace_s if stopped_by else LEFTOVER_GRACE_S)
-            send_signal(processes, signal.SIGTERM)
-        elif grant is not None and now < kill_at:
-            kill_at = told_at + (requests.grant() or grant).seconds
-        elif now >= kill_at:
-            send_signal(processes, signal.SIGKILL)
+        signals.send(processes, has_ended=wait_status is not None, is_stopped=bool(stopped_by))
     output.drain()
     exit_code = os.waitstatus_to_exitcode(wait_status)
     was_killed_by_kernel = exit_code == -signal.SIGKILL and not stopped_by
@@ -403,6 +389,45 @@ def watch_program(
         stopped_by=stopped_by,
         leftover_processes=leftover_processes,
     )
+
+
+class _EndSignals:
+    """Ends the processes of a program by SIGTERM, and by SIGKILL when their time is up.
+
+    A program that requested time for saving gets it, and alone gets the SIGTERM: it ends its own processes.
+    """
+
+    def __init__(self, requests: StopRequests) -> None:
+        self._requests = requests
+        self._grant: Grant | None = None
+        self._told_at = self._kill_at = math.inf
+
+    def are_in_vain(self) -> bool:
+        """Return whether processes live on long after SIGKILL."""
+        return time.monotonic() > self._kill_at + UNKILLABLE_AFTER_S
+
+    def send(self, processes: list[int], *, has_ended: bool, is_stopped: bool) -> None:
+        """Send the signal that is due, if any.
+
+        Args:
+            has_ended: the program has ended; `processes` are its leftovers.
+            is_stopped: the end was requested.
+        """
+        now = time.monotonic()
+        is_first = self._kill_at == math.inf
+        if has_ended and self._grant is not None:
+            self._grant, self._kill_at = None, now + LEFTOVER_GRACE_S
+            send_signal(processes, signal.SIGTERM)
+        elif is_first and is_stopped and (grant := self._requests.grant()) is not None:
+            self._grant, self._told_at, self._kill_at = grant, now, now + grant.seconds
+            send_signal([grant.pid] if grant.pid in processes else processes, signal.SIGTERM)
+        elif is_first:
+            self._kill_at = now + (self._requests.grace_s if is_stopped else LEFTOVER_GRACE_S)
+            send_signal(processes, signal.SIGTERM)
+        elif self._grant is not None and now < self._kill_at:
+            self._kill_at = self._told_at + (self._requests.grant() or self._grant).seconds
+        elif now >= self._kill_at:
+            send_signal(processes, signal.SIGKILL)
 
 
 def _reap_children(process: subprocess.Popen[bytes]) -> int | None:

@@ -260,28 +260,18 @@ def _fetch(
     replaced = {name for name in names if _manifest_of(name) == name and (target / name).exists()}
     with _stream_of(session, source, {name: part for name, part in parts.items() if name not in poured}) as stream:
         for name, part in parts.items():
-            if name in poured:
-                head: JsonObject | None = {"name": name, "size": names[name][0], "modified_ns": names[name][1]}
-            else:
-                head = stream.read_object()
-            if head is None or not _is_head_of(name, head):
-                raise TransientInfraError(f"{head} came from the node instead of {name}")
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
                 _flush(changed)
             may_appear = not any(_is_confirmed(each, by=name) for each in damaged)
-            if _manifest_of(name) == name:  # if the manifest changed, files before it may belong to the listed version
-                may_appear &= [head["size"], head.get("modified_ns")] == list(names[name])
-            if head["size"] is not None:
-                if head["size"] > names[name][0]:  # room was checked for the listed size
-                    _check_room(target, {name: head["size"]})
-                if name in poured:
-                    is_right = _pour(session, source, head, part) and may_appear
-                else:
-                    is_right = _receive(stream, head, part, may_appear=may_appear)
-                if not is_right:
-                    damaged.append(name)
-                elif not part.is_in_place:
-                    held[name] = part.path
+            if name in poured:
+                listed = dict(zip(("name", "size", "modified_ns"), (name, *names[name]), strict=True))
+                is_right: bool | None = _pour(session, source, listed, part) and may_appear
+            else:
+                is_right = _receive_listed(stream, target, name, names[name], part, may_appear=may_appear)
+            if is_right is False:
+                damaged.append(name)
+            elif is_right and not part.is_in_place:
+                held[name] = part.path
             if name in held and name in replaced:
                 _replace_checkpoint(held, target, name)
             elif name in held and _manifest_of(name) not in replaced:
@@ -290,6 +280,26 @@ def _fetch(
             changed.add((target / name).parent)
     _flush(changed)
     return damaged
+
+
+def _receive_listed(
+    stream: "_ByteStream", target: Path, name: str, listed: Sequence[int], part: "_Part", *, may_appear: bool
+) -> bool | None:
+    """Receive the next file of the stream. False as `_receive`; None if the file is gone from the node.
+
+    Args:
+        listed: its size and modification time in the node's list.
+    """
+    head = stream.read_object()
+    if head is None or not _is_head_of(name, head):
+        raise TransientInfraError(f"{head} came from the node instead of {name}")
+    if head["size"] is None:
+        return None
+    if _manifest_of(name) == name:  # if the manifest changed, files before it may belong to the listed version
+        may_appear &= [head["size"], head.get("modified_ns")] == list(listed)
+    if head["size"] > listed[0]:  # room was checked for the listed size
+        _check_room(target, {name: head["size"]})
+    return _receive(stream, head, part, may_appear=may_appear)
 
 
 @contextmanager

@@ -74,59 +74,60 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
         ConfigError: a path is too long for any file system.
     """
 
-    def absolute(value: Any) -> Any:  # Any: unchecked file content
+    def absolute(value: Any) -> Any:
         if not isinstance(value, str) or not value or "://" in value:
             return value
         _check_length(value)
         return str((base / value).resolve())
 
-    def table(value: Any, resolve: Callable[[Any], Any]) -> Any:  # Any: unchecked file content
-        return {**value, "path": resolve(value["path"])} if isinstance(value, dict) and "path" in value else value
+    def data_file(value: Any) -> Any:
+        return _changed(value, absolute, "path") if isinstance(value, dict) else absolute(value)
 
-    def data_file(value: Any) -> Any:  # Any: unchecked file content
-        return table(value, absolute) if isinstance(value, dict) else absolute(value)
-
-    def dataset(value: Any) -> Any:  # Any: unchecked file content
-        if isinstance(value, list | tuple | dict):
-            return table(value, dataset) if isinstance(value, dict) else [table(each, dataset) for each in value]
+    def dataset(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _changed(value, dataset, "path")
+        if isinstance(value, list | tuple):
+            return [_changed(each, dataset, "path") for each in value]
         return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
 
-    def preparation(value: Any) -> Any:  # Any: unchecked file content
-        return {**value, "source": dataset(value["source"])} if isinstance(value, dict) and "source" in value else value
-
-    def model_folder(value: Any) -> Any:  # Any: unchecked file content
+    def model_folder(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         _check_length(value)
         return absolute(value) if value.startswith((".", "/")) or (base / value).is_dir() else value
 
-    resolved = dict(settings)
-    if isinstance(data := settings.get("data"), dict):
-        readers = {"sft": dataset, "prepare": preparation}
-        resolved["data"] = {key: readers.get(key, data_file)(value) for key, value in data.items()}
-    if isinstance(model := settings.get("model"), dict):
-        resolved["model"] = {**model, "path": model_folder(model["path"])} if "path" in model else model
-    if isinstance(training := settings.get("training"), dict):
-        resolved["training"] = {
-            stage: {**section, "resume_from": absolute(section["resume_from"])}
-            if isinstance(section, dict) and "resume_from" in section
-            else section
-            for stage, section in training.items()
-        }
-    rollout = dict(given) if isinstance(given := settings.get("rollout"), dict) else {}
-    if isinstance(engine := rollout.get("engine"), dict):
-        installed = {key: absolute(engine[key]) for key in ("requirements", "wheels") if key in engine}
-        rollout["engine"] = {**engine, **installed}
-        resolved["rollout"] = rollout
-    if isinstance(rollout.get("rewards"), list | tuple):
-        rewards = [
-            {**each, "model": model_folder(each["model"])}
-            if isinstance(each, dict) and "model" in each and has_model_folder(each.get("kind"), each.get("url"))
-            else each
-            for each in rollout["rewards"]
-        ]
-        resolved["rollout"] = {**rollout, "rewards": rewards}
-    return resolved
+    def reward(value: Any) -> Any:
+        has_folder = isinstance(value, dict) and has_model_folder(value.get("kind"), value.get("url"))
+        return _changed(value, model_folder, "model") if has_folder else value
+
+    def rewards(value: Any) -> Any:
+        return [reward(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def engine(value: Any) -> Any:
+        return _changed(value, absolute, "requirements", "wheels")
+
+    data: dict[str, Callable[[Any], Any]] = {
+        "sft": dataset,
+        "prepare": lambda value: _changed(value, dataset, "source"),
+    }
+    sections: dict[str, Callable[[Any], Any]] = {
+        "data": lambda value: _changed_each(value, lambda key, each: data.get(key, data_file)(each)),
+        "model": lambda value: _changed(value, model_folder, "path"),
+        "training": lambda value: _changed_each(value, lambda _, stage: _changed(stage, absolute, "resume_from")),
+        "rollout": lambda value: _changed(_changed(value, engine, "engine"), rewards, "rewards"),
+    }
+    return {key: sections[key](value) if key in sections else value for key, value in settings.items()}
+
+
+def _changed(table: Any, change: Callable[[Any], Any], *keys: str) -> Any:
+    """A table with these of its keys changed; what is no table stays."""
+    if not isinstance(table, dict):
+        return table
+    return {**table, **{key: change(table[key]) for key in keys if key in table}}
+
+
+def _changed_each(table: Any, change: Callable[[str, Any], Any]) -> Any:
+    return {key: change(key, value) for key, value in table.items()} if isinstance(table, dict) else table
 
 
 def _check_length(path: str) -> None:

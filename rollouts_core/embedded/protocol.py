@@ -63,6 +63,19 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
 }
 """Sampling parameters that this engine does not have, with the values (besides null) that change nothing."""
 
+
+def _texts(value: Json) -> tuple[str, ...]:
+    return tuple(text for text in ([value] if isinstance(value, str) else value) if text)
+
+
+CONVERSIONS: Mapping[str, Callable[[Json], object]] = {
+    "stop_token_ids": tuple,
+    **dict.fromkeys(("stop", "stop_regex"), _texts),
+    "logit_bias": lambda value: tuple((int(token), float(bias)) for token, bias in value.items()),
+    "top_k": lambda value: -1 if value >= 2**30 else value,
+}
+"""Checked JSON of a sampling parameter as `SamplingParams` has it, where that differs."""
+
 SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats of weights that are sent, as requests name them."""
 
@@ -159,36 +172,33 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
         return SamplingParams()
     if not isinstance(value, dict):
         raise ContractError(f"invalid type: {_show(value)}, expected struct SamplingParams")
-    given = {name: setting for name, setting in value.items() if setting is not None}
-    for name, setting in given.items():
-        if name not in SAMPLING_FIELDS:
-            listed = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
-            raise ContractError(f"unknown field `{name}`, expected one of {listed}")
-        if name in NEUTRAL_VALUES and setting not in NEUTRAL_VALUES[name]:
-            raise _unsupported(name)
-    own = {name: setting for name, setting in given.items() if name not in NEUTRAL_VALUES}
-    for name, setting in own.items():
-        if isinstance(setting, list | dict) and len(setting) > MAX_NAMED_TOKENS:
-            raise RequestError(f"{name} may have at most {MAX_NAMED_TOKENS} entries, got {len(setting)}.")
-        _check_sampling_type(name, setting)
+    own: dict[str, Any] = {}
+    for name, setting in value.items():
+        if setting is not None:
+            _check_sampling_field(name, setting)
+            if name not in NEUTRAL_VALUES:
+                own[name] = CONVERSIONS[name](setting) if name in CONVERSIONS else setting
     own.pop("n", None)  # of the call
     own |= own.pop("custom_params", {})
-    if "stop_token_ids" in own:
-        own["stop_token_ids"] = tuple(own["stop_token_ids"])
-    for name in ("stop", "stop_regex"):
-        if name in own:
-            texts = [own[name]] if isinstance(own[name], str) else own[name]
-            own[name] = tuple(text for text in texts if text)
-    if "logit_bias" in own:
-        own["logit_bias"] = tuple((int(token), float(bias)) for token, bias in own["logit_bias"].items())
-    if own.get("top_k", 0) >= 2**30:
-        own["top_k"] = -1
     if value.get("max_new_tokens", 0) is None:
         own["max_new_tokens"] = None
     try:
         return SamplingParams(**own)
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+def _check_sampling_field(name: str, setting: Json) -> None:
+    if name not in SAMPLING_FIELDS:
+        listed = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
+        raise ContractError(f"unknown field `{name}`, expected one of {listed}")
+    if name in NEUTRAL_VALUES:
+        if setting not in NEUTRAL_VALUES[name]:
+            raise _unsupported(name)
+        return
+    if isinstance(setting, list | dict) and len(setting) > MAX_NAMED_TOKENS:
+        raise RequestError(f"{name} may have at most {MAX_NAMED_TOKENS} entries, got {len(setting)}.")
+    _check_sampling_type(name, setting)
 
 
 def completion_to_json(

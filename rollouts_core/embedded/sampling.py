@@ -93,37 +93,32 @@ class SamplingParams:
     """A regular expression that the whole text of the completion matches; empty for none."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0.0:
-            raise ValueError(f"temperature must be a non-negative finite number, got {self.temperature}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}.")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"top_k must be -1 (disable) or at least 1, got {self.top_k}.")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}.")
-        if not 0.0 < self.repetition_penalty <= 2.0:
-            raise ValueError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {self.repetition_penalty}.")
+        most_tokens = math.inf if self.max_new_tokens is None else self.max_new_tokens
+        is_allowed = {
+            "temperature must be a non-negative finite number": 0.0 <= self.temperature < math.inf,
+            "top_p must be in (0, 1]": 0.0 < self.top_p <= 1.0,
+            "min_p must be in [0, 1]": 0.0 <= self.min_p <= 1.0,
+            "top_k must be -1 (disable) or at least 1": self.top_k >= 1 or self.top_k == -1,
+            "frequency_penalty must be in [-2, 2]": -2.0 <= self.frequency_penalty <= 2.0,
+            "presence_penalty must be in [-2, 2]": -2.0 <= self.presence_penalty <= 2.0,
+            "repetition_penalty must be in (0, 2] (1.0 = no penalty)": 0.0 < self.repetition_penalty <= 2.0,
+            "max_new_tokens must be at least 0": most_tokens >= 0,
+            f"min_new_tokens must be in [0, max_new_tokens({most_tokens})]": 0 <= self.min_new_tokens <= most_tokens,
+            "num_tokens must be at least 1": self.num_tokens is None or self.num_tokens >= 1,
+            "sampling_seed must be in [-2**63, 2**63 - 1]": MIN_SEED <= (self.sampling_seed or 0) <= MAX_SEED,
+        }
+        for demand, is_met in is_allowed.items():
+            if not is_met:
+                raise ValueError(f"{demand}, got {getattr(self, demand.split()[0])}.")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}")
         _check_patterns(self.stop_regex)
-        if self.max_new_tokens is not None and self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
-        most = math.inf if self.max_new_tokens is None else self.max_new_tokens
-        if not 0 <= self.min_new_tokens <= most:
-            raise ValueError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {self.min_new_tokens}.")
         if self.json_schema and self.regex:
             raise ValueError("Only one of json_schema and regex can be set.")
         if max(len(self.json_schema), len(self.regex)) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"json_schema and regex may have at most {MAX_GRAMMAR_CHARS} characters.")
         if not all(math.isfinite(value) for _, value in self.logit_bias):
             raise ValueError("logit_bias must have finite numbers.")
-        if self.num_tokens is not None and self.num_tokens < 1:
-            raise ValueError(f"num_tokens must be at least 1, got {self.num_tokens}.")
-        if self.sampling_seed is not None and not MIN_SEED <= self.sampling_seed <= MAX_SEED:
-            raise ValueError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {self.sampling_seed}.")
 
     @property
     def is_greedy(self) -> bool:
