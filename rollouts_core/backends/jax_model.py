@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rollouts_core.batch import TrainBatch
 from rollouts_core.embedded.architecture import Architecture
+from rollouts_core.embedded.rotary import rotary_frequencies
 from rollouts_core.model import logprobs
 
 Params = dict[str, jax.Array]
@@ -276,8 +277,7 @@ def _rms_norm(inputs: jax.Array, weight: jax.Array, architecture: Architecture) 
 def _rotation(position_ids_BT: jax.Array, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary embedding, (B, T, 1, D / 2) each."""
     # Frequencies from torch, as in the models' training: a rounding difference grows with the position.
-    exponents = torch.arange(0, architecture.head_dim, 2).float() / architecture.head_dim
-    frequencies = jnp.asarray((1.0 / architecture.rope_theta**exponents).numpy())
+    frequencies = jnp.asarray(rotary_frequencies(architecture).numpy())
     angles = (position_ids_BT[:, :, None].astype(jnp.float32) * frequencies)[:, :, None]
     return jnp.cos(angles), jnp.sin(angles)
 

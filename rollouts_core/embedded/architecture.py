@@ -9,18 +9,34 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollouts_core.errors import CheckpointError
 from rollouts_core.system.regular_files import read_file
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DEFAULT_CONTEXT = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
+"""Positions of a model whose config.json does not name them, as transformers assumes."""
+DEFAULT_WINDOW = 4096
+"""Sliding window of a Mistral model whose config.json does not name it, as transformers assumes."""
 MAX_CONFIG_BYTES = 16 * 2**20
 """Of a config.json; those of the hub have kilobytes."""
 
 
 class UnsupportedModelError(CheckpointError):
     """A model that the project's own decoders cannot run."""
+
+
+class RopeScaling(NamedTuple):
+    """Scaling `llama3` of rotary frequencies, by how often a pair turns within the context of pretraining."""
+
+    factor: float
+    """Pairs that turn up to `low_turns` times are slowed down by it."""
+    low_turns: float
+    high_turns: float
+    """Pairs that turn at least so often keep their frequency. Between both, frequencies are interpolated."""
+    pretrained_length: int
+    """Positions of the context of pretraining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +65,8 @@ class Architecture:
     """Added to the mean square in every RMS norm."""
     rope_theta: float
     """Base of the rotary embedding."""
+    rope_scaling: RopeScaling | None
+    """None for rope type `default`."""
     max_context_length: int
     """Positions that the model was made for."""
     has_qkv_bias: bool
@@ -97,8 +115,8 @@ def load_architecture(
 
 
 def _describe(name: str, config: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Architecture:  # Any: JSON
-    is_llama, is_qwen2, is_qwen3 = (name == each for each in SUPPORTED_ARCHITECTURES)
-    has_attention_bias = bool(config.get("attention_bias", False))
+    is_llama, is_mistral, is_qwen2, is_qwen3 = (name == each for each in SUPPORTED_ARCHITECTURES)
+    has_attention_bias = not is_mistral and bool(config.get("attention_bias", False))
     num_heads = config["num_attention_heads"]
     return Architecture(
         name=name,
@@ -112,7 +130,8 @@ def _describe(name: str, config: Mapping[str, Any], eos_token_ids: tuple[int, ..
         vocab_size=config["vocab_size"],
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10000.0)),
-        max_context_length=config.get("max_position_embeddings", 2048 if is_llama else 32768),
+        rope_scaling=_rope_scaling(config),
+        max_context_length=config.get("max_position_embeddings", DEFAULT_CONTEXT[name]),
         has_qkv_bias=is_qwen2 or has_attention_bias,
         has_output_bias=not is_qwen2 and has_attention_bias,
         has_mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
@@ -151,7 +170,7 @@ def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
     if not has_config:
         return
     found = load_architecture(model_dir)
-    for name in ("name", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_theta"):
+    for name in ("name", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling"):
         if getattr(found, name) != getattr(loaded, name):
             raise CheckpointError(
                 f"{model_dir} is of a model with {name} {getattr(found, name)}, the loaded model has "
@@ -196,13 +215,15 @@ def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] |
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     activation = config.get("hidden_act", "silu")
+    is_mistral = name == "MistralForCausalLM"
+    has_window = config.get("sliding_window", DEFAULT_WINDOW) if is_mistral else config.get("use_sliding_window")
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     checks = [
         (name in SUPPORTED_ARCHITECTURES, f"architecture {name}", ", ".join(SUPPORTED_ARCHITECTURES)),
-        (rope_type == "default", f"rope type {rope_type!r}", "rope type 'default'"),
+        (rope_type in ("default", "llama3"), f"rope type {rope_type!r}", "rope types 'default' and 'llama3'"),
         (partial == 1.0, f"partial_rotary_factor {partial}", "rotation of whole heads"),
         (activation == "silu", f"activation {activation!r}", "activation 'silu'"),
-        (not config.get("use_sliding_window") and not layer_types, "sliding-window attention", "full attention"),
+        (not (has_window or layer_types), "sliding-window attention", "full attention"),
         (not config.get("quantization_config"), "quantized weights", "float32, bfloat16 and float16 weights"),
     ]
     return next(((found, supported) for is_fine, found, supported in checks if not is_fine), None)
@@ -210,6 +231,18 @@ def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] |
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:  # Any: JSON
+    rope = _rope(config)
+    if rope.get("rope_type", rope.get("type")) != "llama3":
+        return None
+    return RopeScaling(
+        factor=rope["factor"],
+        low_turns=rope["low_freq_factor"],
+        high_turns=rope["high_freq_factor"],
+        pretrained_length=rope.get("original_max_position_embeddings") or config["max_position_embeddings"],
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON

@@ -38,6 +38,7 @@ from rollouts_core.embedded.architecture import (
     tensor_shapes,
 )
 from rollouts_core.embedded.projection import Projection, choose_library, find_row_step
+from rollouts_core.embedded.rotary import rotary_tables
 from rollouts_core.embedded.scoring import PromptScorer
 from rollouts_core.embedded.segments import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors, tensor_digest
@@ -147,7 +148,7 @@ class Decoder:
         self._file_dtypes: dict[str, torch.dtype] = {}
         self._segment_ids: dict[str, str] = {}
         """Which segment each tensor came from; empty if they came from a model directory."""
-        self._cos_TD, self._sin_TD = _rotary_tables(
+        self._cos_TD, self._sin_TD = rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
         self.row_step = find_row_step(self._weights.projections)
@@ -532,14 +533,6 @@ def _checked_context_length(architecture: Architecture, wanted: int | None, mode
             f"of {wanted}: choose one in that range"
         )
     return wanted
-
-
-def _rotary_tables(architecture: Architecture, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos_TD, and sin_TD with the sign of the half that it multiplies."""
-    exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / architecture.rope_theta**exponents)
-    sin = angles.sin()
-    return torch.cat((angles, angles), -1).cos().to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWeights:

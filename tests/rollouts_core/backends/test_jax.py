@@ -52,7 +52,7 @@ from rollouts_core.model.loading import load_hf_model
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.types import Sample
-from tests.rollouts_core.embedded.tiny_models import make_model, save_model
+from tests.rollouts_core.embedded.tiny_models import LLAMA3_ROPE, make_model, save_model
 from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ pytestmark = pytest.mark.slow
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, eps=1e-4)
 """With the usual epsilon AdamW turns roundings of tiny gradients into whole steps, and no two libraries agree."""
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
 }

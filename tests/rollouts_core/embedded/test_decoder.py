@@ -20,7 +20,7 @@ from rollouts_core.embedded.architecture import UnsupportedModelError
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.weights import tensor_digest
 from rollouts_core.errors import CheckpointError, NoMemoryError
-from tests.rollouts_core.embedded.tiny_models import expected_logits, make_model, random_prompt, save_model
+from tests.rollouts_core.embedded.tiny_models import LLAMA3_ROPE, expected_logits, make_model, random_prompt, save_model
 
 TOLERANCE = 1e-4  # logits reach 10 here: 1e-5 relative, float32 with another order of summation
 
@@ -28,6 +28,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-no-gqa": ("llama", {"num_key_value_heads": 4}),
+    "llama-rope-llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 128}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied-one-kv-head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {}),
@@ -250,6 +252,7 @@ def test_weights_for_another_rotation_are_refused(
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True}, "sliding-window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
     ],

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -19,9 +21,19 @@ from transformers import (
 
 VOCAB_SIZE = 61
 EOS = 1
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
+"""Of heads with 8 or 16 dimensions some pairs are slowed down, some interpolated, some kept."""
 
 FAMILIES: dict[str, tuple[Any, Any]] = {  # Any: classes that transformers loads lazily
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
