@@ -173,7 +173,7 @@ def _packages() -> tuple[Distribution, ...]:
 
 @dataclass(frozen=True, eq=False)  # no hash: the registry has none
 class KeyOf:
-    """Marks a string setting as a key of a registry, read late; a form offers the keys."""
+    """Marks a string setting as a key of a registry, which is read when a value is checked; a form offers the keys."""
 
     registry: Mapping[str, object]
 

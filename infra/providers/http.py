@@ -157,7 +157,7 @@ class ProviderAPI:
         """Return the records of a list whose names begin with the prefix. Records of other names may have any shape.
 
         Args:
-            key: the key of a record's name.
+            key: the JSON key under which a record has its name.
 
         Raises:
             ProviderUnavailableError: a record with the prefix has another shape.

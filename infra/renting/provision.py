@@ -279,7 +279,7 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
         tried.append(describe_closest(request.query, offered.others, "node.query.{}".format))
     tried += [*refusals.values(), *map(str, offered.failures)]
     wanted = " or ".join(request.query.gpu_types) or "GPU"
-    machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
+    machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines in the same region"
     raise NoMachineError(
         f"{machines} with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
         f"and hour or less was available ({'; '.join(tried)}): try again later, or widen "

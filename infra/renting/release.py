@@ -222,7 +222,7 @@ def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
 
 
 def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
-    """Return the status of a machine; GONE if neither its id nor the list knows it."""
+    """Return the status of a machine; GONE if the provider finds it neither by id nor in its list."""
     instance = look_up(cloud, rental.instance_id, rental.name)
     return InstanceStatus.GONE if instance is None else instance.status
 

@@ -195,9 +195,9 @@ class StopRequests:
     Time is measured by the monotonic clock, which stops while a machine sleeps: after a laptop wakes up, its jobs have
     the same time left as before.
 
-    A reached limit is noted in a file, so that a start does not attach to a job that is about to end. A start first
-    renews the lease and then looks for the note. This class first writes the note and then checks the lease again. So
-    a start that finds no note has renewed the lease in time.
+    A job whose time is up is noted in a file, so that nobody attaches to a job that is about to end. A process that
+    wants to attach first renews the lease and then looks for the note. This class first writes the note and then checks
+    the lease again. So a process that finds no note has renewed the lease in time.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
@@ -394,7 +394,7 @@ def watch_program(
 class _EndSignals:
     """Ends the processes of a program by SIGTERM, and by SIGKILL when their time is up.
 
-    A program that requested time for saving gets it, and alone gets the SIGTERM: it ends its own processes.
+    A program with a grant for saving alone gets the SIGTERM, because such a program ends its own processes.
     """
 
     def __init__(self, requests: StopRequests) -> None:

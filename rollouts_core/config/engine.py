@@ -39,7 +39,8 @@ class EngineConfig(Record):
     """URL of a further package index, for instance one with torch for another CUDA. The node's own settings apply, too.
     """
     wheels: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Folder of this machine with the wheels of all packages. A node without a network gets them from here."""
+    """Folder of this machine with the wheels of all packages. A node without a network installs from
+    it."""
     python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of the environment with SGLang or vLLM, as an absolute path on the node. Empty: the
     interpreter of the jobs, or an environment that the run installs."""

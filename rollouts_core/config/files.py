@@ -160,7 +160,7 @@ def read_record(
 ) -> RecordT | None:
     """`settings` as a record of `model`, with defaults in place of missing or invalid values; collects all problems.
 
-    Rules between settings that the valid values break are collected too. Returns None if a value has no substitute.
+    Rules between settings that the valid values break are collected too. None if an invalid value has no default.
 
     Args:
         source: name of the file, at the start of each sentence.

@@ -97,7 +97,7 @@ class Config(Record):
 
     @property
     def missing_data(self) -> list[str]:
-        """The settings of `data` that the mode needs and that name nothing."""
+        """The settings of `data` that the mode needs and the configuration leaves empty."""
         needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
         every = dict.fromkeys([*needed, ("selection",), ("heldout",)])
         return [names[0] for names in every if not any(getattr(self.data, name) for name in names)]

@@ -145,13 +145,13 @@ class RolloutConfig(Record):
             yield 'tasksets are for environment = "verifiers": set that, or remove tasksets'
         if self.max_staleness and self.over_sampling_factor > 1:
             yield (
-                f"over_sampling_factor {self.over_sampling_factor:g} is for max_staleness 0: with max_staleness "
-                f"{self.max_staleness} other groups run ahead anyway, so remove it"
+                f"over_sampling_factor {self.over_sampling_factor:g} has an effect only with max_staleness 0: with "
+                f"max_staleness {self.max_staleness} other groups run ahead anyway, so remove it"
             )
         if self.max_partial_staleness and self.max_staleness:
             yield (
-                f"max_partial_staleness {self.max_partial_staleness} is for max_staleness 0: with max_staleness "
-                f"{self.max_staleness} running groups are kept anyway, so remove it"
+                f"max_partial_staleness {self.max_partial_staleness} has an effect only with max_staleness 0: with "
+                f"max_staleness {self.max_staleness} running groups are kept anyway, so remove it"
             )
         if self.max_partial_staleness and self.over_sampling_factor == 1 and not self.is_filtered:
             yield (

@@ -439,7 +439,7 @@ class TurnReader:
         starts = [found.start() for found in self._calls.open_re.finditer(self._fed)] if self._calls else []
         return self._fed[starts[-1] :] if starts else ""
 
-    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:  # Any: as transformers has them
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:  # Any: records of transformers
         pieces: list[Piece] = []
         for event in events:
             if event["field"] == "tool_calls":
@@ -449,7 +449,7 @@ class TurnReader:
                 pieces.append(Thought(event["text"]) if is_thought else Said(event["text"]))
         return pieces
 
-    def _read_call(self, event: Mapping[str, Any]) -> list[ToolCall]:  # Any: as transformers has them
+    def _read_call(self, event: Mapping[str, Any]) -> list[ToolCall]:  # Any: records of transformers
         self._body = "" if event["type"] == "region_open" else self._body + event.get("text", "")
         if not _is_call(event) or self._calls is None:
             return []
@@ -462,7 +462,7 @@ class TurnReader:
         return [ToolCall(**call) for function in functions for call in _as_calls(function)]
 
 
-def _is_call(event: Mapping[str, Any]) -> bool:  # Any: as transformers has them
+def _is_call(event: Mapping[str, Any]) -> bool:  # Any: records of transformers
     return bool(event["type"] == "region_close" and event["field"] == "tool_calls")
 
 

@@ -70,7 +70,7 @@ def tokenize_reply(
 
 
 def _calling(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:  # Any: JSON
-    """Calls in the form of chat templates; ids have nine letters and digits, which some templates require."""
+    """Tool calls as chat templates take them; ids have nine letters and digits, which some templates require."""
     return [
         {"id": f"call{i:05}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for i, call in enumerate(calls)

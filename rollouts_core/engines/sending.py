@@ -78,8 +78,8 @@ class WeightSender(GroupSender):
     async def _broadcast(self, tensors: Mapping[str, Tensor], backend: GroupBackend, server: Mapping[str, Any]) -> None:
         if backend == "nccl" and not (is_nccl_usable() and server.get("device") == "cuda"):
             raise WeightSyncError(
-                f"{self._connection.url} cannot be sent weights by NCCL, which goes from GPU to GPU, and the "
-                f"{'trainer' if server.get('device') == 'cuda' else 'engine'} has none: set "
+                f"{self._connection.url} cannot be sent weights by NCCL, which needs a GPU on both sides: the "
+                f"{'trainer' if server.get('device') == 'cuda' else 'engine'} has no GPU, so set "
                 'rollout.engine.weight_transfer = "gloo"'
             )
         async with self._joined(backend, _count_ranks(self._connection.url, server)) as group:

@@ -100,7 +100,7 @@ class PublishTarget:
     transfer: WeightTransfer = "auto"
     """How the versions reach the engines."""
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
-    """Published instead of a directory, if every engine has access to it."""
+    """Shared memory that holds the weights. Publications use it in place of a directory if every engine can read it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
     """What engines are sent."""
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)

@@ -72,7 +72,7 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
     """The tasks of an installed taskset as rows of a prompt file.
 
     Raises:
-        ConfigError: it is not installed, raises, is infinite, or needs more than an answer for its score.
+        ConfigError: the taskset is not installed, fails to load, has no last task, or scores more than the answer.
     """
     _check_installed()
     try:

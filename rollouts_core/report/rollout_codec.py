@@ -176,7 +176,7 @@ def mask_runs(mask: Sequence[float]) -> list[float]:
 
 
 def logprob_level(logprob: float | None) -> int:
-    """The place of a log-prob among numbers of two digits: 0, -0.01 ... -0.99, -1.0 ... -9.9, -10, -11 ...
+    """The index of the nearest number of two digits to a log-prob: 0, -0.01 ... -0.99, -1.0 ... -9.9, -10, -11 ...
 
     A log-prob that is missing or not finite counts as 0.
     """

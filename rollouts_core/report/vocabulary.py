@@ -37,7 +37,7 @@ class Vocabulary:
         return join_bytes(said)
 
     def decode_raw(self, tokens: Sequence[int]) -> str:
-        """The text of tokens with the special ones, without `ends`."""
+        """The text of tokens, special tokens included, but without `ends`."""
         return join_bytes("".join(self.texts.get(token, "\ufffd") for token in tokens if token not in self.ends))
 
     def only(self, tokens: Iterable[int]) -> dict[str, Any]:  # Any: JSON

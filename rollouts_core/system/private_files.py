@@ -19,7 +19,7 @@ def keep_private(path: str | Path) -> None:
 
 
 def find_seen(folders: Iterable[str]) -> tuple[Path, str] | None:
-    """A private file inside one of the folders, and that folder; None if there is no such file."""
+    """(private file, the one of `folders` that holds it); None if no folder holds a private file."""
     return _find_seen(frozenset(_private), tuple(folders))
 
 

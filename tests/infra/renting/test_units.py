@@ -130,7 +130,9 @@ def test_a_unit_of_which_one_is_not_to_be_had_is_had_elsewhere_or_not_at_all(
     assert world.alive() == ids(rentals)
     world.release(rentals)
     world.fake.faults.no_capacity = 1000
-    with pytest.raises(NoMachineError, match=r"no 2 machines of one region with 1x H100 .* no longer any instances"):
+    with pytest.raises(
+        NoMachineError, match=r"no 2 machines in the same region with 1x H100 .* no longer any instances"
+    ):
         world.rent()
     assert world.alive() == []
 

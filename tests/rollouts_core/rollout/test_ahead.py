@@ -342,8 +342,8 @@ def manager_of_closed() -> AsyncRolloutManager:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_staleness": 1, "over_sampling_factor": 1.5}, "over_sampling_factor 1.5 is for max_staleness 0"),
-        ({"max_staleness": 1, "max_partial_staleness": 2}, "max_partial_staleness 2 is for max_staleness 0"),
+        ({"max_staleness": 1, "over_sampling_factor": 1.5}, "over_sampling_factor 1.5 has an effect only with"),
+        ({"max_staleness": 1, "max_partial_staleness": 2}, "max_partial_staleness 2 has an effect only with"),
         ({"max_partial_staleness": 2}, "set over_sampling_factor above 1, or a filter"),
         ({"in_flight": "continue", "engine": {"kind": "vllm"}}, 'set in_flight = "finish" or "abort"'),
     ],
