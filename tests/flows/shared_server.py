@@ -120,7 +120,7 @@ class SharedServer:
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(120)
             finally:
                 process.kill()
 
@@ -166,7 +166,7 @@ def postgres() -> Iterator[str]:
             yield f"postgresql+asyncpg://{USER}@127.0.0.1:{port}/postgres"
         finally:
             process.send_signal(signal.SIGINT)  # at once, but its shared memory goes too
-            process.wait(30)
+            process.wait(120)
 
 
 def find_postgres() -> Path:

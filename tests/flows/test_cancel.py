@@ -61,7 +61,7 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
         wait_for_request(sft, asking, other)
     assert asking.wait(60) == 0, other.said()
     assert f"{name}: cancelled" in other.said()
-    assert process.wait(30) == 130, rollouts.said()
+    assert process.wait(120) == 130, rollouts.said()
     assert (
         "rollouts: the run was cancelled in Prefect, or set to an ended state there. Finished work is"
         in rollouts.said()

@@ -344,7 +344,7 @@ def running(*arguments: str) -> Iterator[str]:
         try:
             yield wait_for_url(process, output.fileno())
             process.send_signal(signal.SIGINT)
-            process.wait(30)
+            process.wait(120)
         finally:
             process.kill()
             process.wait()

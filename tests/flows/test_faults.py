@@ -312,7 +312,7 @@ def run_until(
 def end_flow(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """End the process of a run by a signal that makes it leave its jobs."""
     process.send_signal(number)
-    assert process.wait(30) == -number
+    assert process.wait(120) == -number
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def test_after_a_second_ctrl_c_the_last_step_is_fetched_and_the_machine_given_ba
         process.send_signal(signal.SIGINT)
         rollouts.wait_until_said(f"waits until the job in {there} has saved its last step", process)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130, rollouts.said()
+        assert process.wait(120) == 130, rollouts.said()
         assert len(fake.alive()) == 1 and not (there / "exit-1.json").exists()
     wait_until(lambda: fake.alive() == [], what="the end of the machine", timeout_s=120.0)
     wait_until(lambda: rows(rollouts) == [RentalState.GONE], what="the ledger's row")

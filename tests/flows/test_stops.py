@@ -66,7 +66,7 @@ def test_a_second_ctrl_c_stops_the_waiting_and_the_step_is_saved_all_the_same(
         process.send_signal(signal.SIGINT)
         rollouts.wait_until_said(f"waits until the job in {directory} has saved its last step", process)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130, rollouts.said()
+        assert process.wait(120) == 130, rollouts.said()
         assert f"the job in {directory} saves its last step and ends by itself" in rollouts.said()
         assert not (directory / "exit-1.json").exists()
     wait_until((directory / "exit-1.json").exists, what="the end of the job")

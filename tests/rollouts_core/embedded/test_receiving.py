@@ -329,7 +329,7 @@ def test_a_server_that_waits_for_weights_ends_when_it_is_told_to(model_dir: Path
                 body = bucket_of(group, read_tensors(other_dir))
                 httpx.post(f"{url}/update_weights_from_distributed", json=body, timeout=2.0)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
             group.close()
         finally:
             process.kill()

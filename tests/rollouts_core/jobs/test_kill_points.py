@@ -87,7 +87,7 @@ def engine(base: InputModel, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield EngineAddress(url=url, lease_file=str(directory / "lease"))
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)
 
 
 def input_file(path: Path) -> InputFile:
@@ -292,7 +292,7 @@ def test_sigterm_waits_for_the_checkpoint_that_is_being_written(
     wait_while_it_runs(lambda: any(directory.glob("checkpoints/.*partial*")), process, START_TIMEOUT_S)
     time.sleep(delay_s)
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(120) == 128 + signal.SIGTERM
     checkpoints = list_checkpoints(directory / "checkpoints")
     assert checkpoints and not any((directory / "checkpoints").glob(".*"))
     saved = [line["step"] for line in read_json_lines(directory / "events.jsonl") if line["event"] == "checkpoint"]
