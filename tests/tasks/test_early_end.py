@@ -82,7 +82,7 @@ def test_a_stage_begins_with_the_whole_checkpoints_of_the_shortened_one_once(tmp
     (Path(first.run_dir) / "checkpoints/step_000030/model.safetensors").write_text("other weights")
     second = planned(tmp_path, "second")
     said = begin_with_earlier(second)
-    assert said == f"has the checkpoints up to step_000027 of {first.run_dir}, which ended early"
+    assert said == f"starts from step_000027 of {first.run_dir}, which ended early"
     own = RunDirectory(Path(second.run_dir))
     assert [path.name for path in list_checkpoints(own.checkpoints)] == ["step_000020", "step_000027"]
     assert own.metrics.read_text() == '{"step": 20}\n'
