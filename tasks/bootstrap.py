@@ -243,7 +243,7 @@ def torch_policies(config: Config) -> dict[str, PolicyConfig]:
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
-    """The user's modules that stages import, by the settings that name them. Empty if no stage samples completions."""
+    """The user's modules that stages import, by the naming settings. Empty if no stage samples completions."""
     samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
@@ -274,7 +274,7 @@ def prepare_machine(
     """Install packages on one machine and check the machine. Returns its node with the interpreter, and the report.
 
     Args:
-        modules: the user's modules that stages on this machine import, by the settings that name them.
+        modules: the user's modules for the stages on this machine, by the settings that name the modules.
     """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)

@@ -190,7 +190,7 @@ def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: 
 
 
 def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[str]:
-    """One sentence for each engine GPU that other programs use."""
+    """One warning for each engine GPU that other programs use."""
     return [
         f"GPU {rank}, {gpus[rank].name}, is used by {' and '.join(map(str, gpus[rank].programs))}, and has "
         f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: the run waits for jobs of this project, but "

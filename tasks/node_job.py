@@ -31,7 +31,7 @@ USER_ERROR_CODE = 2
 """Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Numbers GPUs as nvidia-smi does, because GPU locks are named by these numbers. By default, CUDA numbers the fastest
-GPU first, so a job would use another GPU than the one that it locked."""
+GPU first, so a job would use a GPU that another job has locked."""
 
 
 def job_spec(

@@ -1,4 +1,4 @@
-"""Find the optional packages that a run's settings need, and check that the stages' interpreter has or will get them.
+"""Find the optional packages for a run's settings, and check that the stages' interpreter has or will get them.
 
 Not here: required packages (infra/bootstrap.py), packages of engines (installed_engines.py), installing packages on a
 machine (infra/environment.py).
@@ -60,7 +60,7 @@ OF_ENVIRONMENTS = {
 
 
 def needed_packages(config: Config, *, trains: bool = True) -> dict[str, OptionalPackage]:
-    """The optional packages that stages import, by the settings that need them.
+    """The optional packages that stages import, by setting.
 
     Args:
         trains: False if the run only evaluates.
@@ -131,7 +131,7 @@ def _remedy(settings: PackageSettings, package: OptionalPackage) -> str:
         return f"which {settings.requirements} (node.requirements) does not list: add it there"
     if package.extra in NODE_EXTRAS:
         return (
-            "and a run installs only packages that are installed here, where this one is missing: run "
+            "which is not installed here, and a run installs only packages that are installed here: run "
             f"pip install 'rollouts[{package.extra}]' here"
         )
     return (

@@ -18,7 +18,7 @@ from rollouts.infra.foreign_text import shown_lines
 from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0
-"""The least seconds between two progress lines, on a console that is no terminal and in Prefect."""
+"""The least seconds between two progress lines, both in Prefect and on a console without a bar."""
 
 SHOWN_METRICS = {
     "loss": "loss {:z.3f}",

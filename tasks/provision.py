@@ -108,7 +108,7 @@ def describe_given_up(given_up: GivenUp) -> list[str]:
 
 
 def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, is_left: bool = False) -> list[str]:
-    """End the jobs on a further node, and give the node back. A rented node is given back with the leading node instead.
+    """End the jobs on a further node, and give the node back. A rented node is released later, with the leading node.
 
     If the node is unreachable, its jobs end by themselves when their leases lapse.
 
@@ -135,7 +135,9 @@ def describe_release(node: Node) -> str:
     names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
     nodes = "node" if len(names) == 1 else "nodes"
     return (
-        f"{node.name} is your own, and keeps running" if node.is_of_user else f"gave back {node.kind} {nodes} {', '.join(names)}"
+        f"{node.name} is yours, and keeps running"
+        if node.is_of_user
+        else f"gave back {node.kind} {nodes} {', '.join(names)}"
     )
 
 
@@ -159,7 +161,7 @@ def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
 
 
 def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None = None) -> list[str]:
-    """Release machines that were rented for this run but that it does not know, because renting was interrupted.
+    """Release machines that are rented for this run but unknown to it, because renting was interrupted.
 
     Returns one sentence per action and per leftover.
 

@@ -111,9 +111,9 @@ class StageRecord(TaskRecord):
     how: How
     """ran: started by this run. attached: already under way. reused: finished before."""
     why: str = ""
-    """The reason for `how`, in words. It names the other run if there is one."""
+    """The reason for `how` in words, with the name of the other run if another run made the result."""
     began_at: float = 0.0
-    """When this run reached the stage, in seconds since 1970; 0 if Prefect had the record in its cache."""
+    """When this run reached the stage, in seconds since 1970; 0 if this run only read the record."""
     seconds: float
     """How long this run waited for the stage."""
     result: dict[str, Any]  # Any: JSON
