@@ -38,7 +38,7 @@ def set_damage_aside(stage: Stage) -> str:
     """Make a damaged stage unfinished again. Returns one sentence about the damage, or "" if the stage is intact.
 
     The record and all checkpoints from the first damaged or missing one on move to damaged-<n>/. The next attempt
-    resumes from the checkpoint before that one. If several runs find the damage at once, only one run moves the files.
+    resumes from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
     """
     if not find_damage(stage):
         return ""
@@ -46,7 +46,7 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run has already moved the files
             return ""
-        # The folders are not counted to find a free number, because a user may have deleted some of them.
+        # Counting the folders would not give a free number, because a user may have deleted some damaged-<n>.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:
@@ -60,7 +60,7 @@ def set_damage_aside(stage: Stage) -> str:
             if not is_whole and path.exists():
                 path.rename(aside / path.name)
         directory.result.rename(aside / directory.result.name)
-    logger.warning("%s will be done again: %s", stage.name, damage)
+    logger.warning("stage %s will run again: %s", stage.name, damage)
     return damage
 
 
@@ -80,7 +80,7 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the file is not the record of a stage: {error}") from error
-    if others:  # the record comes from a node, and damaged files that it names are moved: accept only checkpoints
+    if others:  # a record from a node must not name other files, because damaged files are moved
         raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 

@@ -136,7 +136,7 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """Check the nodes for engines and install their engines. Each must reach the training node `node`."""
+    """Check the nodes for engines and install their engines. Each engine node must reach the training node `node`."""
     placement, engine_nodes = config.deployment, list[Node]()
     num_machines = 1 + len(node.trainer_nodes)
     for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
@@ -165,7 +165,7 @@ def choose_on_node(
     progress: StageProgress,
     kept_choice: Path | None,
 ) -> Node:
-    """Choose the engine on the first engine node, or on `node` without engine nodes. Returns `node` with the choice."""
+    """Choose the engine on the first engine node, or on `node` without engine nodes. Returns `node` with that kind."""
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     session = stack.enter_context(open_session(own))
     choice = choose_engine(session, own, own_settings, config, size)
@@ -271,7 +271,7 @@ def prepare_machine(
     progress: StageProgress,
     modules: Mapping[str, str] = NO_MODULES,
 ) -> tuple[Node, NodeReport]:
-    """Install packages on one machine and check the machine. Returns its node with the interpreter, and the report.
+    """Install packages on one machine and check the machine. Returns the node with its interpreter, and the report.
 
     Args:
         modules: the user's modules for the stages on this machine, by the settings that name the modules.

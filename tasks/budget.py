@@ -56,7 +56,7 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
         try:
             cancel_jobs(node, scope)
         except InfraError as error:
-            logger.warning("the jobs on %s could not be cancelled, and the next try follows: %s", node.name, error)
+            logger.warning("the jobs on %s could not be cancelled, and this is retried: %s", node.name, error)
 
     try:
         with repeating(look, interval_s=LOOK_S, thread_name=f"budget of {node.name}"):
@@ -71,7 +71,7 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
     """The time at which the jobs on a rented machine and its further machines must end, in seconds since 1970.
 
     Args:
-        began_at: when this run began to use the machines. An earlier run may have rented them.
+        began_at: when this run began to use the machines. An earlier run may have rented the machines.
     """
     with Ledger(scope.ledger_path) as ledger:
         rental = min(rentals_of_unit(ledger, node), key=lambda rental: rental.expires_at)

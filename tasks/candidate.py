@@ -99,7 +99,7 @@ def judge_candidate(
     margin: float,
     max_p_value: float,
 ) -> Compared:
-    """Compare the candidate's score of each held-out row with the score of production, else of the start model.
+    """Compare the candidate's score of each held-out row with production's score, or else with the start model's.
 
     Args:
         names: the names of the two models in the evaluation, the candidate's last.

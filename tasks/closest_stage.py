@@ -53,7 +53,7 @@ def describe_difference(stage: Stage) -> str:
 
 
 def find_older_version(name: str, job: Job, stages: Path) -> str:
-    """The directory name of a finished stage with the same job, but of an older SEMANTICS_VERSION. "" without one.
+    """The directory name of a finished stage with the same job under an older SEMANTICS_VERSION, or "".
 
     Args:
         stages: the folder of all stages of the store.

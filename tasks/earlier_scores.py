@@ -46,7 +46,7 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     if fingerprint_job(stage.name, job) != stage.fingerprint:  # the user asked for a fresh evaluation
         return ""
     wanted = [identity_of(model, job) for model in job.checkpoints]
-    # Losses are comparable only over the same tokens. Only an evaluation that scored all models together checks this.
+    # Losses are comparable only over the same tokens, which only an evaluation of all models together has checked.
     scores = find_scores(own.root.parent, wanted, are_together=job.evaluation.metric == "loss")
     if scores is None:
         return ""
@@ -98,8 +98,8 @@ def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> l
 def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, EarlierScore]]:
     """Yield the wanted scores of each finished evaluation, by identity (`identity_of`).
 
-    An evaluation counts only if this version computes the same fingerprint for its job. A record has a number for every
-    row, so only the records of evaluations with a wanted model are read.
+    An evaluation counts only if its directory has the fingerprint that this version computes for the job. A record has
+    a number for every row, so only the records of evaluations with a wanted model are read.
     """
     for path in sorted(stages.glob("evaluate-*")):
         directory = RunDirectory(path)
@@ -118,13 +118,13 @@ def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, Earlie
 
 
 def is_named_after(job: EvalJob, path: Path) -> bool:
-    """True if this version computes the fingerprint in the directory's name for the evaluation."""
+    """True if the directory's name has the fingerprint that this version computes for the evaluation."""
     name, _, fingerprint = path.name.partition("-")
     return fingerprint_job(name, job) == fingerprint
 
 
 def identity_of(model: InputModel, job: EvalJob) -> str:
-    """The fingerprint of scoring only this model in this evaluation. The model's name does not enter."""
+    """The fingerprint of scoring only this model in this evaluation, independent of the model's name."""
     alone = model.model_copy(update={"name": "", "step": 0})
     return fingerprint_job("evaluate", job.model_copy(update={"checkpoints": (alone,)}))
 

@@ -4,10 +4,10 @@
         the job ends after the current step: a checkpoint, result.json with `finished_early`, and the run continues
 
 A stage that ended early counts as finished only for the run that asked for the end. Another run with the same settings
-has the stage in a second directory, whose name is derived from the name of the first. The second stage starts with
-copies of the first one's checkpoints. So it trains only the remaining steps, and the first run's files stay unchanged.
+trains the stage in a second directory, whose name is derived from the first directory's name. The second training
+starts from copies of the checkpoints. So only the remaining steps are trained, and the first run's files stay unchanged.
 
-Not here: ending inside the training (rollouts_core/saving.py), the command (flows/commands/finish.py).
+Not here: how a training ends early (rollouts_core/saving.py), the command (flows/commands/finish.py).
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def read_early_end(directory: Path) -> EarlyEnd | None:
     try:
         result = RunDirectory(directory).read_result()
     except (OSError, ValueError):
-        return None  # damaged or just set aside: the stage that needs the record reports this
+        return None  # the record is damaged or was just set aside, and the stage reports this itself
     early = result.get("finished_early") if isinstance(result, dict) else None
     return EarlyEnd.model_validate(early) if early else None
 
 
 def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
-    """True if another run ended the stage of this directory early. This run then uses the following directory."""
+    """True if another run ended the stage of this directory early. This run then uses `following` instead."""
     if (early := read_early_end(directory)) is not None:
         return early.asked_by != run_id
     return following.is_dir() and not RunDirectory(directory).result.is_file()
@@ -78,13 +78,13 @@ def check_own_end(stage: Stage, scope: RunScope) -> None:
     early = read_early_end(Path(stage.run_dir))
     if early is not None and early.asked_by != scope.run_id:
         raise EndedForAnotherRunError(
-            f"{stage.name} {early.sentence} for run {early.asked_by}, which trained it too: start this run again to "
-            "train the remaining steps"
+            f"{stage.name} {early.sentence} at the request of run {early.asked_by}, which trained the same stage: "
+            "start this run again to train the remaining steps"
         )
 
 
 def begin_with_earlier(stage: Stage) -> str:
-    """Copy the checkpoints of the stage that ended early into its follow-up stage, unless that already has checkpoints.
+    """Copy the checkpoints of `stage.begins_with`, which ended early, into a stage that has no checkpoints yet.
 
     Returns a sentence about the last copied checkpoint, or "" if nothing was copied.
     """
@@ -107,7 +107,7 @@ def begin_with_earlier(stage: Stage) -> str:
                 break
             adopt_checkpoint(path, own.checkpoints)
     found = list_checkpoints(own.checkpoints)
-    return f"starts from {found[-1].name} of {earlier.root}, which ended early" if found else ""
+    return f"starts from {found[-1].name} in {earlier.root}, a stage that ended early" if found else ""
 
 
 def ask_run_to_finish(directory: Path, run_id: str) -> None:

@@ -35,9 +35,9 @@ from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
 
 MAX_RESTARTS = 3
-"""Restarts of a crashed engine in a row. After an hour without a crash, the count begins anew."""
+"""The most restarts of a crashing engine in a row. An hour without a crash resets the count."""
 MAX_RELAUNCHES = 10
-"""Relaunches of an engine per RL job after its lease lapsed or its supervisor was killed."""
+"""The most relaunches of an engine per RL job, each after a lapsed lease or a killed supervisor."""
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
@@ -72,7 +72,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
                 api_key=read_key(job.engine.api_key_variable, "rollout.engine", own_keys(rl.job, scope)),
                 explain_log=explain_engine_log,
                 on_wait=progress.say,
-                # A living RL job resumes the engine that it paused. Without such a job, a pause has to be ended here.
+                # A living RL job resumes the engine that it paused. Without an RL job, a paused engine is resumed here.
                 is_idle=started.attached and not is_training(sessions[node.name], rl, node),
             )
         package = job.engine.spec.package

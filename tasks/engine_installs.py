@@ -38,7 +38,7 @@ from rollouts_core.errors import ConfigError
 MADE_BY_HAND = Path(".engines")
 """The folder, in the current directory, into which `make engines` installs."""
 CPU_BUILD = "+cpu"
-"""The end of the version of torch builds that cannot use GPUs."""
+"""The suffix of the version of torch builds without GPU support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def with_engine(
 ) -> Node:
     """Install the engine if it is missing. Returns the node with the interpreter of the engine.
 
-    An engine that a run installed must first complete a prompt of a tiny model.
+    An engine that a run installed must first complete a prompt with a tiny model.
 
     Raises:
         PermanentInfraError: the engine cannot be installed on the node, or does not work.
@@ -129,7 +129,7 @@ def with_engine(
 
 
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
-    """The interpreter that has the engine: the jobs' or the one of `make engines`. "" if neither has the engine.
+    """The interpreter that has the engine: the jobs' interpreter, or that of `make engines`. "" if neither has it.
 
     On a node with GPUs, the interpreter's torch must be able to use GPUs.
     """
@@ -201,7 +201,7 @@ def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[st
 
 
 def check_driver(gpus: Sequence[GpuState], build: EngineBuild, engine: EngineConfig) -> None:
-    """Raise PermanentInfraError if NVIDIA's driver is too old for the build. Versions that the user names pass."""
+    """Raise PermanentInfraError if NVIDIA's driver is too old for the build. Versions of the user are not checked."""
     if not gpus or engine.requirements:
         return
     found = driver_version(gpus[0].driver)

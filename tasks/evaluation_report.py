@@ -28,8 +28,8 @@ from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
 
 BASELINE, MODEL = "baseline", "model"
-"""Fixed names for an evaluation's models. They do not depend on the user's names, so that a second evaluation of the
-same models reuses the first."""
+"""Fixed names for an evaluation's models. The user's names are not used, so that a second evaluation of the same models
+reuses the first evaluation."""
 
 
 @task(name="inputs", **TRIED_AGAIN)

@@ -61,7 +61,8 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 
     Args:
         say: receives one sentence per download.
-        mistakes: collects the errors of all settings; a failed setting keeps its URL. None raises the first error.
+        mistakes: collects the errors of all settings. A failed setting keeps its URL. If None, the first error is
+            raised.
 
     Raises:
         InfraError: a URL cannot be downloaded.
@@ -183,5 +184,5 @@ def _input_of(path: Path, store: Path) -> Path | None:
 
 
 def _origin_file(path: Path) -> Path:
-    """The file with an input's URL. It lies beside the input, so that both are removed together."""
+    """The file with an input's URL. The file lies beside the input, so that both are removed together."""
     return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

@@ -45,8 +45,8 @@ def lease_renewed(
 ) -> Iterator[None]:
     """Renew the lease of a job while the block runs, in its own thread and over its own session.
 
-    After a failed renewal, the next one tries again. A renewal on an unreachable node takes a minute to fail, so in a
-    shared thread the leases of other jobs would lapse.
+    A failed renewal is not fatal, because the next renewal tries again. A renewal on an unreachable node takes a minute
+    to fail, so in a shared thread the leases of other jobs would lapse.
 
     Args:
         on_status: receives the job's status after each renewal.

@@ -38,7 +38,7 @@ class NamedModel:
     """The model to which a name currently refers."""
 
     title: str
-    """The name as the user gave it, with the registered name of an alias, for messages."""
+    """A name for messages: the given name, with the registered name of an alias, or the checkpoint's path."""
     model: ModelConfig
     """The settings to load the model, with a local folder as path."""
 
@@ -47,7 +47,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
     """Find the model to which a name refers. A model with a URL is downloaded into the store.
 
     Args:
-        config: has the start model (`base`), and whether code that comes with a model is trusted.
+        config: gives the start model (`base`), and whether code in a model's folder is trusted.
         say: receives one sentence per download.
 
     Raises:
@@ -118,7 +118,7 @@ def _registered(store: Path) -> list[Model]:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """The final checkpoint in a run's folder, a folder that is a model itself, or the newest checkpoint in a folder."""
+    """Find the checkpoint in a folder: a run's final checkpoint, the folder itself, or the newest checkpoint in it."""
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"
     return folder if (folder / "config.json").is_file() else find_checkpoint(folder)

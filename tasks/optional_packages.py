@@ -39,7 +39,7 @@ class OptionalPackage:
     extra: str = ""
     """The extra of this project that includes the package. Empty if no extra does."""
     instead: str = ""
-    """An alternative package; its module and its distribution have this name."""
+    """The name of an alternative package, for both its module and its distribution."""
 
     @property
     def called(self) -> str:

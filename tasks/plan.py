@@ -115,7 +115,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
-        timeout_s=0.0,  # an engine ends with its lease, because later RL attempts may use the same engine
+        timeout_s=0.0,  # no limit: later attempts of the RL stage may use the same engine
     )
 
 
@@ -202,7 +202,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=rows,
-        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # this engine is in `sampled`
+        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # `sampled` has the evaluation's engine
         rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=plugin_digest(sampled),
@@ -223,7 +223,7 @@ def check_plugins(stage: Stage) -> None:
     if not (planned := stage.job.get("plugin_digest")):
         return
     job = job_type(stage.kind).model_validate(stage.job)
-    assert isinstance(job, RLJob | EvalJob), "other jobs have no such digest"
+    assert isinstance(job, RLJob | EvalJob), "only RL and evaluation jobs have a plugin_digest"
     if plugin_digest(job.rollout, job.training if isinstance(job, RLJob) else None) != planned:
         raise ConfigError(
             "the code of rewards, environments or the loss, or a model that grades, changed since the stage was "

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 NodeT = TypeVar("NodeT", bound=BaseModel)
 GIB = 1 << 30
-"""Bytes per GB of GPU memory in providers' figures, which are GiB."""
+"""Bytes of a GiB. Providers state the memory of a GPU in GiB, but call the unit GB."""
 SMALLEST_GPU_GB = 8.0
 """Every rented GPU has at least this much memory. A training that needs less does not change the query."""
 

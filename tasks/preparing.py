@@ -2,7 +2,7 @@
 
     data.prepare ──> <store>/inputs/<digest>/prepared/sft.jsonl, prompts.jsonl, ...
 
-The digest identifies the preparation. The fingerprint of a stage depends on the content of the prepared files instead.
+The digest identifies the preparation. The fingerprint of a stage depends on the content of the prepared files.
 Not here: the preparation itself (rollouts_core/data/preparing.py). This module must not import prefect, because
 preflight runs before Prefect's environment is set.
 """

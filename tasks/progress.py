@@ -29,7 +29,7 @@ SHOWN_METRICS = {
 
 
 class StageProgress:
-    """The progress of one stage; owns the bar while the stage runs.
+    """Shows the progress of one stage, with a bar between `__enter__` and `__exit__`.
 
     Args:
         num_steps: 0 shows no bar.

@@ -34,7 +34,7 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
         for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
             noun = "engines' node" if each in node.engine_nodes else "node"
-            progress.say(f"{each.kind} {noun} {each.name}{key}, run directories below {each.root}/stages")
+            progress.say(f"{each.kind} {noun} {each.name}{key}, which has run directories below {each.root}/stages")
     return node
 
 
@@ -59,7 +59,7 @@ def give_back(
     """
     leases: dict[str, list[Lease]] = {}
     is_saving = False
-    is_left = True  # until the jobs are known: runs of other stores may need the jobs on further nodes
+    is_left = True  # as long as jobs are unknown, because runs of other stores may need the jobs on further nodes
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
@@ -167,7 +167,7 @@ def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None
 
     Args:
         since: machines that were requested before this time (seconds since 1970) stay.
-        known: the machine that the run knows. `give_back` has released this machine, or the machine still saves.
+        known: the machine that the run knows, which stays: `give_back` has released it, or its job still saves.
     """
     spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:

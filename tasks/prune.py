@@ -135,7 +135,7 @@ def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
 
 
 def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], registered: Sequence[Model]) -> dict[str, str]:
-    """The reasons to keep these folders and the folders that the jobs of kept stages name, by place."""
+    """The reasons to keep folders, by place. A folder that the job of a kept stage names is kept, too."""
     reasons = _named_by_deployments(store)
     reasons |= {place: what for place in places if (what := _work_under_way(store / place))}
     reasons |= _wanted_by_runs(ledger, places)
@@ -144,7 +144,7 @@ def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], register
     if began_at is not None:
         used_at = _last_uses(store, ledger, places)
         recent = [place for place in places if used_at[place] >= began_at]
-        reasons = dict.fromkeys(recent, "used since a run began that still runs") | reasons
+        reasons = dict.fromkeys(recent, "used since the start of a run that still runs") | reasons
     return _with_what_they_name(store, reasons)
 
 

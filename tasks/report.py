@@ -73,7 +73,7 @@ def write_report(
 
 
 def describe_how(record: StageRecord) -> str:
-    """How a stage came to its result, and whether a user ended it early."""
+    """Words for how a stage got its result, and whether a user ended the stage early."""
     early = record.result.get("finished_early")
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 

@@ -49,7 +49,7 @@ CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState
 """States of a retraining whose data need not be trained on again."""
 
 WAITS = "waits for approval: Resume on its page, or Retry where it was cancelled"
-"""Words for an unanswered approval. They name both ways, because the ledger does not know if the run was cancelled."""
+"""Words for an unanswered approval. Both ways are named, because the ledger does not know if the run was cancelled."""
 
 
 class Step(StrEnum):
@@ -121,7 +121,10 @@ class Outcome:
 
 
 class Work(Protocol):
-    """The work outside of the ledger. Each method may be called again after a crash, and does only the missing part."""
+    """The work of a retraining outside of the ledger.
+
+    Each method may be called again after a crash, and then does only the missing part.
+    """
 
     def watch(self) -> dict[str, str]:
         """Digests of the data, by path."""
@@ -136,7 +139,7 @@ class Work(Protocol):
         ...
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
-        """Ask a user to approve the candidate. This may end the process, and a later process then asks again."""
+        """Ask a user to approve the candidate. Asking may end the process, and a later process then asks again."""
         ...
 
 
@@ -198,7 +201,7 @@ def retrain_once(
     """Take the remaining steps of this run's retraining. An error of the training is recorded, and raised again.
 
     Raises:
-        TransientInfraError: a machine failed temporarily. This does not count as a failed retraining.
+        TransientInfraError: a machine failed temporarily, which does not count as a failed retraining.
     """
     row = find_retraining(ledger, run_id)
     if row is None or row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):

@@ -2,7 +2,7 @@
 
 Not here: planning the job (plan.py), supervising jobs (infra/jobs.py), the Prefect tasks of stages (stage_tasks.py).
 
-    finished and intact? -> its record         running? -> attach            otherwise -> start
+    finished and intact -> its record          running -> attach             otherwise -> start
                                                                 \\-> follow metrics and events until it ends
 """
 
@@ -118,7 +118,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Start the job or attach to it. Returns when its record and all named files are in `stage.run_dir`."""
+    """Start the job or attach to it. Returns when the record and all files that it names are in `stage.run_dir`."""
     run_dir = node.path_on_node(stage.run_dir)
     with (
         Ledger(scope.ledger_path) as ledger,
@@ -292,7 +292,7 @@ def stop_leased_jobs(
     given_up = GivenUp()
     max_grace_s = longest_grace_s(node, scope)
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # a training before its engines
+        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # ends a training before its engines
             ledger.drop_claim(lease.run_dir, scope.run_id)
             if not lease.is_started:
                 continue

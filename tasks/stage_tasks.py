@@ -47,7 +47,7 @@ def run_cached(
     task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
 ) -> StageRecord:
     """Run the task of a stage. A record in Prefect's cache is used only if the stage is finished and intact."""
-    # Recorded before the check, so that prune keeps the stage. A stage that was pruned before runs again.
+    # The use is recorded before the check, so that prune keeps the stage. A stage that is already pruned runs again.
     with Ledger(scope.ledger_path) as ledger:
         use = Path(stage.run_dir).name
         ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
@@ -61,13 +61,13 @@ def run_cached(
 
 
 def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
-    """Show a stage with a cached record like the other stages of this run, and return its updated record."""
+    """Show a stage with a cached record like the other stages of this run. Returns the updated record."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
     ):
-        # The verified directory is read, because the cached record may be outdated: the store was moved, or a flow was
-        # killed after its job had replaced a damaged result.
+        # The verified directory decides, because the store may have been moved since Prefect cached the record.
+        # A cached record is also outdated if a flow was killed after its job had replaced a damaged result.
         result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
         if warning := result.get("warning"):
             progress.say(warning)

@@ -46,7 +46,7 @@ def places_in(value: Any) -> set[str]:  # Any: JSON
 
 
 def note_named(value: Any, store: Path) -> None:  # Any: JSON
-    """Record that the folders in a JSON value are used now. While the run lives, prune keeps folders that it used."""
+    """Record that the folders that a JSON value names are used now, so that prune keeps them while the run lives."""
     places = places_in(value)
     if not places:
         return

@@ -40,7 +40,7 @@ def sync_results(model: InputModel, scope: RunScope) -> str:
         keep_registered(destination, model.digest, scope)
         session = LocalSession(sys.executable)  # on this machine: the checkpoint is in the store already
         report = publish_directory(session, Path(model.model.path), str(destination))
-        progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
+        progress.say(f"copied {model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
     return str(destination)
 
 

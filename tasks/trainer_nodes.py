@@ -69,11 +69,11 @@ def trainers_beside(
 ) -> Iterator[Trainers]:
     """Start the jobs of the further machines for a training on `node`, and end these jobs after the block.
 
-    After an error, the jobs are left running, because the training may continue without this process. Without the
-    leader's job they end by themselves.
+    After an error, the jobs are left running, because the training may continue without this process. If the leader's
+    job has ended, the other jobs end by themselves.
 
     Args:
-        leader: a session to `node`. The caller is inside `start_in_turn`.
+        leader: a session to `node`. The caller must be inside the block of `start_in_turn`.
     """
     if not trains_with_others(stage, node):
         yield ALONE

@@ -23,6 +23,6 @@ def own_unit_key(store: Path) -> str:
 
 
 def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
-    """The store's key by its variable, if the job needs this key. The user need not set the variable."""
+    """The store's key, by the variable that the user need not set. Empty if the job does not need the store's key."""
     is_own = engine_key_variable(job) == OWN_KEY_VARIABLE or job.get("further_trainers")
     return {OWN_KEY_VARIABLE: own_unit_key(Path(scope.store))} if is_own else {}

@@ -111,7 +111,7 @@ def place_job(job: Job, inputs: NodeInputs) -> Job:
         case ServeJob():
             placed = {"model": inputs.place_model(job.model)}
         case _:
-            raise AssertionError(f"no stage is of the kind {job.kind}")
+            raise AssertionError(f"no stage has the kind {job.kind}")
     return job.model_copy(update=placed)
 
 
@@ -209,7 +209,7 @@ class NodeInputs:
         identity = " ".join([digest, path.name, *without])
         key = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
-        if not self._has(files, folder):  # checks every file: a clean-up or a power cut may have left only some
+        if not self._has(files, folder):  # a clean-up or a power cut may have removed some files
             before = _versions_of(files.values())
             if digest_now(given) != digest:
                 raise ConfigError(f"{path} changed since the stage was planned: start the run again")
@@ -219,7 +219,7 @@ class NodeInputs:
         return f"{folder}/{path.name}"
 
     def _has(self, files: Mapping[str, Path], folder: str) -> bool:
-        """True if a folder of the node has these files. Always False for an upload after a refused input."""
+        """True if a folder of the node has these files. Always False if an earlier attempt refused its inputs."""
         return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
@@ -236,7 +236,7 @@ class NodeInputs:
             if missing := [name for name, file in files.items() if file not in keys]:
                 raise StoreUnavailableError(f"{missing[0]} is not in the object store")
             named = {name: keys[file] for name, file in files.items()}
-            self._may_fetch = False  # until success, so that later inputs do not wait for the same failure
+            self._may_fetch = False  # stays False after a failure, so that later inputs do not wait for another
             num_bytes = fetch_on_node(self._session, origin, named, files, folder)
             self._may_fetch = True
         except InfraError as error:
