@@ -1,4 +1,4 @@
-"""Verify the record and checkpoints of a finished stage, and set damaged ones aside so that a rerun replaces them.
+"""Verify the record and checkpoints of a finished stage. Set damaged files aside, so that a rerun replaces them.
 
 Not here: running stages (stage.py), the format of checkpoints (rollouts_core/checkpoint.py).
 """
@@ -35,7 +35,7 @@ def is_finished(stage: Stage) -> bool:
 
 
 def set_damage_aside(stage: Stage) -> str:
-    """Make a damaged stage unfinished again. Returns one sentence about the damage, or "" if the stage is intact.
+    """Set damaged files of a stage aside, so that the stage runs again. Returns a sentence about the damage, or "".
 
     The record and all checkpoints from the first damaged or missing one on move to damaged-<n>/. The next attempt
     resumes from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
@@ -80,7 +80,7 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the file is not the record of a stage: {error}") from error
-    if others:  # a record from a node must not name other files, because damaged files are moved
+    if others:  # otherwise the record of a node could have any file moved
         raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 

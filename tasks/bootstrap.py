@@ -67,8 +67,8 @@ def bootstrap(
 
     Args:
         trains: whether the run trains on the node, which needs memory and disk.
-        begun: local directories of the run's trainings that may have begun. Disk space that their checkpoints use on
-            the node is not required again.
+        begun: local directories of the run's trainings that may have begun. Checkpoints of these trainings may be on
+            the node's disk already, and need no further space.
         kept_choice: the file that keeps the choice of an engine.
     """
     placement = config.deployment
@@ -165,7 +165,7 @@ def choose_on_node(
     progress: StageProgress,
     kept_choice: Path | None,
 ) -> Node:
-    """Choose the engine on the first engine node, or on `node` without engine nodes. Returns `node` with that kind."""
+    """Choose the engine on the first engine node, or else on `node`. Returns `node` with the kind of engine."""
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     session = stack.enter_context(open_session(own))
     choice = choose_engine(session, own, own_settings, config, size)
@@ -243,7 +243,7 @@ def torch_policies(config: Config) -> dict[str, PolicyConfig]:
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
-    """The user's modules that stages import, by the naming settings. Empty if no stage samples completions."""
+    """The user's modules that stages import, by setting. Empty if no stage samples completions."""
     samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
@@ -274,7 +274,7 @@ def prepare_machine(
     """Install packages on one machine and check the machine. Returns the node with its interpreter, and the report.
 
     Args:
-        modules: the user's modules for the stages on this machine, by the settings that name the modules.
+        modules: the user's modules that stages on this machine import, by setting.
     """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)

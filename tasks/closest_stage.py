@@ -2,7 +2,7 @@
 
 An edited setting or a rewritten data file can repeat a training of several days, so the user must see the cause.
 
-Not here: what makes two stages the same (rollouts_core/fingerprint.py).
+Not here: the fingerprint, which decides whether two stages are the same (rollouts_core/fingerprint.py).
 """
 
 from __future__ import annotations

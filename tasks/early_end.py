@@ -5,7 +5,7 @@
 
 A stage that ended early counts as finished only for the run that asked for the end. Another run with the same settings
 trains the stage in a second directory, whose name is derived from the first directory's name. The second training
-starts from copies of the checkpoints. So only the remaining steps are trained, and the first run's files stay unchanged.
+starts from copies of the checkpoints. So only the remaining steps are trained, and the first run's files do not change.
 
 Not here: how a training ends early (rollouts_core/saving.py), the command (flows/commands/finish.py).
 """

@@ -159,7 +159,7 @@ class KeptEngine:
         self._said_of_attempt = 0
 
     def look_after(self, session: Session, status: JobStatus) -> None:
-        """Report an engine that has ended, and restart the engine if its lease lapsed."""
+        """Report an engine that has ended, and restart the engine if `has_lapsed`."""
         if status.state is JobState.RUNNING:
             return
         is_new, self._said_of_attempt = status.attempt != self._said_of_attempt, status.attempt

@@ -108,8 +108,8 @@ def choose_engine(
     """Choose the engine for this node.
 
     Args:
-        installs: whether to install a missing engine now, so that it can list its architectures. Preflight installs
-            nothing.
+        installs: whether to install a missing engine now, to find out which architectures the engine supports.
+            Preflight installs nothing.
 
     Raises:
         PermanentInfraError: the engine for GPUs is not installed and cannot be installed.
@@ -141,7 +141,7 @@ def known_architectures(session: Session, engine: EngineConfig, python: str) -> 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
     """The file that keeps the engine choice for runs with these settings."""
-    place = settings.model_dump(mode="json", exclude={"query"})  # a run adds the needed memory to the query
+    place = settings.model_dump(mode="json", exclude={"query"})  # left out, because a run changes the query
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 
@@ -153,7 +153,7 @@ def keep_choice(file: Path, choice: EngineChoice) -> None:
 
 
 def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
-    """The configuration with the engine that an earlier attempt chose. Unchanged if no attempt has chosen yet."""
+    """The configuration with the engine that an earlier attempt chose. Unchanged before the first choice."""
     if not is_open(config):
         return config
     try:

@@ -46,7 +46,7 @@ class EnginePlan:
     """The engine of a node: the interpreter that has the engine, or the installation to make."""
 
     python: str = ""
-    """The interpreter that has the engine."""
+    """The interpreter in which the engine is installed."""
     wanted: EngineInstallation | None = None
     build: EngineBuild | None = None
     is_there: bool = False
@@ -190,7 +190,7 @@ def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: 
 
 
 def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[str]:
-    """One warning for each engine GPU that other programs use."""
+    """A warning for each GPU of the engines on which other programs compute."""
     return [
         f"GPU {rank}, {gpus[rank].name}, is used by {' and '.join(map(str, gpus[rank].programs))}, and has "
         f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: the run waits for jobs of this project, but "

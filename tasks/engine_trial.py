@@ -20,7 +20,7 @@ TRIAL_TIMEOUT_S = 1800.0
 
 
 def try_engine(session: Session, node: Node, config: Config, folder: str, *, say: Callable[[str], None]) -> None:
-    """Have the node's engine complete a prompt, unless the engine of this installation did so before.
+    """Have the node's engine complete a prompt, unless this installation has passed the trial before.
 
     Args:
         folder: the folder of the installation on the node.
@@ -55,4 +55,4 @@ def try_engine(session: Session, node: Node, config: Config, folder: str, *, say
 
 
 def _ignore(_: object) -> None:
-    """Show nothing of the job's metrics and events."""
+    """Ignore the metrics and events of the trial job."""

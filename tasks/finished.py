@@ -62,7 +62,7 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
     Args:
         run_stages: calls the given function for each stage of the run.
     """
-    if not any(Path(scope.store).glob("stages/*")):  # saves planning the stages, which reads all data
+    if not any(Path(scope.store).glob("stages/*")):  # nothing can have begun, and planning reads all data
         return ()
     found: list[str] = []
 

@@ -3,8 +3,8 @@
     model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
     rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin
 
-The digest covers the objects' entity tags, or the list in a manifest. So changed objects are downloaded again, and
-unchanged objects only once. The fingerprint of a stage depends on the content of the files, not on their URL.
+The digest covers the entity tags of the objects, or the file list of a manifest. So changed objects are downloaded
+again, and unchanged objects only once. The fingerprint of a stage depends on the content of the files, not on the URL.
 
 Not here: the download itself (infra/stores/download.py). This module must not import prefect, because preflight runs
 before Prefect's environment is set.
@@ -137,7 +137,7 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
     source = ObjectStore(url)
     wanted = find_wanted(source)
     path = _place_of(source, wanted, store)
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # prune moves folders away under this lock
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # this lock keeps prune from removing the folder
         path.parent.mkdir(parents=True, exist_ok=True)
         os.utime(path.parent)
         write_json(_origin_file(path), {"url": source.url})
@@ -155,7 +155,7 @@ def find_origin(path: Path, store: Path) -> str:
         return ""
     try:
         return str(json.loads(_origin_file(root).read_text())["url"])
-    except FileNotFoundError:  # fetched by an older version
+    except FileNotFoundError:  # an older version downloaded the input, and kept no URL
         return ""
 
 

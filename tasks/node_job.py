@@ -69,7 +69,7 @@ def job_spec(
 
 
 def longest_grace_s(node: Node, scope: RunScope) -> float:
-    """The most seconds that a stopped training gets to save. A rented machine then has time left for fetching."""
+    """The most seconds that a stopped training gets to save. On a rented machine, time for fetching is left."""
     if not node.is_rented:
         return scope.stop_timeout_s
     with Ledger(scope.ledger_path) as ledger:

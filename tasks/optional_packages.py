@@ -37,7 +37,7 @@ class OptionalPackage:
     distribution: str
     """The distribution to install."""
     extra: str = ""
-    """The extra of this project that includes the package. Empty if no extra does."""
+    """The extra of this project that includes the package. Empty if no extra includes the package."""
     instead: str = ""
     """The name of an alternative package, for both its module and its distribution."""
 
@@ -135,7 +135,7 @@ def _remedy(settings: PackageSettings, package: OptionalPackage) -> str:
             f"pip install 'rollouts[{package.extra}]' here"
         )
     return (
-        f"which a run does not install, because every kind of device has its own build of it: list all packages, with "
+        f"which a run does not install, because each kind of device needs its own build: list all packages, with "
         f"{package.distribution}'s build for that machine, in a file and name it as node.requirements, or install them "
         'there yourself (node.install = "nothing")'
     )

@@ -218,7 +218,7 @@ def with_engines_of_trainer(config: Config) -> Config:
 def check_plugins(stage: Stage) -> None:
     """Raise ConfigError if the code or models in a stage's `plugin_digest` changed since the stage was planned.
 
-    Engines start in between. Code that was edited meanwhile would run under the fingerprint of the earlier code.
+    Engines start between planning and training. Code that was edited meanwhile would run under the old fingerprint.
     """
     if not (planned := stage.job.get("plugin_digest")):
         return

@@ -167,7 +167,7 @@ def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None
 
     Args:
         since: machines that were requested before this time (seconds since 1970) stay.
-        known: the machine that the run knows, which stays: `give_back` has released it, or its job still saves.
+        known: the machine that the run knows. `give_back` has handled this machine, so it is left out.
     """
     spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:

@@ -4,8 +4,8 @@ Not here: the command (flows/commands/prune.py), checkpoints that a stage itself
 
     stages/<stage>             a stage with all its files
     runs/<run>/checkpoint      the copy of a run's final checkpoint (the run's report and settings are small, and stay)
-    inputs/<digest>            a download or prepared data (a run that needs a removed input makes it again)
-    engines/<engine>           an installed engine (a run that needs a removed engine installs it again)
+    inputs/<digest>            a download or prepared data (made again when a run needs the data)
+    engines/<engine>           an installed engine (installed again when a run needs the engine)
 
     kept      in the lineage of a registered model | used by a living run, or since the first living run began
               claimed by a run | with work under way | named by the job of a kept stage, or by a deployment
@@ -144,14 +144,14 @@ def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], register
     if began_at is not None:
         used_at = _last_uses(store, ledger, places)
         recent = [place for place in places if used_at[place] >= began_at]
-        reasons = dict.fromkeys(recent, "used since the start of a run that still runs") | reasons
+        reasons = dict.fromkeys(recent, "used after the start of a run in progress") | reasons
     return _with_what_they_name(store, reasons)
 
 
 def _work_under_way(path: Path) -> str:
     """Words for the work that is under way in a folder, or ""."""
     if is_supervised(str(path)):
-        return "its job goes on"
+        return "its job is still running"
     return "it is being fetched" if is_being_fetched(path) else ""
 
 
@@ -161,11 +161,11 @@ def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
     claims = [lease for lease in ledger.leases() if not ledger.has_died(lease.run_id)]
     wanted_by = {short_id(run_id) for run_id in (*alive, *(claim.run_id for claim in claims))}
     reasons = {
-        f"{STAGES}/{use.stage}": "used by a run that goes on" for use in ledger.stage_uses() if use.run_id in alive
+        f"{STAGES}/{use.stage}": "used by a run in progress" for use in ledger.stage_uses() if use.run_id in alive
     }
     reasons |= {f"{STAGES}/{Path(claim.run_dir).name}": "claimed by a run" for claim in claims}
     runs = [place for place in places if place.startswith(f"{RUNS}/")]
-    return reasons | {place: "its run goes on" for place in runs if place.rpartition("-")[2] in wanted_by}
+    return reasons | {place: "its run is in progress" for place in runs if place.rpartition("-")[2] in wanted_by}
 
 
 def _lineages(registered: Sequence[Model]) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _lineages(registered: Sequence[Model]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for model in registered:
         places = {f"{STAGES}/{stage}" for stage in model.stages} | places_in(model.checkpoint)
-        reasons |= dict.fromkeys(places, f"{model.name} came from it")
+        reasons |= dict.fromkeys(places, f"in the lineage of {model.name}")
     return reasons
 
 
@@ -204,7 +204,7 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
         place = waiting.pop()
         for other in _places_in_file(RunDirectory(store / place).job):
             if other not in every:
-                every[other] = f"{place} began with it"
+                every[other] = f"an input of {place}"
                 waiting.append(other)
     return every
 

@@ -1,4 +1,4 @@
-"""The records that stages pass to each other. They are small and can be written as JSON, because Prefect stores them.
+"""The records that stages pass to each other. Prefect stores these records, so they are small and can become JSON.
 
 Not here: planning stages (plan.py), running stages (stage.py).
 """
@@ -42,7 +42,7 @@ class RunScope(TaskRecord):
     publish: str = ""
     """URL below which results are published; empty publishes nothing."""
     publish_checkpoints: bool = False
-    """Whether checkpoints are published, too, while a training runs."""
+    """Whether the checkpoints of a training are published while the training runs."""
     report_to: tuple[TrackerName, ...] = ()
     """The trackers that show the metrics of trainings."""
 
@@ -74,7 +74,7 @@ class Stage(TaskRecord):
     name: str
     """For example sft, select-sft, rl."""
     fingerprint: str
-    """Digest of everything that can change the result."""
+    """Digest that identifies the work of the stage."""
     run_dir: str
     """Absolute path of the run directory on this machine. A remote node's run directory is mirrored to this path."""
     job: dict[str, Any]  # Any: JSON
@@ -84,7 +84,7 @@ class Stage(TaskRecord):
     timeout_s: float
     """The job is stopped after this time."""
     begins_with: str = ""
-    """Directory of the same stage that another run ended early. The training resumes from this stage's checkpoints."""
+    """Directory of the same stage that another run ended early. The training resumes from the checkpoints there."""
 
     @property
     def kind(self) -> str:
@@ -113,9 +113,9 @@ class StageRecord(TaskRecord):
     why: str = ""
     """The reason for `how` in words, with the name of the other run if another run made the result."""
     began_at: float = 0.0
-    """When this run reached the stage, in seconds since 1970; 0 if this run only read the record."""
+    """When this run reached the stage, in seconds since 1970; 0 if the record came from Prefect's cache."""
     seconds: float
-    """How long this run waited for the stage."""
+    """How many seconds this run waited for the stage."""
     result: dict[str, Any]  # Any: JSON
     """The content of result.json."""
 

@@ -49,7 +49,7 @@ CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState
 """States of a retraining whose data need not be trained on again."""
 
 WAITS = "waits for approval: Resume on its page, or Retry where it was cancelled"
-"""Words for an unanswered approval. Both ways are named, because the ledger does not know if the run was cancelled."""
+"""Words for an unanswered approval. They name Resume and Retry, because the ledger does not know of cancelled runs."""
 
 
 class Step(StrEnum):
@@ -228,7 +228,7 @@ def retrain_once(
                 row = _reject(ledger, row, decision.reason, clock)
             case _:
                 return Outcome(name=row.state.value.capitalize(), sentence=row.note)
-    raise RolloutsError(f"production of {line} changed {MAX_STEPS} times during comparisons: start again")
+    raise RolloutsError(f"the production model of {line} changed {MAX_STEPS} times during comparisons: start again")
 
 
 def _compared(

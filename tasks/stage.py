@@ -155,7 +155,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                 if node.is_remote:
                     pull_run(session, run_dir, Path(stage.run_dir))
                     if damage := find_damage(stage):
-                        raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
+                        raise PermanentInfraError(f"{node.name} has damaged files ({damage}): delete {run_dir} there")
     return how
 
 

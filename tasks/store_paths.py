@@ -36,7 +36,7 @@ def is_place(kind: str, name: str) -> bool:
 
 
 def places_in(value: Any) -> set[str]:  # Any: JSON
-    """The store folders in the paths of a JSON value, such as stages/sft-<fingerprint>, whatever the store."""
+    """The folders of any store that paths in a JSON value name, such as stages/sft-<fingerprint>."""
     return {
         f"{kind}/{name}"
         for text in _texts(value)
@@ -46,11 +46,11 @@ def places_in(value: Any) -> set[str]:  # Any: JSON
 
 
 def note_named(value: Any, store: Path) -> None:  # Any: JSON
-    """Record that the folders that a JSON value names are used now, so that prune keeps them while the run lives."""
+    """Mark the folders named in a JSON value as used now, so that prune keeps them while the run lives."""
     places = places_in(value)
     if not places:
         return
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # prune moves folders away under this lock
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # this lock keeps prune from removing folders
         for place in places:
             with suppress(FileNotFoundError):
                 os.utime(store / place)

@@ -85,7 +85,7 @@ class Tracker(Protocol):
 
 
 OpenTracker = Callable[[TrackedStage, int, Callable[[str], None]], Tracker]
-"""Opens the tracker of a training. Arguments: the training, the first step to send, and a logger for the run's log."""
+"""Opens the tracker of a training. Arguments: the training, its first step to send, and a function that logs."""
 
 
 class TensorBoardTracker:

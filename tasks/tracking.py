@@ -43,9 +43,9 @@ NOT_METRICS = ("step", "attempt", "time")
 
 @contextmanager
 def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterator[None]:
-    """Send the metrics of a training to the run's trackers while the block runs, and wait at its end for the last ones.
+    """Send a training's metrics to the run's trackers while the block runs. Leaving the block waits until all are sent.
 
-    After an exception, such as an interrupt, the end does not wait. The trackers' processes then end by themselves.
+    After an exception, such as an interrupt, leaving does not wait. The trackers' processes then end by themselves.
     """
     names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
             try:
                 if not has_all(training):
                     stack.enter_context(_process_beside(training, say))
-            except (OSError, ValueError) as error:  # a damaged or unwritable state, or too little memory
+            except (OSError, ValueError) as error:  # a damaged state file, a full disk, or too little memory
                 reason = error.strerror if isinstance(error, OSError) else first_line(error)
                 say(f"{name}: cannot be started ({reason}); {WHERE} {training.metrics}")
         yield
@@ -96,7 +96,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             start_new_session=True,  # so that Ctrl-C does not reach the process
         )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"{training.model_dump_json()}\n")  # many datasets would exceed a command line
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be longer than a command line
     process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:
