@@ -67,6 +67,6 @@ def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) 
     checkpoints = list_checkpoints(here.checkpoints)
     kept = f"{checkpoints[-1].name} is the last checkpoint in {here.root}" if checkpoints else ""
     if thread.is_alive() or failures:
-        reason = failures[0] if failures else f"fetching took longer than {timeout_s:.0f} s"
+        reason = failures[0] if failures else f"it took longer than {timeout_s:.0f} s"
         return f"not all of {source} could be fetched ({reason}){f'; {kept}' if kept else ''}"
     return kept
