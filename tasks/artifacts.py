@@ -80,7 +80,7 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the file is not the record of a stage: {error}") from error
-    if others:  # otherwise the record of a node could have any file moved
+    if others:  # a damaged or forged record could have any file moved
         raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 

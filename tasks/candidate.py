@@ -57,7 +57,7 @@ def register_candidate(
 def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
     """Copy a registered model's checkpoint out of a folder before another checkpoint replaces the folder.
 
-    This happens if a run registered its model, failed afterwards, and is retried with other data.
+    A run replaces a registered checkpoint if it failed after registering its model, and is retried with other data.
     """
     place = str(folder.relative_to(scope.store))
     with Ledger(scope.ledger_path) as ledger:

@@ -53,10 +53,10 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
     best = job.checkpoints[select_best([float(score.entry["mean"]) for score in scores])]
     own.root.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found: the folder was just pruned
+    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found if the folder was just pruned
         if own.job.exists() and not own.result.exists():  # another run has begun the evaluation meanwhile
             return ""
-        if not own.result.exists():  # otherwise another run has just written the same record
+        if not own.result.exists():  # another run may just have written the same record
             _write_record(own, stage, job, scores, {"best": best.name, "reused_from": reused_from})
         return f"reused from run {' and '.join(reused_from)}, which scored the same models"
     return ""

@@ -67,7 +67,7 @@ def read_early_end(directory: Path) -> EarlyEnd | None:
 
 
 def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
-    """True if another run ended the stage of this directory early. This run then uses `following` instead."""
+    """True if another run ended the stage in `directory` early, so that this run uses the directory `following`."""
     if (early := read_early_end(directory)) is not None:
         return early.asked_by != run_id
     return following.is_dir() and not RunDirectory(directory).result.is_file()

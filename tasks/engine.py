@@ -72,7 +72,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
                 api_key=read_key(job.engine.api_key_variable, "rollout.engine", own_keys(rl.job, scope)),
                 explain_log=explain_engine_log,
                 on_wait=progress.say,
-                # A living RL job resumes the engine that it paused. Without an RL job, a paused engine is resumed here.
+                # A living RL job resumes the engine that it paused. A pause without an RL job must be ended here.
                 is_idle=started.attached and not is_training(sessions[node.name], rl, node),
             )
         package = job.engine.spec.package
@@ -263,7 +263,7 @@ def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
 def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere: bool) -> dict[str, int]:
     """Choose a new engine's port and, for an engine on another machine, the port at which its lease is renewed.
 
-    A running RL job finds its engine by these ports, so a restarted engine takes its former ports if they are free.
+    A running RL job finds its engine by host and port, so a restarted engine takes its former ports if they are free.
 
     Raises:
         PermanentInfraError: another process listens on the wanted port.

@@ -129,7 +129,7 @@ def with_engine(
 
 
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
-    """The interpreter that has the engine: the jobs' interpreter, or that of `make engines`. "" if neither has it.
+    """The interpreter that has the engine: the jobs' interpreter, or that of `make engines`. Otherwise "".
 
     On a node with GPUs, the interpreter's torch must be able to use GPUs.
     """

@@ -1,6 +1,6 @@
 """Try an engine that a run has installed: the engine serves a tiny model and completes one prompt.
 
-The trial is a job on the node. Its result stays in the folder of the installation, so each installation is tried once.
+The trial is a job on the node. The result stays in the folder of the installation, so each installation is tried once.
 Not here: the program of the job (rollouts_core/engines/trial.py), the installation (infra/engine_environment.py).
 """
 

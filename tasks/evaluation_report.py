@@ -49,7 +49,7 @@ def find_inputs(
 
 
 def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
-    """The models with their digests, as `plan_evaluation` takes them."""
+    """The models as inputs for `plan_evaluation`, with their digests."""
     return {
         name: InputModel(name=name, model=each.model, digest=digest_model(each.model)) for name, each in found.items()
     }

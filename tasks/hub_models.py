@@ -51,7 +51,7 @@ def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> 
         commit = str(found["commit"])
     digest = hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()[:DIGEST_CHARS]
     folder = store.resolve() / INPUTS / digest / name.rpartition("/")[2]
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # this lock keeps prune from removing the folder
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under this lock, prune cannot remove the folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.utime(folder.parent)
     with locked(folder.with_name(".lock")):

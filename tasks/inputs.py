@@ -137,7 +137,7 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
     source = ObjectStore(url)
     wanted = find_wanted(source)
     path = _place_of(source, wanted, store)
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # this lock keeps prune from removing the folder
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under this lock, prune cannot remove the folder
         path.parent.mkdir(parents=True, exist_ok=True)
         os.utime(path.parent)
         write_json(_origin_file(path), {"url": source.url})

@@ -84,7 +84,7 @@ class Stage(TaskRecord):
     timeout_s: float
     """The job is stopped after this time."""
     begins_with: str = ""
-    """Directory of the same stage that another run ended early. The training resumes from the checkpoints there."""
+    """Directory of the same stage that another run ended early. The training resumes from its checkpoints."""
 
     @property
     def kind(self) -> str:

@@ -49,7 +49,7 @@ CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState
 """States of a retraining whose data need not be trained on again."""
 
 WAITS = "waits for approval: Resume on its page, or Retry where it was cancelled"
-"""Words for an unanswered approval. They name Resume and Retry, because the ledger does not know of cancelled runs."""
+"""The state of an unanswered approval, in words. Retry is named, because the ledger does not know of cancelled runs."""
 
 
 class Step(StrEnum):

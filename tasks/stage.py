@@ -118,7 +118,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Start the job or attach to it. Returns when the record and all files that it names are in `stage.run_dir`."""
+    """Start the job or attach to it. Returns when the record and all its files are in `stage.run_dir`."""
     run_dir = node.path_on_node(stage.run_dir)
     with (
         Ledger(scope.ledger_path) as ledger,

@@ -50,7 +50,7 @@ def note_named(value: Any, store: Path) -> None:  # Any: JSON
     places = places_in(value)
     if not places:
         return
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # this lock keeps prune from removing folders
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under this lock, prune cannot remove folders
         for place in places:
             with suppress(FileNotFoundError):
                 os.utime(store / place)

@@ -55,7 +55,7 @@ class TrackedStage(BaseModel):
 
     @property
     def state(self) -> Path:
-        """The file that records the first step that was not sent yet."""
+        """The file that records up to which step the metrics were sent."""
         return self.store / "tracked" / f"{self.name}-{self.tracker}.json"
 
 

@@ -93,7 +93,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # so that Ctrl-C does not reach the process
+            start_new_session=True,  # keeps Ctrl-C from reaching the process
         )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be longer than a command line

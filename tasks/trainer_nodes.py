@@ -45,7 +45,7 @@ ALONE: Trainers = MappingProxyType({})
 def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
     """Keep other runs from starting the same stage until the block ends or the yielded stack is closed.
 
-    Otherwise two runs could mistake each other's jobs for leftovers, or overwrite a job that has just started.
+    Without this lock, two runs could mistake each other's jobs for leftovers, or overwrite a job that has just started.
     """
     with ExitStack() as turn:
         if node.is_remote or trains_with_others(stage, node):

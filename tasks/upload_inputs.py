@@ -249,7 +249,7 @@ class NodeInputs:
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     """Upload newer checkpoints of another node, so that the job resumes from them.
 
-    All files of the job on the node are replaced. Otherwise, steps that both nodes trained would exist in two versions.
+    All files of the job on the node are replaced, because steps that both nodes trained would exist in two versions.
     """
     if not list_checkpoints(mirror / "checkpoints"):
         return
