@@ -146,7 +146,7 @@ def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings
         return kept
     node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
     if node is None:
-        findings.append(f"rollout.engine: auto takes {FOR_GPUS} if the machine has a GPU that is free")
+        findings.append(f"rollout.engine: auto chooses {FOR_GPUS} if the machine has a GPU that is free")
         return with_kind(config, FOR_GPUS)
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     with open_session(own) as session, as_config_errors():

@@ -1,4 +1,4 @@
-"""Is what a finished stage left still there and whole? And if not, make room for doing that part again.
+"""Verify the record and checkpoints of a finished stage. Set damaged files aside, so that a rerun replaces them.
 
 Not here: running stages (stage.py), the format of checkpoints (rollouts_core/checkpoint.py).
 """
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_damage(stage: Stage) -> str:
-    """Why a stage's record cannot be used, in a sentence; "" when it is whole, or was never finished."""
+    """One sentence about damage in a stage's record or checkpoints. Empty if the stage is intact or unfinished."""
     directory = RunDirectory(Path(stage.run_dir))
     try:
         digests = read_digests(directory)
@@ -30,23 +30,23 @@ def find_damage(stage: Stage) -> str:
 
 
 def is_finished(stage: Stage) -> bool:
-    """True when the stage's record exists and everything it names is whole."""
+    """True if the stage's record exists and all checkpoints that the record lists are intact."""
     return RunDirectory(Path(stage.run_dir)).result.is_file() and not find_damage(stage)
 
 
 def set_damage_aside(stage: Stage) -> str:
-    """Make an unusable stage unfinished again; returns what was wrong, or "" when nothing was.
+    """Set damaged files of a stage aside, so that the stage runs again. Returns a sentence about the damage, or "".
 
-    Its record moves to damaged-<n>/, with its checkpoints from the first damaged or missing one on. The next attempt
-    resumes from the last whole checkpoint before. If several runs find the damage at once, one moves it.
+    The record and all checkpoints from the first damaged or missing one on move to damaged-<n>/. The next attempt
+    resumes from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
     """
     if not find_damage(stage):
         return ""
     directory = RunDirectory(Path(stage.run_dir))
     with locked(directory.root / ".damage.lock"):
-        if not (damage := find_damage(stage)):  # another run was faster
+        if not (damage := find_damage(stage)):  # another run has already moved the files
             return ""
-        # The number of files does not count: a user may have deleted the first ones to make room.
+        # Counting the folders would not give a free number, because a user may have deleted some damaged-<n>.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:
@@ -60,33 +60,33 @@ def set_damage_aside(stage: Stage) -> str:
             if not is_whole and path.exists():
                 path.rename(aside / path.name)
         directory.result.rename(aside / directory.result.name)
-    logger.warning("%s will be done again: %s", stage.name, damage)
+    logger.warning("stage %s will run again: %s", stage.name, damage)
     return damage
 
 
 def read_digests(directory: RunDirectory) -> dict[str, str]:
-    """The digest of each checkpoint of its own that a stage's record lists, by name, in order of steps.
+    """The digests of the checkpoints that a stage's record lists, by checkpoint name and in order of steps.
 
     Raises:
-        ValueError: the record is not one.
+        ValueError: the file is not the record of a stage.
     """
     try:
         result = directory.read_result()
         entries = [] if result is None else result.get("checkpoints", [])
-        # Entries without a digest are scores of an evaluation, not checkpoints of its own.
+        # Entries without a digest are scores of an evaluation, not checkpoints.
         digests = {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
         others = [name for name in digests if not STEP_NAME.fullmatch(name)]
-    except FileNotFoundError:  # another run has set it aside this moment
+    except FileNotFoundError:  # another run has just set the record aside
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"it is not the record of a stage: {error}") from error
-    if others:  # the record is the node's word, and what it names is moved when it is damaged
-        raise ValueError(f"it is not the record of a stage: {others[0]!r} is no checkpoint of it")
+        raise ValueError(f"the file is not the record of a stage: {error}") from error
+    if others:  # a damaged or forged record could have any file moved
+        raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 
 
 def find_checkpoint_damage(path: Path, digest: str | None) -> str:
-    """Why a checkpoint is not the one with this digest, or not whole, in a sentence; "" when it is."""
+    """Return one sentence if a checkpoint is damaged or has another digest, else ""."""
     try:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:

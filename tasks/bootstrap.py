@@ -1,6 +1,6 @@
-"""Check that the node can do the work: Python, torch, engine, devices, disk; install packages if that is set.
+"""Check a node before the first stage: Python, torch, engine, devices and disk. Install packages if the settings ask.
 
-Everything is checked here, before the first stage: otherwise a missing engine would be found after SFT.
+Without these early checks, a missing engine would be found only after SFT.
 """
 
 from __future__ import annotations
@@ -61,16 +61,15 @@ def bootstrap(
     begun: Sequence[str] = (),
     kept_choice: Path | None = None,
 ) -> Node:
-    """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
+    """Check the node and its further nodes. Returns the node with the interpreters for its stages and its engine.
 
-    The other nodes of its unit are checked, too. The node must reach them, and all nodes of one training must reach
-    each other.
+    The node must reach each further node, and all nodes of one training must reach each other.
 
     Args:
-        trains: whether something is trained there, which takes memory and disk.
-        begun: the directories, here, of the run's trainings that may have been begun: what checkpoints take that lie
-            there is taken already.
-        kept_choice: the file for the choice of an engine.
+        trains: whether the run trains on the node, which needs memory and disk.
+        begun: local directories of the run's trainings that may have begun. Checkpoints of these trainings may be on
+            the node's disk already, and need no further space.
+        kept_choice: the file that keeps the choice of an engine.
     """
     placement = config.deployment
     size = find_model_size(config.model) if trains else ModelSize()
@@ -137,7 +136,7 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """The nodes for engines, checked and with their engines; each reaches the node of `session`, which trains."""
+    """Check the nodes for engines and install their engines. Each engine node must reach the training node `node`."""
     placement, engine_nodes = config.deployment, list[Node]()
     num_machines = 1 + len(node.trainer_nodes)
     for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
@@ -166,7 +165,7 @@ def choose_on_node(
     progress: StageProgress,
     kept_choice: Path | None,
 ) -> Node:
-    """The node with the kind of engine that is chosen on it, or on the first of the nodes for engines."""
+    """Choose the engine on the first engine node, or else on `node`. Returns `node` with the kind of engine."""
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     session = stack.enter_context(open_session(own))
     choice = choose_engine(session, own, own_settings, config, size)
@@ -177,15 +176,15 @@ def choose_on_node(
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:
-    """Bytes of the checkpoints of trainings on the node's disk.
+    """Bytes that the checkpoints of trainings use on the node's disk.
 
     Args:
-        run_dirs: directories of the trainings here; nothing need be there, or on the node.
+        run_dirs: local directories of the trainings. Missing directories count as empty.
     """
     if not run_dirs:
         return 0
     folders = [str(RunDirectory(Path(node.path_on_node(each))).checkpoints) for each in run_dirs]
-    # In one call, which counts a file with several names once; a folder that is not there is left out.
+    # One call of du counts a file with several hard links once. It skips missing folders.
     listed = session.run(["du", "-sk", *folders], timeout_s=DISK_USE_TIMEOUT_S, check=False, may_repeat=True)
     sizes = [line.split()[0] for line in listed.stdout.decode(errors="replace").splitlines() if line.strip()]
     return sum(1024 * int(each) for each in sizes if each.isdecimal())
@@ -200,7 +199,7 @@ def warn_of_memory(
     num_machines: int,
     say: Callable[[str], None],
 ) -> None:
-    """Say which GPUs hold the weights, and may have too little memory for what comes on top of them."""
+    """Warn of GPUs that can hold the weights but may have too little memory for the rest of the work."""
     is_on_gpus = needs.trainer_gb > 0 and not needs.trainers_share_cpu
     trainer_ranks = needs.trainer_gpu_ranks or (0,) if is_on_gpus else ()
     working = {rank: gpu for rank, gpu in enumerate(report.gpus) if not gpu.problem}
@@ -218,7 +217,7 @@ def warn_of_memory(
 
 
 def warn_of_precision(report: NodeReport, needs: NodeNeeds, config: Config, *, say: Callable[[str], None]) -> None:
-    """Say which trainings compute in float32, the default, on a GPU that is made for bfloat16."""
+    """Warn of trainings that compute in float32, the default, on a GPU with fast bfloat16."""
     ranks = needs.trainer_gpu_ranks or (0,) if needs.trains_on_gpu else ()
     gpu = next(
         (report.gpus[rank] for rank in ranks if rank < len(report.gpus) and report.gpus[rank].has_bfloat16), None
@@ -232,19 +231,19 @@ def warn_of_precision(report: NodeReport, needs: NodeNeeds, config: Config, *, s
 
 
 def wants_gpu(config: Config) -> bool:
-    """Whether torch trains, and on a GPU if there is one: processes without GPUs' ranks are content with a CPU."""
+    """True if torch trains, unless the settings allow the CPU (`trainer_processes` without `trainer_gpu_ranks`)."""
     placement = config.deployment
     return bool(torch_policies(config)) and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
 
 
 def torch_policies(config: Config) -> dict[str, PolicyConfig]:
-    """The policy settings of the mode's trainings by torch, by the names of the stages."""
+    """The policy settings of the mode's trainings with the PyTorch backend, by stage name."""
     policies = {name: training.policy for name, training in config.trainings.items()}
     return {name: policy for name, policy in policies.items() if policy.backend == "pytorch"}
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
-    """The user's modules that stages import, by the settings that name them; none if nothing is sampled."""
+    """The user's modules that stages import, by setting. Empty if no stage samples completions."""
     samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
@@ -256,7 +255,7 @@ def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
 
 @contextmanager
 def named_in_errors(setting: str, node: Node) -> Iterator[None]:
-    """Say of what is wrong with a further machine, which one it is."""
+    """Add the setting and the node's name to errors about a further node."""
     try:
         yield
     except PermanentInfraError as error:
@@ -272,10 +271,10 @@ def prepare_machine(
     progress: StageProgress,
     modules: Mapping[str, str] = NO_MODULES,
 ) -> tuple[Node, NodeReport]:
-    """A machine of the unit with its packages, and the report of its probe.
+    """Install packages on one machine and check the machine. Returns the node with its interpreter, and the report.
 
     Args:
-        modules: the user's modules that stages there import, by their settings.
+        modules: the user's modules that stages on this machine import, by setting.
     """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)
@@ -286,7 +285,7 @@ def prepare_machine(
         check_imports(session, ready, code_dir, modules, key_variables(config.rollout))
     progress.say(
         f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "
-        f"{report.free_disk_gb:.0f} GB free"
+        f"{report.free_disk_gb:.0f} GB of disk free"
     )
     return ready, report
 
@@ -294,10 +293,10 @@ def prepare_machine(
 def install_packages(
     session: Session, node: Node, settings: NodeSettings | FurtherNode, progress: StageProgress
 ) -> Node:
-    """The node with the interpreter of an environment that has the packages, where the settings ask for one."""
+    """Install packages if the settings ask for it. Returns the node with the interpreter that has the packages."""
     if isinstance(settings, LocalNode) or settings.install == "nothing":
         return node
     wanted = read_requirements(Path(settings.requirements)) if settings.requirements else installed_requirements()
-    progress.say(f"{len(wanted)} packages by {settings.install}, unless they are there already")
+    progress.say(f"installs {len(wanted)} packages by {settings.install}, unless they are installed already")
     python = ensure_environment(session, node, wanted, installer=settings.install, index=settings.package_index)
     return replace(node, python=python)

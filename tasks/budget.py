@@ -1,7 +1,6 @@
-"""Stop what a run does on a rented machine before its hours, or the run's money, are used up.
+"""Stop a run's jobs on a rented machine before the machine's rental time, or the run's budget, is used up.
 
-Not here: ending the machine at that moment, whatever happens (infra/providers/rented.py), giving it back
-(provision.py).
+Not here: ending the machine at its deadline (infra/providers/rented.py), giving the machine back (provision.py).
 
     ready ─────────────── work ───────────────┬── margin ──┐
                                               │            └ the provider's machine is ended
@@ -31,7 +30,7 @@ from rollouts.tasks.stage import leases_on
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2
-"""The margin as a share of the time, if `MARGIN_S` would leave little of it."""
+"""The largest share of the rental time for the margin, so that a short rental still has time for work."""
 LOOK_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -39,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
-    """While the block runs, the run's jobs on a rented machine are ended so early that what they have can be fetched.
+    """While the block runs, cancel the run's jobs on a rented machine early enough to fetch their last checkpoints.
 
     Raises:
-        BudgetUsedUpError: they were, in place of what the block says about it.
+        BudgetUsedUpError: the jobs were cancelled, so the block failed.
     """
     if not node.is_rented:
         yield
@@ -53,11 +52,11 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
     def look() -> None:
         if not is_stopped.is_set() and time.time() < end_of_work(node, scope, began_at):
             return
-        is_stopped.set()  # for good: a stage that begins now is ended too
+        is_stopped.set()  # never cleared: a stage that begins later is cancelled, too
         try:
             cancel_jobs(node, scope)
         except InfraError as error:
-            logger.warning("the jobs on %s could not be ended, and are tried again: %s", node.name, error)
+            logger.warning("the jobs on %s could not be cancelled, and this is retried: %s", node.name, error)
 
     try:
         with repeating(look, interval_s=LOOK_S, thread_name=f"budget of {node.name}"):
@@ -69,10 +68,10 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
 
 
 def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
-    """When the jobs on a rented machine, and on the others of its unit, have to end, in seconds since 1970.
+    """The time at which the jobs on a rented machine and its further machines must end, in seconds since 1970.
 
     Args:
-        began_at: when the run began with them; others may have had them before.
+        began_at: when this run began to use the machines. An earlier run may have rented the machines.
     """
     with Ledger(scope.ledger_path) as ledger:
         rental = min(rentals_of_unit(ledger, node), key=lambda rental: rental.expires_at)
@@ -80,9 +79,9 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
 
 
 def cancel_jobs(node: Node, scope: RunScope) -> None:
-    """End the run's jobs, engines last: a training that still has its engine writes its checkpoint in peace.
+    """Cancel the run's jobs. Engines come last, so that an RL training can still write its checkpoint.
 
-    Jobs on further machines of its unit end with the training, or when their leases lapse.
+    Jobs on further machines end with the training, or when their leases lapse.
     """
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:

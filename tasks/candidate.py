@@ -1,6 +1,6 @@
-"""From the stages of a run to a candidate in the registry, and how it compares with production.
+"""Register the final model of a run as a candidate, and compare the candidate with production.
 
-Not here: what follows from the comparison (retraining.py), the registry (infra/registry.py).
+Not here: promoting or rejecting the candidate (retraining.py), the registry (infra/registry.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def candidate_name(config: Config) -> str:
 def register_candidate(
     line: str, checkpoint: str, records: Sequence[StageRecord], data: Mapping[str, str], scope: RunScope
 ) -> Model:
-    """The published checkpoint of a run as a model of the line, and as its candidate if it is new.
+    """Register a run's final checkpoint as a model of the line. A new model becomes the line's candidate.
 
     Args:
-        data: digests of what it was trained on, by path.
+        data: digests of the training data, by path.
     """
     folder = Path(checkpoint)
     with Ledger(scope.ledger_path) as ledger:
@@ -55,9 +55,9 @@ def register_candidate(
 
 
 def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
-    """Move the checkpoints of registered models out of a folder before another checkpoint replaces it.
+    """Copy a registered model's checkpoint out of a folder before another checkpoint replaces the folder.
 
-    This happens if a run registered its model, failed afterwards, and is tried again with other data.
+    A run replaces a registered checkpoint if it failed after registering its model, and is retried with other data.
     """
     place = str(folder.relative_to(scope.store))
     with Ledger(scope.ledger_path) as ledger:
@@ -71,13 +71,13 @@ def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
 
 
 def registered_input(name: str, model: Model, config: Config, store: Path) -> InputModel:
-    """A model of the registry as something to evaluate.
+    """A registered model as the input of an evaluation.
 
     Args:
-        name: what the evaluation calls it.
+        name: the model's name in the evaluation.
 
     Raises:
-        CheckpointError: its checkpoint is not whole, or not there.
+        CheckpointError: the model's checkpoint is damaged or missing.
     """
     check_whole(model, store)
     path = store / model.checkpoint
@@ -85,9 +85,9 @@ def registered_input(name: str, model: Model, config: Config, store: Path) -> In
 
 
 def check_whole(model: Model, store: Path) -> None:
-    """Raise CheckpointError when the checkpoint of a model is damaged, gone, or another one."""
+    """Raise CheckpointError if a model's checkpoint is damaged, missing, or replaced by another checkpoint."""
     if damage := find_checkpoint_damage(store / model.checkpoint, model.digest):
-        raise CheckpointError(f"{model.name} cannot be used: {damage}; rollouts models shows others")
+        raise CheckpointError(f"{model.name} cannot be used: {damage}; `rollouts models` lists other models")
 
 
 def judge_candidate(
@@ -99,10 +99,10 @@ def judge_candidate(
     margin: float,
     max_p_value: float,
 ) -> Compared:
-    """How the candidate did on the held-out rows, row by row against production or the start model.
+    """Compare the candidate's score of each held-out row with production's score, or else with the start model's.
 
     Args:
-        names: what the evaluation calls the two, the candidate last.
+        names: the names of the two models in the evaluation, the candidate's last.
     """
     by_name = {entry["name"]: entry for entry in evaluation.result["checkpoints"]}
     before, after = (by_name[name] for name in names)
@@ -130,7 +130,7 @@ def judge_candidate(
 
 
 def render_comparison(name: str, evaluation: Mapping[str, object]) -> str:
-    """A candidate beside what it was compared with; Markdown."""
+    """A Markdown table with the scores of a candidate and of the model that it was compared with."""
     rows = [
         (evaluation["against"], "against_mean", "against_low", "against_high"),
         (name, "mean", "low", "high"),

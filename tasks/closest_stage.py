@@ -1,8 +1,8 @@
-"""Say why a stage has to be done although a similar one is finished.
+"""Explain why a stage has to run although a similar stage is finished.
 
-An edit, or a file that was written again, can make a training of days run again. The user has to see the cause.
+An edited setting or a rewritten data file can repeat a training of several days, so the user must see the cause.
 
-Not here: what makes two stages the same (rollouts_core/fingerprint.py).
+Not here: the fingerprint, which decides whether two stages are the same (rollouts_core/fingerprint.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rollouts_core.job import Job, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
-"""Only the newest stages of the store are compared."""
+"""Only this many of the newest finished stages are compared."""
 MAX_DIFFERENCES = 4
-"""With more than these it is another piece of work, and none is named."""
+"""A finished stage with more differences does not count as similar."""
 CONTENTS = {
     "model.digest": "the start model",
     "data": "the demonstrations",
@@ -34,11 +34,11 @@ CONTENTS = {
     "resume_digest": "the checkpoint to resume from",
     "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
-"""Words for the inputs whose digests a job names."""
+"""The fields of a job that hold digests, with words for the inputs in messages."""
 
 
 def describe_difference(stage: Stage) -> str:
-    """The difference to the most similar finished stage of the same name. Empty if no stage is similar enough."""
+    """Describe the differences to the most similar finished stage of the same name, or "" if no stage is similar."""
     if older := find_older_version(
         stage.name, job_type(stage.kind).model_validate(stage.job), Path(stage.run_dir).parent
     ):
@@ -53,7 +53,7 @@ def describe_difference(stage: Stage) -> str:
 
 
 def find_older_version(name: str, job: Job, stages: Path) -> str:
-    """The directory of the newest finished stage that did the same job by code of an older SEMANTICS_VERSION, or "".
+    """The directory name of a finished stage with the same job under an older SEMANTICS_VERSION, or "".
 
     Args:
         stages: the folder of all stages of the store.
@@ -66,17 +66,17 @@ def find_older_version(name: str, job: Job, stages: Path) -> str:
 
 
 def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
-    """The jobs of finished stages of that name beside this one, by the names of their directories, newest first."""
+    """Yield the directory names and jobs of finished stages with this stage's name, newest first."""
     own = Path(stage.run_dir)
     finished: list[tuple[float, Path]] = []
     for result in own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}"):
-        with suppress(FileNotFoundError):  # old stages are being removed
+        with suppress(FileNotFoundError):  # another process prunes the store
             finished.append((result.stat().st_mtime, result.parent))
     for _, directory in sorted(finished, reverse=True)[:MAX_COMPARED]:
         try:
             yield directory.name, load_job(RunDirectory(directory).job)
         except ConfigError:
-            continue  # of an earlier version of this program, or damaged
+            continue  # the job file is damaged, or an earlier version wrote it
 
 
 def _word(key: str, was: Mapping[str, Any], now: Mapping[str, Any], stage: Stage) -> str:  # Any: JSON

@@ -1,9 +1,9 @@
-"""Take the scores of an evaluation from finished ones that scored the same models in the same way.
+"""Reuse the scores of finished evaluations that scored the same models on the same rows with the same settings.
 
-    a run's evaluate-<a>:    base, sft          ──┐ each model by itself has an identity: its content, the rows and the
-    asked for, evaluate-<b>: baseline, model    <─┘ settings; what it is called is no part of that
+    finished evaluate-<a>:    base, sft          ──┐ a score is identified by the model's content, the rows and
+    planned evaluate-<b>:     baseline, model    <─┘ the settings, but not by the model's name
 
-Not here: the same models under the same names, which are the same stage (plan.py).
+Not here: an evaluation of the same models under the same names, which is the same stage (plan.py).
 """
 
 from __future__ import annotations
@@ -35,27 +35,30 @@ class EarlierScore:
 
 
 def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
-    """Give an evaluation that was not begun the record that earlier evaluations add up to; says from where, or ""."""
+    """Write the record of a new evaluation if earlier evaluations have all of its scores.
+
+    Returns a sentence that names the earlier runs, or "" if the evaluation has to run.
+    """
     own = RunDirectory(Path(stage.run_dir))
     if stage.kind != "eval" or own.result.exists() or own.job.exists():
         return ""
     job = EvalJob.model_validate(stage.job)
-    if fingerprint_job(stage.name, job) != stage.fingerprint:  # a fresh start was asked for
+    if fingerprint_job(stage.name, job) != stage.fingerprint:  # the user asked for a fresh evaluation
         return ""
     wanted = [identity_of(model, job) for model in job.checkpoints]
-    # Losses compare only over the same tokens, and that these are the same was seen where models were scored together.
+    # Losses are comparable only over the same tokens, which only an evaluation of all models together has checked.
     scores = find_scores(own.root.parent, wanted, are_together=job.evaluation.metric == "loss")
     if scores is None:
         return ""
     reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
     best = job.checkpoints[select_best([float(score.entry["mean"]) for score in scores])]
     own.root.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found: pruned this moment
-        if own.job.exists() and not own.result.exists():  # its job was begun meanwhile
+    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found if the folder was just pruned
+        if own.job.exists() and not own.result.exists():  # another run has begun the evaluation meanwhile
             return ""
-        if not own.result.exists():  # else another run was faster, and found the same
+        if not own.result.exists():  # another run may just have written the same record
             _write_record(own, stage, job, scores, {"best": best.name, "reused_from": reused_from})
-        return f"reused from run {' and '.join(reused_from)}, which scored the same"
+        return f"reused from run {' and '.join(reused_from)}, which scored the same models"
     return ""
 
 
@@ -66,9 +69,9 @@ def _write_record(
     scores: Sequence[EarlierScore],
     found: dict[str, Any],  # Any: JSON
 ) -> None:
-    """Write what the evaluation would have, its record last."""
+    """Write the files that the evaluation would write. The record comes last, because it marks the stage finished."""
     entries = []
-    estimates = estimate_means([score.entry["scores"] for score in scores])  # their intervals by one method
+    estimates = estimate_means([score.entry["scores"] for score in scores])  # computes all intervals by the same method
     for score, model, estimate in zip(scores, job.checkpoints, estimates, strict=True):
         entries.append({**score.entry, "name": model.name, "step": model.step, **asdict(estimate)})
         samples = own.samples / f"{model.name}.jsonl"
@@ -79,10 +82,10 @@ def _write_record(
 
 
 def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> list[EarlierScore] | None:
-    """The scores of these identities, from the first finished evaluations that have them; None if one is missing.
+    """The scores with these identities from finished evaluations, or None if a score is missing.
 
     Args:
-        are_together: whether one evaluation must have all of them.
+        are_together: whether all scores must come from one evaluation.
     """
     found: dict[str, EarlierScore] = {}
     for scores in _iterate_scores(stages, set(wanted)):
@@ -93,10 +96,10 @@ def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> l
 
 
 def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, EarlierScore]]:
-    """The wanted scores of each finished evaluation, by the identity of the model and the way.
+    """Yield the wanted scores of each finished evaluation, by identity (`identity_of`).
 
-    An evaluation counts if it has a record, and if its job has by the present rules the identity that names the
-    directory. Records have a number for every row, so the records of other evaluations are not read.
+    An evaluation counts only if its directory has the fingerprint that this version computes for the job. A record has
+    a number for every row, so only the records of evaluations with a wanted model are read.
     """
     for path in sorted(stages.glob("evaluate-*")):
         directory = RunDirectory(path)
@@ -104,7 +107,7 @@ def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, Earlie
             job = EvalJob.model_validate_json(directory.job.read_text())
             models = {identity: model for model in job.checkpoints if (identity := identity_of(model, job)) in wanted}
             result = directory.read_result() if models and is_named_after(job, path) else None
-        except (OSError, ValueError):  # of another version, damaged, or removed this moment
+        except (OSError, ValueError):  # written by another version, damaged, or just removed
             continue
         if result is not None:
             by_name = {entry["name"]: entry for entry in result["checkpoints"]}
@@ -115,19 +118,19 @@ def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, Earlie
 
 
 def is_named_after(job: EvalJob, path: Path) -> bool:
-    """Whether a directory has the name that an evaluation gets by the present rules."""
+    """True if the directory's name has the fingerprint that this version computes for the evaluation."""
     name, _, fingerprint = path.name.partition("-")
     return fingerprint_job(name, job) == fingerprint
 
 
 def identity_of(model: InputModel, job: EvalJob) -> str:
-    """The identity of scoring one model alone, whatever it is called."""
+    """The fingerprint of scoring only this model in this evaluation, independent of the model's name."""
     alone = model.model_copy(update={"name": "", "step": 0})
     return fingerprint_job("evaluate", job.model_copy(update={"checkpoints": (alone,)}))
 
 
 def name_of_run(directory: Path, scope: RunScope) -> str:
-    """The run that came to a stage first."""
+    """The name of the run that used a stage's directory first."""
     with Ledger(scope.ledger_path) as ledger:
         use = ledger.first_use(directory.name)
     return use.run if use else directory.name

@@ -1,13 +1,13 @@
-"""End a training before its last step at a user's request; and what that means later.
+"""End a training before its last step at a user's request, and decide which runs use the shortened stage.
 
     rollouts finish ──> <stage>/finish-asked ──> the run that follows the job ──> finish-<attempt> beside the job
-        the job ends after the step under way: a checkpoint, result.json with `finished_early`, and the run goes on
+        the job ends after the current step: a checkpoint, result.json with `finished_early`, and the run continues
 
-A stage that ended early is whole only for the run that asked. Another run with the same settings has
-the stage in another directory, whose name follows from that of the first. It begins with the checkpoints of the first:
-only the rest is trained, and nothing that the first run still uses is touched.
+A stage that ended early counts as finished only for the run that asked for the end. Another run with the same settings
+trains the stage in a second directory, whose name is derived from the first directory's name. The second training
+starts from copies of the checkpoints. So only the remaining steps are trained, and the first run's files do not change.
 
-Not here: the training's side (rollouts_core/saving.py), the command (flows/commands/finish.py).
+Not here: how a training ends early (rollouts_core/saving.py), the command (flows/commands/finish.py).
 """
 
 from __future__ import annotations
@@ -32,60 +32,62 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_atomically
 
 REQUEST = "finish-asked"
-"""In the stage's directory here: the id of the run that is to pass the request on to the job."""
+"""File in the stage's local directory, with the id of the run that must pass the request on to the job."""
 LOOK_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class EndedForAnotherRunError(RolloutsError):
-    """The job that this run attached to was ended early for another run."""
+    """The job that this run attached to ended early at another run's request."""
 
 
 class EarlyEnd(BaseModel):
-    """The early end of a stage, as its record has it."""
+    """The early end of a stage, as the stage's record stores it."""
 
     step: int
     num_steps: int
     asked_by: str
-    """Id of the run."""
+    """Id of the run that asked for the end."""
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The early end in words, for messages and reports."""
         return f"finished early at step {self.step} of {self.num_steps}"
 
 
 def read_early_end(directory: Path) -> EarlyEnd | None:
-    """How a stage ended early, or None."""
+    """The early end of the stage in this directory, or None if the stage did not end early."""
     try:
         result = RunDirectory(directory).read_result()
     except (OSError, ValueError):
-        return None  # damaged, or set aside this moment: the stage that needs the record says so
+        return None  # the record is damaged or was just set aside, and the stage reports this itself
     early = result.get("finished_early") if isinstance(result, dict) else None
     return EarlyEnd.model_validate(early) if early else None
 
 
 def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
-    """True if another run ended the stage of this directory early. This run then uses the following directory."""
+    """True if another run ended the stage in `directory` early, so that this run uses the directory `following`."""
     if (early := read_early_end(directory)) is not None:
         return early.asked_by != run_id
     return following.is_dir() and not RunDirectory(directory).result.is_file()
 
 
 def check_own_end(stage: Stage, scope: RunScope) -> None:
-    """Raise EndedForAnotherRunError where the stage ended early because another run asked for that."""
+    """Raise EndedForAnotherRunError if the stage ended early at another run's request."""
     early = read_early_end(Path(stage.run_dir))
     if early is not None and early.asked_by != scope.run_id:
         raise EndedForAnotherRunError(
-            f"{stage.name} {early.sentence} for run {early.asked_by}, which trained it too: start this run again, and "
-            "it trains the rest"
+            f"{stage.name} {early.sentence} at the request of run {early.asked_by}, which trained the same stage: "
+            "start this run again to train the remaining steps"
         )
 
 
 def begin_with_earlier(stage: Stage) -> str:
-    """Give a stage without checkpoints those of its predecessor. Returns a sentence about it, or "" if nothing was
-    due."""
+    """Copy the checkpoints of `stage.begins_with`, which ended early, into a stage that has no checkpoints yet.
+
+    Returns a sentence about the last copied checkpoint, or "" if nothing was copied.
+    """
     own = RunDirectory(Path(stage.run_dir))
     if not stage.begins_with:
         return ""
@@ -94,22 +96,22 @@ def begin_with_earlier(stage: Stage) -> str:
     with locked(own.root / ".begin.lock"):
         if own.result.is_file() or list_checkpoints(own.checkpoints):
             return ""
-        # Before the first checkpoint: if this is broken off, the file says that the earlier steps are done and logged.
+        # Copied before the first checkpoint, so that after an interruption every checkpoint has its metrics.
         with suppress(FileNotFoundError):
             shutil.copyfile(earlier.metrics, own.metrics)
         for path in list_checkpoints(earlier.checkpoints):
             try:
                 verify_checkpoint(path)
             except CheckpointError as error:
-                logger.warning("training goes on from before %s: %s", path.name, error)
+                logger.warning("training resumes from the checkpoint before %s: %s", path.name, error)
                 break
             adopt_checkpoint(path, own.checkpoints)
     found = list_checkpoints(own.checkpoints)
-    return f"has the checkpoints up to {found[-1].name} of {earlier.root}, which ended early" if found else ""
+    return f"starts from {found[-1].name} in {earlier.root}, a stage that ended early" if found else ""
 
 
 def ask_run_to_finish(directory: Path, run_id: str) -> None:
-    """Have the run that follows the stage's job pass the request on."""
+    """Write a finish request for the run that follows the stage's job. The run passes the request on to the job."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / REQUEST, run_id)
 
@@ -118,10 +120,10 @@ def ask_run_to_finish(directory: Path, run_id: str) -> None:
 def requests_passed_on(
     session: Session, stage: Stage, run_dir: str, scope: RunScope, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Pass requests of this run on to its job as long as the block runs, beside whatever it does.
+    """Pass this run's finish requests on to its job, in a thread, while the block runs.
 
     Args:
-        run_dir: of the job, on its node.
+        run_dir: the job's directory on its node.
     """
     request = Path(stage.run_dir) / REQUEST
 
@@ -135,7 +137,7 @@ def requests_passed_on(
         except FileNotFoundError:
             return
         except InfraError as error:
-            logger.warning("%s was not asked to finish: %s", run_dir, error)
+            logger.warning("the job in %s could not be asked to finish: %s", run_dir, error)
 
     with repeating(look, interval_s=LOOK_S, thread_name=f"requests to {run_dir}"):
         yield

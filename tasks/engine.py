@@ -1,4 +1,4 @@
-"""Start the inference engine of an RL stage, and stop it again."""
+"""Start, watch and stop the inference engines of an RL stage."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
 
 MAX_RESTARTS = 3
-"""In a row: of an engine that ran for an hour they are counted anew."""
+"""The most restarts of a crashing engine in a row. An hour without a crash resets the count."""
 MAX_RELAUNCHES = 10
-"""So often an engine whose lease lapsed, or whose supervisor was killed, is started again beside one RL job."""
+"""The most relaunches of an engine per RL job, each after a lapsed lease or a killed supervisor."""
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
 def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0) -> EngineRecord:
-    """An engine of this RL stage, ready to generate: its running engine, or a new one.
+    """Start an engine of the RL stage, or attach to the running engine. Returns when the engine can generate.
 
     Args:
-        node: the one that trains.
+        node: the training node.
     """
     own = node_of_engine(rl, node, index)
     with (
@@ -53,7 +53,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
-        claim_stage(rl, scope, node, ledger)  # else an engine would load its model for a run that is refused then
+        claim_stage(rl, scope, node, ledger)  # before the engine loads its model: the claim may refuse the run
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
         started = start_engine(session, rl, wanted_port, scope, node, index, say=progress.say)
@@ -72,7 +72,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
                 api_key=read_key(job.engine.api_key_variable, "rollout.engine", own_keys(rl.job, scope)),
                 explain_log=explain_engine_log,
                 on_wait=progress.say,
-                # The RL job pauses its engine now and then, and ends that itself as long as it lives.
+                # A living RL job resumes the engine that it paused. A pause without an RL job must be ended here.
                 is_idle=started.attached and not is_training(sessions[node.name], rl, node),
             )
         package = job.engine.spec.package
@@ -91,14 +91,14 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """An engine that was started, or found under way; it may still load its model."""
+    """An engine that was started or found running. The engine may still be loading its model."""
 
     job: ServeJob
-    """With the ports at which it listens."""
+    """The engine's job, with the ports at which the engine listens."""
     run_dir: str
-    """On its node."""
+    """The engine's directory on its node."""
     attached: bool
-    """True if it was under way."""
+    """True if the engine was already running."""
 
 
 def start_engine(
@@ -111,11 +111,11 @@ def start_engine(
     *,
     say: Callable[[str], None],
 ) -> StartedEngine:
-    """Start an engine of an RL stage, or attach to it.
+    """Start an engine of an RL stage, or attach to the running engine.
 
     Args:
-        session: that of the engine's node.
-        node: the one that trains.
+        session: a session to the engine's node.
+        node: the training node.
     """
     own = node_of_engine(rl, node, index)
     placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=say)
@@ -145,9 +145,9 @@ def start_engine(
 
 
 class KeptEngine:
-    """Starts an engine again, at the same port, when it ended because its lease lapsed or its supervisor was killed.
+    """Restarts an engine on the same port after its lease lapsed or its supervisor was killed.
 
-    The RL job waits for an engine that is away as long as an engine may take to start.
+    The RL job waits for a missing engine for `start_timeout_s`, the time that an engine may take to start.
     """
 
     def __init__(self, engine: EngineRecord, start: Callable[[Session], object], say: Callable[[str], None]) -> None:
@@ -159,7 +159,7 @@ class KeptEngine:
         self._said_of_attempt = 0
 
     def look_after(self, session: Session, status: JobStatus) -> None:
-        """Act on the engine's status."""
+        """Report an engine that has ended, and restart the engine if `has_lapsed`."""
         if status.state is JobState.RUNNING:
             return
         is_new, self._said_of_attempt = status.attempt != self._said_of_attempt, status.attempt
@@ -176,7 +176,7 @@ class KeptEngine:
                 self._say(f"{self._engine.url} could not be started: {error}")
 
     def has_lapsed_within(self, seconds: float, session: Session) -> bool:
-        """True if the engine was started again within the last seconds, or has to be; says why in the second case."""
+        """True if the engine was restarted within the last `seconds`, or if its lease lapsed and it needs a restart."""
         if time.monotonic() - self._relaunched_at < seconds:
             return True
         status = job_status(session, self._engine.run_dir)
@@ -186,7 +186,7 @@ class KeptEngine:
 
 
 def has_lapsed(status: JobStatus) -> bool:
-    """True if an engine ended without a fault of its own: its lease ran out, or its supervisor was killed."""
+    """True if an engine ended without a fault of its own: its lease lapsed, or its supervisor was killed."""
     return status.state is JobState.LOST or (status.exit is not None and status.exit.lease_expired)
 
 
@@ -201,15 +201,15 @@ def why_ended(status: JobStatus) -> str:
 
 @contextmanager
 def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, index: int = 0) -> Iterator[KeptEngine]:
-    """Renew the lease of an engine as long as the block runs, and start the engine again if the lease lapsed.
+    """Renew the lease of an engine while the block runs, and restart the engine if the lease lapsed.
 
-    The RL job renews it as well, from when its process has loaded until its end, also when this run was killed.
+    The RL job renews the lease as well while it runs, so the engine stays alive if this run is killed.
 
     Args:
-        node: the one that trains.
+        node: the training node.
     """
     with StageProgress("engine") as progress:
-        context = copy_context()  # by it, Prefect logs a thread's sentences for the run
+        context = copy_context()  # Prefect needs this context to log a thread's lines for the run
 
         def say(sentence: str) -> None:
             context.run(progress.say, sentence)
@@ -222,8 +222,8 @@ def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, ind
 
 
 def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: Stage, node: Node) -> bool:
-    """True if the end of an engine by its lease explains the failure of the RL that asked it."""
-    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # an RL waits for an engine so long
+    """True if an RL stage may have failed because the lease of one of its engines lapsed."""
+    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # an RL job waits this long for an engine
     for each, engine in zip(kept, engines, strict=True):
         with suppress(InfraError), open_session(node.named(engine.node)) as session:
             if each.has_lapsed_within(waited_s, session):
@@ -233,7 +233,7 @@ def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)
 def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
-    """End the engine, unless another run still wants it; one whose machine is lost, beside others, ends by itself."""
+    """Stop the engine unless another run uses it. On an unreachable further node, the engine ends with its lease."""
     own = node.named(engine.node)
     try:
         with (
@@ -247,23 +247,23 @@ def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
         if own is node:
             raise
         with StageProgress("engine") as progress:
-            progress.say(f"{engine.url} is not reached, it ends by itself within a minute ({error})")
+            progress.say(f"{engine.url} is unreachable, and the engine ends by itself within a minute ({error})")
 
 
 def is_training(session: Session, rl: Stage, node: Node) -> bool:
-    """Whether the RL job is under way on its node."""
+    """True if the RL job runs on its node."""
     return job_status(session, node.path_on_node(rl.run_dir)).state is JobState.RUNNING
 
 
 def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
-    """The node of an engine of an RL stage."""
+    """The node of the engine with this index in an RL stage."""
     return node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
 
 
 def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere: bool) -> dict[str, int]:
-    """The ports of a new engine: the wanted port (0: a free one), and the port of its lease on another machine.
+    """Choose a new engine's port and, for an engine on another machine, the port at which its lease is renewed.
 
-    A running RL job knows its engine by its ports, so the next attempt takes the same ports if they are free.
+    A running RL job finds its engine by host and port, so a restarted engine takes its former ports if they are free.
 
     Raises:
         PermanentInfraError: another process listens on the wanted port.
@@ -283,7 +283,7 @@ def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere:
 
 
 def former_ports(session: Session, run_dir: str) -> dict[str, int]:
-    """The ports in the job.json of an engine's last attempt; nothing before the first."""
+    """The ports in the job.json of an engine's last attempt. Empty before the first attempt."""
     try:
         job = parse_object(session.read_file(f"{run_dir}/job.json")) or {}
     except FileMissingError:
@@ -292,5 +292,5 @@ def former_ports(session: Session, run_dir: str) -> dict[str, int]:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a server listens."""
+    """The URL of a server."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,9 +1,9 @@
-"""Choose the engine of a run with `rollout.engine.kind = "auto"`, on its node, before the first attempt.
+"""Choose the engine for `rollout.engine.kind = "auto"` on the run's node, before the first attempt.
 
     no GPU ── embedded          a GPU that other programs fill ── embedded, with the reason
-    a GPU that is free ── SGLang, installed or to be installed ── knows the model? ── SGLang, or else embedded
+    a free GPU ── SGLang, installed or to be installed ── supports the model? ── SGLang, otherwise embedded
 
-The choice is kept in the store, so that later attempts have the same; the resolved kind is in job.json and in the
+The choice is kept in the store, so that later attempts use the same engine. The chosen kind enters job.json and the
 fingerprint. Not here: installing the engine (engine_installs.py).
 """
 
@@ -31,30 +31,30 @@ from rollouts_core.system.files import write_json
 
 DIGEST_CHARS = 16
 DEFAULTS_OF_OWN = ("python", "dtype", "extra_args", "requirements", "package_index", "wheels", "context_length")
-"""Settings for installed engines, which the engine of this project does not have."""
+"""Settings of installed engines that the embedded engine does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """The engine that a run takes."""
+    """The chosen kind of engine, with the reason."""
 
     kind: str
     reason: str
-    """Why, in words."""
+    """The reason for the choice, in words."""
 
     def __str__(self) -> str:
-        return f"rollout.engine: auto takes {self.kind}, because {self.reason}"
+        return f"rollout.engine: auto chooses {self.kind}, because {self.reason}"
 
 
 def is_open(config: Config) -> bool:
-    """Whether the run samples by an engine that is still to be chosen."""
+    """True if the run samples completions and its engine is still to be chosen."""
     evaluation = config.evaluation
     samples = config.samples_for_training or (evaluation.metric == "accuracy" and evaluation.engine == "rollout")
     return samples and config.rollout.engine.kind == CHOSEN_ON_NODE
 
 
 def with_kind(config: Config, kind: str) -> Config:
-    """The configuration with the chosen engine; settings that this engine does not have are at their defaults."""
+    """The configuration with the chosen engine. Settings that this engine does not have get their defaults."""
     engine = config.rollout.engine.model_copy(update={"kind": kind})
     if engine.spec.is_own:
         own = EngineConfig()
@@ -63,10 +63,10 @@ def with_kind(config: Config, kind: str) -> Config:
 
 
 def choose_by_gpus(gpus: Sequence[GpuState], ranks: Sequence[int], needed_gb: float) -> EngineChoice:
-    """The engine for a node with these GPUs.
+    """Choose the engine for a node with these GPUs.
 
     Args:
-        ranks: the GPUs of the engines; empty stands for the first GPU.
+        ranks: the GPUs of the engines; empty means the first GPU.
         needed_gb: memory that the weights of an engine take on each of its GPUs.
     """
     if not gpus:
@@ -85,11 +85,11 @@ def choose_by_gpus(gpus: Sequence[GpuState], ranks: Sequence[int], needed_gb: fl
 def choose_by_model(
     choice: EngineChoice, architectures: Sequence[str], known: AbstractSet[str], *, title: str
 ) -> EngineChoice:
-    """The choice, or the engine of this project if the chosen one serves none of the model's architectures.
+    """Return `choice`, or the embedded engine if the chosen engine supports none of the model's architectures.
 
     Args:
-        architectures: of the model's config.json.
-        known: those of the engine; empty if it does not tell.
+        architectures: the architectures in the model's config.json.
+        known: the architectures that the engine supports; empty if the engine does not list them.
     """
     if not known or not architectures or not known.isdisjoint(architectures):
         return choice
@@ -105,14 +105,14 @@ def choose_engine(
     *,
     installs: bool = True,
 ) -> EngineChoice:
-    """The engine that the run takes on this node.
+    """Choose the engine for this node.
 
     Args:
-        installs: whether to install a missing engine now, to ask the engine for its models. A check before the run does
-            not.
+        installs: whether to install a missing engine now, to find out which architectures the engine supports.
+            Preflight installs nothing.
 
     Raises:
-        PermanentInfraError: the engine for GPUs is neither installed, nor can it be installed.
+        PermanentInfraError: the engine for GPUs is not installed and cannot be installed.
     """
     gpus = read_gpus(session)
     chosen = with_kind(config, FOR_GPUS)
@@ -133,27 +133,27 @@ def choose_engine(
 
 
 def known_architectures(session: Session, engine: EngineConfig, python: str) -> frozenset[str]:
-    """The architectures of models that an installed engine serves; empty if it does not tell."""
+    """The model architectures that an installed engine supports. Empty if the engine does not list them."""
     program = [python, "-c", engine.spec.list_architectures]
     listed = session.run(program, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
     return frozenset(listed.stdout.decode(errors="replace").split()) if listed.exit_code == 0 else frozenset()
 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
-    """The file that keeps the choice of runs with these settings."""
-    place = settings.model_dump(mode="json", exclude={"query"})  # a run adds the memory that it needs to the query
+    """The file that keeps the engine choice for runs with these settings."""
+    place = settings.model_dump(mode="json", exclude={"query"})  # left out, because a run changes the query
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 
 
 def keep_choice(file: Path, choice: EngineChoice) -> None:
-    """Write the choice down for later attempts."""
+    """Save the choice for later attempts."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"kind": choice.kind, "reason": choice.reason})
 
 
 def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
-    """The configuration with the engine that an earlier attempt has chosen; as it is before the first."""
+    """The configuration with the engine that an earlier attempt chose. Unchanged before the first choice."""
     if not is_open(config):
         return config
     try:
@@ -164,5 +164,5 @@ def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Con
 
 
 def with_choice_of(config: Config, node: Node) -> Config:
-    """The configuration with the engine that was chosen on the node; as it is if none was."""
+    """The configuration with the engine that was chosen on the node. Unchanged without a choice."""
     return with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config

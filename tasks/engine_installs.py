@@ -1,10 +1,10 @@
-"""Give a node its engine: an installed one, or else the run installs it before anything is trained.
+"""Find the engine that is installed on a node, or install the engine before the first training.
 
-    rollout.engine.python ── named: it must have the engine
-    the jobs' interpreter, .engines/<kind> of this machine ── has the engine: taken
-    else, with rollout.engine.install ── versions, room, driver, programs ── install ── a real completion ── taken
+    rollout.engine.python is set ── this interpreter must have the engine
+    the jobs' interpreter or .engines/<kind> of this machine has the engine ── it is used
+    otherwise, with rollout.engine.install ── check versions, disk, driver, programs ── install ── try one completion
 
-Not here: the installation (infra/engine_environment.py), the completion (engine_trial.py).
+Not here: the installation itself (infra/engine_environment.py), the trial (engine_trial.py).
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from rollouts_core.engine_kinds import EngineBuild
 from rollouts_core.errors import ConfigError
 
 MADE_BY_HAND = Path(".engines")
-"""The folder in which `make engines` installs, beside the current one."""
+"""The folder, in the current directory, into which `make engines` installs."""
 CPU_BUILD = "+cpu"
-"""Ends the version of a torch that uses no GPU."""
+"""The suffix of the version of torch builds without GPU support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The engine of a node: installed already, or what is to be installed."""
+    """The engine of a node: the interpreter that has the engine, or the installation to make."""
 
     python: str = ""
-    """The interpreter that has it."""
+    """The interpreter in which the engine is installed."""
     wanted: EngineInstallation | None = None
     build: EngineBuild | None = None
     is_there: bool = False
-    """Whether an earlier run has installed what is wanted."""
+    """Whether an earlier run has made the wanted installation."""
 
     def describe(self, engine: EngineConfig) -> str:
-        """A sentence for people; empty for an engine that the settings name, or that is installed."""
+        """One sentence about the installation. Empty if no run has to install the engine."""
         if self.wanted is None or self.build is None:
             return ""
         name = f"{engine.spec.title} {self.wanted.version}"
@@ -72,13 +72,13 @@ def plan_engine_of(
     engine: EngineConfig,
     gpus: Sequence[GpuState] | None = None,
 ) -> EnginePlan:
-    """The engine that is installed on a node, or what a run would install there.
+    """Find the installed engine of a node, or plan its installation.
 
     Args:
-        gpus: of the node; None asks it.
+        gpus: the node's GPUs; None queries the node.
 
     Raises:
-        PermanentInfraError: it is neither installed, nor can it be installed there.
+        PermanentInfraError: the engine is not installed on the node and cannot be installed.
     """
     spec = engine.spec
     if spec.is_own:
@@ -110,10 +110,12 @@ def with_engine(
     *,
     say: Callable[[str], None],
 ) -> Node:
-    """The node with the interpreter of its engine, which has answered a request if this run installed it.
+    """Install the engine if it is missing. Returns the node with the interpreter of the engine.
+
+    An engine that a run installed must first complete a prompt with a tiny model.
 
     Raises:
-        PermanentInfraError: it cannot be installed there, or does not work.
+        PermanentInfraError: the engine cannot be installed on the node, or does not work.
     """
     engine = config.rollout.engine
     plan = plan_engine_of(session, node, settings, engine)
@@ -127,7 +129,10 @@ def with_engine(
 
 
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
-    """The interpreter of the jobs or of `make engines`, if it has the engine, and on GPUs a torch for them; else ""."""
+    """The interpreter that has the engine: the jobs' interpreter, or that of `make engines`. Otherwise "".
+
+    On a node with GPUs, the interpreter's torch must be able to use GPUs.
+    """
     by_hand = MADE_BY_HAND.resolve() / package / "bin/python"
     candidates = [node.python, *([] if node.is_remote or not by_hand.exists() else [str(by_hand)])]
     look = (
@@ -148,10 +153,10 @@ def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool
 def installation_of(
     engine: EngineConfig, build: EngineBuild, settings: NodeSettings | FurtherNode
 ) -> EngineInstallation:
-    """The installation of an engine, with the versions of the settings or of this project.
+    """The installation of an engine with the versions from the settings, or else from this project.
 
     Raises:
-        PermanentInfraError, ConfigError: the file of versions, or the folder of wheels, cannot be used.
+        PermanentInfraError, ConfigError: the requirements file or the folder of wheels cannot be used.
     """
     requirements = read_requirements(Path(engine.requirements or build.file))
     packages = settings if isinstance(settings, PackageSettings) else None
@@ -173,10 +178,10 @@ def installation_of(
 
 
 def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: str = "") -> str:
-    """The version of the first of the packages that the requirements name.
+    """The version in the first requirement for one of the packages.
 
     Raises:
-        ConfigError: they name none.
+        ConfigError: the requirements do not name any of the packages.
     """
     for requirement in map(Requirement, requirements):
         if canonicalize_name(requirement.name) in packages:
@@ -185,18 +190,18 @@ def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: 
 
 
 def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[str]:
-    """A sentence for each GPU of the engines on which other programs compute."""
+    """A warning for each GPU of the engines on which other programs compute."""
     return [
         f"GPU {rank}, {gpus[rank].name}, is used by {' and '.join(map(str, gpus[rank].programs))}, and has "
-        f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: a job of this project is waited for, another "
-        "program is not"
+        f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: the run waits for jobs of this project, but "
+        "not for other programs"
         for rank in (ranks or (0,))
         if rank < len(gpus) and gpus[rank].programs
     ]
 
 
 def check_driver(gpus: Sequence[GpuState], build: EngineBuild, engine: EngineConfig) -> None:
-    """Raise PermanentInfraError if NVIDIA's driver is too old for the build; the user answers for other versions."""
+    """Raise PermanentInfraError if NVIDIA's driver is too old for the build. Versions of the user are not checked."""
     if not gpus or engine.requirements:
         return
     found = driver_version(gpus[0].driver)

@@ -1,7 +1,7 @@
 """Try an engine that a run has installed: the engine serves a tiny model and completes one prompt.
 
-The trial is a job on the node, beside the installation, and runs once. Not here: what the job does
-(rollouts_core/engines/trial.py), the installation (infra/engine_environment.py).
+The trial is a job on the node. The result stays in the folder of the installation, so each installation is tried once.
+Not here: the program of the job (rollouts_core/engines/trial.py), the installation (infra/engine_environment.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TRIAL_TIMEOUT_S = 1800.0
 
 
 def try_engine(session: Session, node: Node, config: Config, folder: str, *, say: Callable[[str], None]) -> None:
-    """Return if the engine of the node has given a completion, now or after an earlier installation.
+    """Have the node's engine complete a prompt, unless this installation has passed the trial before.
 
     Args:
-        folder: that of the installation on the node.
+        folder: the folder of the installation on the node.
 
     Raises:
-        PermanentInfraError: it gave none; with the last lines of its log.
+        PermanentInfraError: the engine gave no completion. The message has the last lines of the engine's log.
     """
     run_dir = f"{folder}/trial"
     if read_result(session, run_dir) is not None:
@@ -55,4 +55,4 @@ def try_engine(session: Session, node: Node, config: Config, folder: str, *, say
 
 
 def _ignore(_: object) -> None:
-    """Nothing of what the job says is shown."""
+    """Ignore the metrics and events of the trial job."""

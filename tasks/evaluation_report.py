@@ -1,6 +1,6 @@
-"""Find the models of an evaluation, and say how they scored: a table in Prefect, a record in the store.
+"""Find the models of an evaluation, and report their scores as a table in Prefect and a record in the store.
 
-Not here: scoring (evaluate.py), what a name stands for (model_names.py), reports of pipelines (report.py).
+Not here: scoring (evaluate.py), resolving a model's name (model_names.py), reports of pipelines (report.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
 
 BASELINE, MODEL = "baseline", "model"
-"""The names of an evaluation's models, whatever the user called them: a second evaluation of the same finds it."""
+"""Fixed names for an evaluation's models. The user's names are not used, so that a second evaluation of the same models
+reuses the first evaluation."""
 
 
 @task(name="inputs", **TRIED_AGAIN)
 def find_inputs(
     model: str, against: str, data: str, config: Config, scope: RunScope
 ) -> tuple[Config, dict[str, NamedModel]]:
-    """The settings with the rows at hand, and the models as they are now, by their name in the evaluation."""
+    """Fetch an evaluation's rows and models. Returns the settings with the rows' path, and the models by fixed name."""
     with StageProgress("inputs") as progress:
         store = Path(scope.store)
         scored = with_heldout(config, data, store, progress.say)
@@ -48,7 +49,7 @@ def find_inputs(
 
 
 def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
-    """What `plan_evaluation` takes."""
+    """The models as inputs for `plan_evaluation`, with their digests."""
     return {
         name: InputModel(name=name, model=each.model, digest=digest_model(each.model)) for name, each in found.items()
     }
@@ -60,7 +61,7 @@ def write_evaluation(
 ) -> tuple[str, str, str]:
     """Write evaluation.json into the run's folder and show the table in Prefect.
 
-    Returns the file, the table as a terminal shows it, and the finding.
+    Returns the path of the file, the table for a terminal, and the finding.
     """
     results = describe_results(Path(record.run_dir), {name: each.title for name, each in found.items()})
     scored = {entry["name"]: entry for entry in record.result["checkpoints"]}

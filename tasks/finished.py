@@ -1,9 +1,9 @@
-"""Find out, before a machine is rented, whether a run has anything left to do on one, and how far it has come.
+"""Find out before renting a machine whether a run has unfinished stages, and which trainings have begun.
 
-A run with the settings and data of an earlier one, an evaluation of models that were scored before: their stages are
-finished, and a machine would cost money for nothing.
+All stages are finished if an earlier run had the same settings and data, or an earlier evaluation scored the same
+models. A rented machine would then cost money for nothing.
 
-Not here: taking what is finished (stage_tasks.py), which stages there are (flows/pipeline.py).
+Not here: reusing finished stages (stage_tasks.py), the list of a run's stages (flows/pipeline.py).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.run_directory import RunDirectory
 
 RunStage = Callable[[Stage], StageRecord]
-"""Does a stage, or takes it from somewhere."""
+"""Runs a stage, or takes the record of a finished one."""
 
 
 class _UnfinishedError(Exception):
-    """A stage is left to do."""
+    """A stage is not finished."""
 
 
 def placeholder_if_finished(
     settings: NodeSettings, scope: RunScope, run_stages: Callable[[Node, RunStage], object]
 ) -> Node | None:
-    """A stand-in for a rented machine if every stage is finished; None if a machine is needed.
+    """A placeholder for the rented machine if every stage is finished, or None if a machine is needed.
 
     Args:
-        run_stages: goes through the stages of the run, each by the function that it is given.
+        run_stages: calls the given function for each stage of the run.
     """
     if not isinstance(settings, RentedNode) or has_machine_to_end(settings, scope):
         return None
@@ -50,19 +50,19 @@ def placeholder_if_finished(
         if has_left_machines(scope):
             try:
                 end_left_machines(settings, Path(scope.store), progress.say)
-            except InfraError as error:  # nothing of this run depends on it
+            except InfraError as error:  # not fatal: this run needs no machine
                 progress.say(str(error))
         progress.say("every stage is finished: nothing is rented")
     return nowhere
 
 
 def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, RunStage], object]) -> tuple[str, ...]:
-    """The directories on this machine of the run's trainings, up to and including the first unfinished stage.
+    """The local directories of the run's trainings, up to and including the first unfinished stage.
 
     Args:
-        run_stages: goes through the stages of the run, each by the function that it is given.
+        run_stages: calls the given function for each stage of the run.
     """
-    if not any(Path(scope.store).glob("stages/*")):  # to say which they would be takes a look at all of the data
+    if not any(Path(scope.store).glob("stages/*")):  # nothing can have begun, and planning reads all data
         return ()
     found: list[str] = []
 
@@ -77,7 +77,7 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
 
 
 def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
-    """The record of a finished stage, also of an evaluation that finished ones add up to."""
+    """The record of a finished stage. An evaluation also counts as finished if earlier evaluations have its scores."""
     take_earlier_scores(stage, scope)
     result = RunDirectory(Path(stage.run_dir)).read_result() if is_finished(stage) else None
     if result is None:
@@ -93,9 +93,9 @@ def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
 
 
 def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
-    """Whether the run, or one with the same settings that died, has a machine.
+    """True if this run, or a dead run with the same settings, has a rented machine.
 
-    Provisioning takes it over, and the end of the run ends it. Otherwise it would rent another machine.
+    Provisioning takes over such a machine instead of renting another, and the end of the run gives the machine back.
     """
     with Ledger(scope.ledger_path) as ledger:
         return any(
@@ -105,6 +105,6 @@ def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
 
 
 def has_left_machines(scope: RunScope) -> bool:
-    """Whether a run that died has a machine."""
+    """True if a dead run has a rented machine."""
     with Ledger(scope.ledger_path) as ledger:
         return any(ledger.has_died(rental.run_id) for rental in open_rentals(ledger))

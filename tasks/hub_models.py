@@ -2,8 +2,8 @@
 
     model.path = "organisation/name" ──> <store>/inputs/<digest>/<name>/
 
-Not here: the download itself (rollouts_core/data/hub_download.py), models that URLs name (inputs.py). This module does
-not import prefect: preflight uses it.
+Not here: the download itself (rollouts_core/data/hub_download.py), models with URLs (inputs.py). This module must not
+import prefect, because preflight runs before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GB = 1e9
 
 
 def needs_download(config: Config) -> bool:
-    """Whether the model is one of the hub that has to be a folder: engines serve folders, jobs know no mirror."""
+    """True if the model has a hub name but must be a folder: engines serve only folders, and jobs know no mirror."""
     path = config.model.path
     if Path(path).exists() or not HUB_ID.fullmatch(path):
         return False
@@ -36,10 +36,10 @@ def needs_download(config: Config) -> bool:
 
 
 def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> Config:
-    """The configuration with the model in the store, at the commit of `model.revision` or the newest commit.
+    """Download a hub model at `model.revision`, or its newest commit. Returns the configuration with the model's path.
 
     Raises:
-        ConfigError: the hub does not give the model, or the disk has no room for it.
+        ConfigError: the hub does not deliver the model, or the disk is too full for the model.
     """
     if not needs_download(config):
         return config
@@ -51,7 +51,7 @@ def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> 
         commit = str(found["commit"])
     digest = hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()[:DIGEST_CHARS]
     folder = store.resolve() / INPUTS / digest / name.rpartition("/")[2]
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under its lock, prune moves folders away
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under this lock, prune cannot remove the folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.utime(folder.parent)
     with locked(folder.with_name(".lock")):

@@ -1,12 +1,13 @@
-"""Bring models and data with URLs into the store, and return their paths.
+"""Download models and data with URLs into the store, and return their paths.
 
     model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
     rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin
 
-The digest is that of the store's entity tags, or of what a manifest lists: what changed there is fetched anew, what did
-not is fetched once. Stages go by the content of what was brought, as with any other folder or file.
+The digest covers the entity tags of the objects, or the file list of a manifest. So changed objects are downloaded
+again, and unchanged objects only once. The fingerprint of a stage depends on the content of the files, not on the URL.
 
-Not here: how it is fetched (infra/stores/download.py). This module does not import prefect: preflight uses it.
+Not here: the download itself (infra/stores/download.py). This module must not import prefect, because preflight runs
+before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -49,22 +50,23 @@ def named_urls(config: Config) -> dict[str, str]:
 
 
 def has_inputs_to_bring(config: Config) -> bool:
-    """Whether something that the configuration names has to be fetched or made."""
+    """True if an input of the configuration has to be downloaded or prepared."""
     return bool(named_urls(config)) or bool(config.data.prepare.name) or needs_download(config)
 
 
 def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistakes: Mistakes | None = None) -> Config:
-    """The configuration with paths in the store in the place of URLs; what they name lies there then.
+    """Download all inputs with URLs. Returns the configuration with paths in the store instead of the URLs.
 
-    Data files that `data.prepare` makes, and a model of the hub that engines serve, get paths in the store, too.
+    Data files that `data.prepare` makes, and a hub model that engines serve, get paths in the store, too.
 
     Args:
-        say: told what was fetched, a sentence each.
-        mistakes: takes the error of each setting, whose URL stays; without it the first one is raised.
+        say: receives one sentence per download.
+        mistakes: collects the errors of all settings. A failed setting keeps its URL. If None, the first error is
+            raised.
 
     Raises:
-        InfraError: one sentence about a URL that cannot be fetched.
-        InputError: one sentence; the data cannot be prepared, or the hub does not deliver the model.
+        InfraError: a URL cannot be downloaded.
+        InputError: the data cannot be prepared, or the hub does not deliver the model.
     """
     with nullcontext() if mistakes is None else mistakes.at("data.prepare"):
         config = prepare_data(config, store, say)
@@ -103,13 +105,13 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 def _bring_each(
     named: Mapping[str, str], store: Path, say: Callable[[str], None], mistakes: Mistakes | None
 ) -> dict[str, str]:
-    """Fetch the content of each URL; returns the paths by their URLs.
+    """Download the content of each URL. Returns the local paths by URL.
 
-    Each URL is asked for once, whether it can be fetched or not.
-    A bucket that does not answer is not asked for another URL, because the drivers try for minutes each time.
+    Each URL is tried only once, also after a failure. If a bucket does not answer, its other URLs fail without a try,
+    because each try takes minutes.
     """
     places: dict[str, str] = {}
-    failures: dict[str, InfraError] = {}  # by URLs, and by buckets that do not answer
+    failures: dict[str, InfraError] = {}  # keys: failed URLs, and buckets that do not answer
     for setting, url in named.items():
         if url in places:
             continue
@@ -125,17 +127,17 @@ def _bring_each(
 
 
 def _bucket_of(url: str) -> str:
-    """The URL of the bucket that has a URL's content; of a folder of this machine its own URL."""
+    """The URL of an object's bucket. The URL of a local folder is returned unchanged."""
     bucket = re.match(r"[^:]+://[^/]+", url)
     return bucket[0] if bucket else url
 
 
 def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
-    """Fetch the content of a URL into the store, unless it is there; returns its path."""
+    """Download the content of a URL into the store, unless the store has the content. Returns the local path."""
     source = ObjectStore(url)
     wanted = find_wanted(source)
     path = _place_of(source, wanted, store)
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under its lock, prune moves folders away
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under this lock, prune cannot remove the folder
         path.parent.mkdir(parents=True, exist_ok=True)
         os.utime(path.parent)
         write_json(_origin_file(path), {"url": source.url})
@@ -147,21 +149,21 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
 
 
 def find_origin(path: Path, store: Path) -> str:
-    """The URL that the input came from of which something lies at a path; empty if it is not known."""
+    """The URL from which the input at a path was downloaded. Empty if the URL is unknown."""
     root = _input_of(path, store)
     if root is None:
         return ""
     try:
         return str(json.loads(_origin_file(root).read_text())["url"])
-    except FileNotFoundError:  # fetched by an older version
+    except FileNotFoundError:  # an older version downloaded the input, and kept no URL
         return ""
 
 
 def keys_at_origin(origin: ObjectStore, path: Path, store: Path) -> dict[Path, str]:
-    """The keys of an input's files in the store that it came from, by their paths here.
+    """The object keys of a downloaded input's files, by their local paths.
 
     Raises:
-        StoreUnavailableError: something else lies there now.
+        StoreUnavailableError: the objects have changed since the download.
     """
     wanted = find_wanted(origin)
     root = _place_of(origin, wanted, store)
@@ -182,5 +184,5 @@ def _input_of(path: Path, store: Path) -> Path | None:
 
 
 def _origin_file(path: Path) -> Path:
-    """Beside the input, so that what removes one removes both."""
+    """The file with an input's URL. The file lies beside the input, so that both are removed together."""
     return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

@@ -1,4 +1,4 @@
-"""Find out where an engine or a router has to be installed; the embedded engine comes with this project.
+"""Find out which machines need an installed engine or router.
 
 Not here: installing engines (engine_installs.py), starting them (engine.py, rollouts_core/engines/child.py).
 """
@@ -12,17 +12,17 @@ from rollouts_core.config import Config
 
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
-    """Whether RL asks engines for completions."""
+    """True if an RL stage asks engines for completions."""
     return trains and config.samples_for_training
 
 
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
-    """Whether engines of `rollout.engine` run on the leading machine, for RL or for scores."""
+    """True if engines of `rollout.engine` run on the leading machine, for RL or for evaluations."""
     scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
     return scores or (samples_for_rl(config, trains=trains) and not node.engine_nodes)
 
 
 def check_router(session: Session, config: Config, *, trains: bool) -> None:
-    """Raise PermanentInfraError when RL is to start a router that is not installed on the machine that trains."""
+    """Raise PermanentInfraError if RL needs a router that is not installed on the training machine."""
     if config.rollout.engine.router_python and samples_for_rl(config, trains=trains):
         check_router_installed(session, config.rollout.engine.router_python)

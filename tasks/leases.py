@@ -1,4 +1,4 @@
-"""Renew the leases of a run's jobs as long as the run holds them.
+"""Renew the leases of a run's jobs while the run uses the jobs.
 
 Not here: what a lease is (infra/supervisor/), the renewals by the RL job and by a training's leader (rollouts_core).
 """
@@ -18,9 +18,9 @@ from rollouts.infra.repeating import repeating
 from rollouts.infra.session import Session
 
 LEASE_S = 60.0
-"""A job ends by itself when its lease was not renewed for this long."""
+"""Seconds without a renewal after which the lease of a job lapses and the job ends by itself."""
 ENGINE, FOLLOWER = "engine", "follower"
-"""How the directories of such jobs begin."""
+"""Prefixes of the directory names of jobs with a lease."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ class LeasedJob:
 
     node: Node
     run_dir: str
-    """On the node."""
+    """The job's directory on its node."""
 
 
 def has_lease(run_dir: str) -> bool:
-    """Whether the job in a directory ends by itself when its lease lapses."""
+    """True if the job in this directory ends by itself when its lease lapses."""
     return run_dir.rpartition("/")[2].startswith((f"{ENGINE}-", f"{FOLLOWER}-"))
 
 
@@ -43,12 +43,13 @@ def has_lease(run_dir: str) -> bool:
 def lease_renewed(
     job: LeasedJob, on_status: Callable[[Session, JobStatus], None] = lambda session, status: None
 ) -> Iterator[None]:
-    """Renew the lease of a job as long as the block runs, in a thread and over a session of its own.
+    """Renew the lease of a job while the block runs, in its own thread and over its own session.
 
-    An unreachable node is asked again later. It takes a minute to fail, so jobs that share a thread would lapse.
+    A failed renewal is not fatal, because the next renewal tries again. A renewal on an unreachable node takes a minute
+    to fail, so in a shared thread the leases of other jobs would lapse.
 
     Args:
-        on_status: gets the job's status after each renewal.
+        on_status: receives the job's status after each renewal.
     """
     with open_session(job.node) as session:
 

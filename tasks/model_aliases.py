@@ -1,8 +1,8 @@
-"""Say what models are called now where people look at the run that made them: in its report, and in `rollouts status`.
+"""Show the current name and aliases of a model in the report of its run and in `rollouts status`.
 
-A report is a page on the disk, so it is written anew when an alias changes.
+A report is a file, so an alias that changes has to be written into the report.
 
-Not here: changing aliases (infra/registry.py), the other parts of the page (rollouts_core/report/).
+Not here: changing aliases (infra/registry.py), the other parts of a report (rollouts_core/report/).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollouts_core.system.files import write_atomically
 
 
 def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
-    """Every model with its name and aliases: "small-3 (production)"."""
+    """Every model with its name and aliases in words: "small-3 (production)"."""
     every = models(ledger)
     named: dict[int, list[str]] = {}
     for line in {model.line for model in every}:
@@ -29,7 +29,7 @@ def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
 
 
 def models_of_runs(store: Path) -> dict[str, list[str]]:
-    """The names of each run's models, by the first characters of the run's id."""
+    """The names of each run's models, by the run's short id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     found: dict[str, list[str]] = {}
@@ -41,19 +41,19 @@ def models_of_runs(store: Path) -> dict[str, list[str]]:
 
 
 def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = None) -> None:
-    """Write a model's present names into the report of the run that made it, and no name for a forgotten model."""
-    from rollouts_core.report import with_registered_name  # numpy loads here, which `rollouts status` need not wait for
+    """Write each model's current name and aliases into the report of its run, and remove a forgotten model's name."""
+    from rollouts_core.report import with_registered_name  # loads numpy, which would slow down `rollouts status`
 
     folders_of: dict[str, list[Path]] = {}
     for folder in (store / RUNS).glob("*-*"):
         folders_of.setdefault(folder.name.rpartition("-")[2], []).append(folder)
-    names: dict[Path, str] = {}  # of two models of a run the later one's, which the report is about
+    names: dict[Path, str] = {}  # if a run made two models, its report is about the later one
     for model, described in [*([(forgotten, "")] if forgotten else []), *describe_models(ledger)]:
         folders = {store / Path(model.checkpoint).parent}
         folders.update(folder for run in _runs_of(model) for folder in folders_of.get(run, []))
         names |= {folder / "report.html": described for folder in folders}
     for report, described in names.items():
-        with suppress(FileNotFoundError):  # it was removed, or no run made the checkpoint
+        with suppress(FileNotFoundError):  # the report was removed, or no run made the checkpoint
             page = report.read_text()
             noted = with_registered_name(page, described)
             if noted != page:
@@ -61,7 +61,7 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
 
 
 def _runs_of(model: Model) -> set[str]:
-    """The run that made the model, and the run whose folder holds it now, if another run made the same model again."""
+    """The short ids of the run that made the model, and of the run whose folder holds the model, if that differs."""
     folders = [place for place in places_in(model.checkpoint) if place.startswith(f"{RUNS}/")]
     return {short_id(model.run_id), *(folder.rpartition("-")[2] for folder in folders)} - {""}
 

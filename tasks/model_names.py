@@ -1,13 +1,13 @@
-"""Find the model of a name, and the rows of an evaluation.
+"""Find the model to which a name refers, and the rows of an evaluation.
 
     base                              the start model of the configuration
-    production, candidate             of the registry; small/production where the store has several lines
+    production, candidate             an alias in the registry (small/production if the store has several lines)
     small-3                           a registered model
-    my-run-5793d50a, sft-0a1b/...     a run of the store; a stage, or one checkpoint of it
-    ./folder, s3://bucket/folder      a Hugging Face checkpoint, or what a run published
+    my-run-5793d50a, sft-0a1b/...     a run, a stage, or one checkpoint of a stage in the store
+    ./folder, s3://bucket/folder      a Hugging Face checkpoint, or the published checkpoint of a run
 
-Not here: registering and promoting (infra/registry.py), fetching (inputs.py). This module does not import prefect:
-preflight uses it.
+Not here: registering and promoting models (infra/registry.py), downloading models (inputs.py). This module must not
+import prefect, because preflight runs before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ ALIAS = re.compile(rf"(?:(?P<line>[^/]+)/)?(?P<alias>{'|'.join(Alias)})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """The model that a name stands for at this moment."""
+    """The model to which a name currently refers."""
 
     title: str
-    """For people: as it was named, and what that is."""
+    """A name for messages: the given name, with the registered name of an alias, or the checkpoint's path."""
     model: ModelConfig
-    """How it is loaded; its path is a folder of this machine."""
+    """The settings to load the model, with a local folder as path."""
 
 
 def find_named_model(given: str, config: Config, store: Path, say: Callable[[str], None]) -> NamedModel:
-    """The model that a name stands for; one that a URL names lies in the store then.
+    """Find the model to which a name refers. A model with a URL is downloaded into the store.
 
     Args:
-        config: whose start model `base` is, and whose code of models is trusted or not.
-        say: told what was fetched, a sentence each.
+        config: gives the start model (`base`), and whether code in a model's folder is trusted.
+        say: receives one sentence per download.
 
     Raises:
-        InputError: the model does not exist, or it is not whole; one sentence.
-        InfraError: an object store does not answer, or has nothing there.
+        InputError: the model does not exist or is damaged.
+        InfraError: an object store does not answer, or has no object at the URL.
     """
     path = config.model.path if given == BASE else given
     if is_url(path):
@@ -73,11 +73,11 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
 
 def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], None]) -> Config:
-    """The settings that an evaluation reads, with its rows here: `data`, or the configuration's own if that is "".
+    """The configuration with the rows of an evaluation as its only data: `data`, or `data.heldout` if `data` is "".
 
     Raises:
-        ConfigError: a file that does not exist.
-        InfraError: as `find_named_model`.
+        ConfigError: the file with the rows does not exist.
+        InfraError: an object store does not answer, or has no object at the URL.
     """
     heldout = data or config.data.heldout or prepare_data(config, store, say).data.heldout
     path = str(bring_input(heldout, store, say)) if is_url(heldout) else heldout
@@ -98,7 +98,7 @@ def _find_registered(given: str, store: Path) -> Model | None:
         return None
     if not match["line"] and len(lines) > 1:
         raise ConfigError(
-            f"the store has several lines of models: name one, as {lines[0]}/{match['alias']}; there are "
+            f"the store has several lines of models: name one, for example {lines[0]}/{match['alias']}; the lines are "
             f"{', '.join(lines)}"
         )
     found = None
@@ -118,7 +118,7 @@ def _registered(store: Path) -> list[Model]:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """The checkpoint of a run's folder, the folder itself if it holds a model, or the newest checkpoint in it."""
+    """Find the checkpoint in a folder: a run's final checkpoint, the folder itself, or the newest checkpoint in it."""
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"
     return folder if (folder / "config.json").is_file() else find_checkpoint(folder)

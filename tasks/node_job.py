@@ -1,6 +1,6 @@
-"""A stage as a job of a node: its command, variables and GPUs, and what of it is under way.
+"""Describe a stage as a job of a node: its command, its environment variables and its GPUs.
 
-Not here: what the stage is (plan.py), bringing it there (upload_inputs.py), running it to its end (stage.py).
+Not here: planning the stage (plan.py), uploading its inputs (upload_inputs.py), running the job to its end (stage.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollouts_core.keys import read_hub_token, read_named_keys
 GRACE_S = 10.0
 """Time between asking a job to end and killing it, unless the job states how long it needs to save."""
 GRACE_SHARE = 0.5
-"""The grace period's share of the rest of a rented machine's time."""
+"""The largest share of a rented machine's remaining time for the grace period."""
 USER_ERROR_CODE = 2
 """Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""GPUs are counted as nvidia-smi counts them, and locks are named by these numbers. CUDA by itself counts the fastest
-GPU first, so a job would get another GPU than it waited for."""
+"""Numbers GPUs as nvidia-smi does, because GPU locks are named by these numbers. By default, CUDA numbers the fastest
+GPU first, so a job would use a GPU that another job has locked."""
 
 
 def job_spec(
@@ -48,9 +48,9 @@ def job_spec(
     """The stage as a job for a node's supervisor.
 
     Args:
-        gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
-        code_dir: where the job imports from; empty if it finds everything by itself.
-        known_keys: variables that need not be set here.
+        gpus: GPUs for which the job waits. An RL job and its engines have the same fingerprint and share their GPUs.
+        code_dir: the folder from which the job imports; empty on this machine.
+        known_keys: keys by variable name. These variables need not be set in this process.
     """
     return JobSpec(
         run_dir=stage.run_dir,
@@ -69,7 +69,7 @@ def job_spec(
 
 
 def longest_grace_s(node: Node, scope: RunScope) -> float:
-    """The most seconds for a training to save what it has. The rest of a rented machine's time is for fetching that."""
+    """The most seconds that a stopped training gets to save. On a rented machine, time for fetching is left."""
     if not node.is_rented:
         return scope.stop_timeout_s
     with Ledger(scope.ledger_path) as ledger:
@@ -78,10 +78,10 @@ def longest_grace_s(node: Node, scope: RunScope) -> float:
 
 
 def variables_of_place(code_dir: str) -> dict[str, str]:
-    """Variables for a job's imports and its models of the hub; none for a job that finds everything by itself.
+    """Environment variables for a job's imports and its cache of hub models. Empty for a job on this machine.
 
     Args:
-        code_dir: <root>/code/<digest> on the node, or empty.
+        code_dir: <root>/code/<digest> on a remote node; empty on this machine.
     """
     if not code_dir:
         return {}
@@ -90,9 +90,9 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 
 
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
-    """The node's GPUs that the stage's job alone may use while it runs; of an RL those of its engines there too.
+    """The node's GPUs that the stage's job locks while it runs. An RL job also locks its engines' GPUs on this node.
 
-    Every job of an RL stage takes all of its GPUs: two RL stages with a part each would wait for each other for ever.
+    Each job of an RL stage locks all GPUs of the stage: two RL stages that each hold a part would deadlock.
     """
     if starts_engines(stage):
         return gpus_of_engines(stage)
@@ -100,7 +100,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     trainer = deployment["trainer_gpu_ranks"]
     shares_cpu = deployment["trainer_processes"] > 1 and not trainer
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
-    # Recorded rollouts need no engine, and the engines of a machine that leads are not on the others.
+    # Recorded rollouts need no engine. Engines run on the leading machine or on engine nodes, not on other trainers.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
     if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)
@@ -108,25 +108,25 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
 
 
 def gpus_of_engines(stage: Stage) -> tuple[str, ...]:
-    """The GPUs that the engines of a stage use, on each node that has some; the embedded engine computes on the CPU."""
+    """The GPUs that a stage's engines use on each of their nodes. Empty for the embedded engine, which uses the CPU."""
     if ENGINES[stage.job["rollout"]["engine"]["kind"]].is_own:
         return ()
     return tuple(str(rank) for rank in stage.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
 
 
 def starts_engines(stage: Stage) -> bool:
-    """Whether a stage's own job starts engines: an evaluation, unless its process computes all by itself."""
+    """True if the stage's job itself starts engines: an evaluation with another engine than the embedded one."""
     return stage.kind == "eval" and not ENGINES[stage.job["rollout"]["engine"]["kind"]].is_own
 
 
 def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """The variables of the stage's process: GPUs, and keys where the settings name some, and how it gets memory.
+    """The environment variables of the stage's process: its GPUs, keys that the settings name, and allocator options.
 
     Args:
-        known_keys: variables that need not be set here.
+        known_keys: keys by variable name. These variables need not be set in this process.
 
     Raises:
-        ConfigError: a variable that is to hold a key is not set here.
+        ConfigError: a variable that must hold a key is not set in this process.
     """
     uses_engine_gpus = stage.kind == "serve" or starts_engines(stage)
     ranks = stage.job["deployment"]["engine_gpu_ranks" if uses_engine_gpus else "trainer_gpu_ranks"]
@@ -137,7 +137,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON
-    """The job.json of a job that is under way, else None."""
+    """The job.json of a running job, or None if the job does not run."""
     if job_status(session, run_dir).state is not JobState.RUNNING:
         return None
     job: dict[str, Any] = json.loads(session.read_file(f"{run_dir}/job.json"))  # Any: JSON

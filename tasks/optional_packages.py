@@ -1,7 +1,7 @@
-"""Which optional packages the settings of a run need, and whether the interpreter of its stages has them, or will.
+"""Find the optional packages for a run's settings, and check that the stages' interpreter has or will get them.
 
-Not here: packages that everything needs (infra/bootstrap.py), those of engines (installed_engines.py), what a run
-installs on a machine (infra/environment.py).
+Not here: required packages (infra/bootstrap.py), packages of engines (installed_engines.py), installing packages on a
+machine (infra/environment.py).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class OptionalPackage:
     """A package that not every installation of this project has."""
 
     module: str
-    """What is imported."""
+    """The module to import."""
     distribution: str
-    """What is installed."""
+    """The distribution to install."""
     extra: str = ""
-    """The extra of this project that has it; empty where none has."""
+    """The extra of this project that includes the package. Empty if no extra includes the package."""
     instead: str = ""
-    """The module, and what is installed, that serves as well."""
+    """The name of an alternative package, for both its module and its distribution."""
 
     @property
     def called(self) -> str:
-        """What can be installed."""
+        """The distributions that can be installed, in words."""
         return f"{self.distribution} or {self.instead}" if self.instead else self.distribution
 
 
 PEFT = OptionalPackage(module="peft", distribution="peft", extra="lora")
 JAX = OptionalPackage(module="jax", distribution="jax", extra="jax")
-FLASH_ATTENTION = {  # where the package is missing, transformers takes the kernel that the hub has compiled
+FLASH_ATTENTION = {  # without the package, transformers uses a compiled kernel from the hub
     "flash_attention_2": OptionalPackage(module="flash_attn", distribution="flash-attn", instead="kernels"),
     "flash_attention_3": OptionalPackage(module="flash_attn_interface", distribution="flash-attn-3", instead="kernels"),
 }
@@ -60,10 +60,10 @@ OF_ENVIRONMENTS = {
 
 
 def needed_packages(config: Config, *, trains: bool = True) -> dict[str, OptionalPackage]:
-    """The optional packages that stages import, by their settings.
+    """The optional packages that stages import, by setting.
 
     Args:
-        trains: whether there is anything else than an evaluation.
+        trains: False if the run only evaluates.
     """
     needed: dict[str, OptionalPackage] = {}
     for name, training in config.trainings.items() if trains else ():
@@ -81,7 +81,7 @@ def needed_packages(config: Config, *, trains: bool = True) -> dict[str, Optiona
 
 
 def check_packages(session: Session, node: Node, config: Config, *, trains: bool = True) -> None:
-    """Raise PermanentInfraError when the interpreter of a node lacks a package that the stages there need."""
+    """Raise PermanentInfraError if the interpreter of a node lacks a package that the node's stages need."""
     needed = needed_packages(config, trains=trains)
     if not needed:
         return
@@ -98,10 +98,10 @@ def check_packages(session: Session, node: Node, config: Config, *, trains: bool
 
 
 def check_sent_packages(settings: PackageSettings, config: Config, *, trains: bool = True) -> None:
-    """Raise PermanentInfraError when a run would not install a package that its stages need.
+    """Raise PermanentInfraError if a run would not install a package that its stages need.
 
     Args:
-        settings: those of a machine on which a run installs packages.
+        settings: the settings of a machine on which the run installs packages.
     """
     needed = needed_packages(config, trains=trains)
     if not needed:
@@ -120,7 +120,7 @@ def check_sent_packages(settings: PackageSettings, config: Config, *, trains: bo
 
 
 def _has_gpu_build(requirements: Sequence[Requirement]) -> bool:
-    """Whether JAX can use GPUs: by an extra of it, or by a plugin like jax-cuda12-plugin."""
+    """True if the requirements let JAX use GPUs, by an extra of jax or by a plugin like jax-cuda12-plugin."""
     extras = {extra for each in requirements if each.name == JAX.distribution for extra in each.extras}
     return bool(extras) or any(canonicalize_name(each.name).startswith(GPU_PLUGINS) for each in requirements)
 
@@ -131,11 +131,11 @@ def _remedy(settings: PackageSettings, package: OptionalPackage) -> str:
         return f"which {settings.requirements} (node.requirements) does not list: add it there"
     if package.extra in NODE_EXTRAS:
         return (
-            "and a run installs on its machine what is installed here, where it is missing: run "
+            "which is not installed here, and a run installs only packages that are installed here: run "
             f"pip install 'rollouts[{package.extra}]' here"
         )
     return (
-        f"which a run does not install, because every kind of device has its own build of it: list all packages, with "
+        f"which a run does not install, because each kind of device needs its own build: list all packages, with "
         f"{package.distribution}'s build for that machine, in a file and name it as node.requirements, or install them "
         'there yourself (node.install = "nothing")'
     )

@@ -1,6 +1,6 @@
-"""From settings and finished stages to the next stage: its job, its identity, its directory.
+"""Plan the next stage from the settings and the finished stages: its job, its fingerprint and its directory.
 
-Not here: running it (stage.py). These functions read files for their digests and change nothing.
+Not here: running the stage (stage.py). These functions read files to compute digests, and change nothing.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from rollouts_core.stages.planning import input_file, plugin_digest
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Train the start model. `with_engines` adds engines. They do not enter the identity.
+    """Plan a training of the start model. `with_engines` later adds engines, which do not enter the fingerprint.
 
     Args:
-        name: the stage's, which also names its settings.
+        name: the name of the stage and of its settings.
     """
     job: TrainingJob = load(kind_of(name).plan)(start, config)
     if isinstance(job, RLJob) and node.engine_nodes:
@@ -53,7 +53,7 @@ def plan_training(name: str, start: InputModel, config: Config, scope: RunScope,
 
 
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Score every checkpoint that a training stage left, on the selection rows."""
+    """Plan a stage that scores every checkpoint of a training on the selection rows."""
     checkpoints = checkpoints_of(training, config)
     rows = input_file(config.data.selection, config.data.columns_of("selection"))
     job = evaluation_job(checkpoints, rows, config, node).model_copy(update={"is_selection": True})
@@ -61,7 +61,7 @@ def plan_selection(training: StageRecord, config: Config, scope: RunScope, node:
 
 
 def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
-    """The settings where trainer and engines are on different nodes: weights are sent, and a key is asked for."""
+    """The settings for engines on other nodes: weights travel over the network, and the engines require a key."""
     engine = rollout.engine
     changed = {
         "weight_transfer": "gloo" if engine.weight_transfer == "auto" else engine.weight_transfer,
@@ -71,7 +71,7 @@ def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
-    """The RL stage with the engines that it may use."""
+    """The RL stage with the addresses of its engines."""
     addresses = tuple(
         EngineAddress(
             kind=engine.kind,
@@ -87,17 +87,17 @@ def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
 
 
 def engine_ports(rl: Stage, node: Node) -> list[int]:
-    """The ports of the engines of an RL stage, each node's in turn; none if it trains on recorded rollouts."""
+    """The ports of an RL stage's engines, node by node. Empty if the stage trains on recorded rollouts."""
     job = RLJob.model_validate(rl.job)
     return [] if job.rollouts else job.deployment.engine_ports * max(1, len(node.engine_nodes))
 
 
 def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
-    """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's.
+    """Plan an engine of an RL stage, with the start model and the fingerprint of that stage.
 
     Args:
         node: the engine's node.
-        index: its number among all engines; each node has as many of them, with GPUs of the same ranks.
+        index: the engine's number among all engines. Every node has the same number of engines on the same GPU ranks.
     """
     rl_job = RLJob.model_validate(rl.job)
     rollout, deployment = rl_job.rollout, rl_job.deployment
@@ -115,23 +115,23 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
-        timeout_s=0.0,  # it ends with its lease: a later attempt at the RL, with the same engine, has its whole time
+        timeout_s=0.0,  # no limit: later attempts of the RL stage may use the same engine
     )
 
 
 def installed_on(node: Node, engine: EngineConfig) -> EngineConfig:
-    """The settings with the interpreter of the engine that a run has installed or found on the node."""
+    """The engine's settings with the interpreter that the run has installed or found on the node."""
     if engine.spec.is_own or not node.engine_python:
         return engine
     return engine.model_copy(update={"python": node.engine_python})
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
-    """The part of a further machine in a training: the same job, which ends with the leading one.
+    """Plan the part of a further machine in a training: the same job, which ends with the leader's job.
 
     Args:
         node: the further machine.
-        node_rank: its number; 0 leads.
+        node_rank: the number of the further machine; the leader has 0.
     """
     changed = {
         "name": "follower",
@@ -144,7 +144,7 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
 
 
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
-    """Score the models on the held-out rows, under the names of `models`."""
+    """Plan a stage that scores the models on the held-out rows, under their names in `models`."""
     renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
     rows = input_file(config.data.heldout, config.data.columns_of("heldout"))
     job = evaluation_job(renamed, rows, config, node)
@@ -152,7 +152,7 @@ def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: Run
 
 
 def selected_model(training: StageRecord, selection: StageRecord, config: Config) -> InputModel:
-    """The checkpoint of a training stage that its selection named best."""
+    """The checkpoint of a training that the selection stage scored best."""
     by_name = {model.name: model for model in checkpoints_of(training, config)}
     return by_name[selection.result["best"]]
 
@@ -178,9 +178,10 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
 
 
 def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: Config, node: Node) -> EvalJob:
-    """Score checkpoints on the rows of a file, as `config.evaluation` says.
+    """The job that scores checkpoints on the rows of a file, by the settings in `config.evaluation`.
 
-    Only settings that can change a score go in: a run with another RL batch size evaluates the same SFT only once.
+    The job has only settings that can change a score. So runs with different RL batch sizes share the evaluation of the
+    same SFT model.
     """
     config = with_engines_of_trainer(config) if node.engine_nodes else config
     rollout, sft = config.rollout, config.training.sft
@@ -201,7 +202,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=rows,
-        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # which is the one below
+        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # `sampled` has the evaluation's engine
         rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=plugin_digest(sampled),
@@ -210,19 +211,19 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
 
 
 def with_engines_of_trainer(config: Config) -> Config:
-    """The settings of an evaluation on the leading machine of a run whose engines have GPUs of other machines."""
+    """The settings for an evaluation on the leading machine if the run's RL engines are on other machines."""
     return config.model_copy(update={"deployment": config.deployment.with_engines_of_trainer()})
 
 
 def check_plugins(stage: Stage) -> None:
-    """Raise ConfigError where the code or the models of `plugin_digest` are others now than when it was planned.
+    """Raise ConfigError if the code or models in a stage's `plugin_digest` changed since the stage was planned.
 
-    Engines start in between: what was edited meanwhile would train under the identity of what it was.
+    Engines start between planning and training. Code that was edited meanwhile would run under the old fingerprint.
     """
     if not (planned := stage.job.get("plugin_digest")):
         return
     job = job_type(stage.kind).model_validate(stage.job)
-    assert isinstance(job, RLJob | EvalJob), "other jobs have no such digest"
+    assert isinstance(job, RLJob | EvalJob), "only RL and evaluation jobs have a plugin_digest"
     if plugin_digest(job.rollout, job.training if isinstance(job, RLJob) else None) != planned:
         raise ConfigError(
             "the code of rewards, environments or the loss, or a model that grades, changed since the stage was "
@@ -231,9 +232,10 @@ def check_plugins(stage: Stage) -> None:
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
-    """A stage at the place that its identity gives it; a fresh one gets an identity of this run's own.
+    """Build a stage with the fingerprint of its job and the directory of this fingerprint.
 
-    A stage that another run had end early gets a new identity, too: the whole training has a place beside it.
+    The fingerprint of a fresh stage is unique to this run. If another run ended the stage early, the stage gets a new
+    fingerprint and a second directory.
     """
     salt = scope.run_id if name in scope.fresh else ""
     stages = Path(node.local_root) / "stages"

@@ -1,6 +1,6 @@
-"""Which machine a run asks for: what its settings say, without GPUs that could not hold the training.
+"""Add the GPU memory that the training needs to the query for a rented machine, so that too small GPUs are excluded.
 
-Not here: renting (infra/renting/provision.py), what training takes (rollouts_core/checks/resource_needs.py).
+Not here: renting (infra/renting/provision.py), estimating the memory (rollouts_core/checks/resource_needs.py).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 NodeT = TypeVar("NodeT", bound=BaseModel)
 GIB = 1 << 30
-"""Providers say GB of a GPU's memory, and mean this."""
+"""Bytes of a GiB. Providers state the memory of a GPU in GiB, but call the unit GB."""
 SMALLEST_GPU_GB = 8.0
-"""No GPU that is rented out has less; a query that needs no more is left as it is."""
+"""Every rented GPU has at least this much memory. A training that needs less does not change the query."""
 
 
 def with_enough_memory(node: NodeT, config: Config, size: ModelSize | None = None) -> NodeT:
-    """The node's settings; of a node to rent with as much memory for each GPU as the training takes at least.
+    """The node's settings. The query for a rented node asks for at least the memory per GPU that the training needs.
 
     Args:
-        size: that of the model, if it is known already.
+        size: the size of the model; None reads the size from the model's files.
     """
     if not isinstance(node, RentedNode):
         return node

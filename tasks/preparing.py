@@ -2,8 +2,9 @@
 
     data.prepare ──> <store>/inputs/<digest>/prepared/sft.jsonl, prompts.jsonl, ...
 
-The digest is that of the preparation: stages go by the content of the files, as with any other file. Not here: the
-preparation itself (rollouts_core/data/preparing.py). This module does not import prefect: preflight uses it.
+The digest identifies the preparation. The fingerprint of a stage depends on the content of the prepared files.
+Not here: the preparation itself (rollouts_core/data/preparing.py). This module must not import prefect, because
+preflight runs before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ RECORD = "preparation.json"
 
 
 def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Config:
-    """The configuration with the paths of files that its preparation makes; they lie in the store then.
+    """Run the preparation of a configuration. Returns the configuration with the paths of the prepared files.
 
-    Files that the configuration names itself stay what they are.
+    A data file that the configuration names is used instead of the prepared file.
 
     Raises:
         InputError: the preparation failed, or does not make a file that the mode needs.
@@ -66,17 +67,17 @@ def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Con
 
 
 def _commit_of(source: str, revision: str, hub: HubConfig) -> str:
-    """The commit of a dataset of the hub; empty for a folder."""
+    """The commit of a hub dataset. Empty for a folder."""
     if not source or Path(source).exists() or COMMIT.fullmatch(revision):
         return revision
     return str(json.loads(ask_hub(["dataset", source, revision], hub_environment(hub)))["commit"])
 
 
 def ask_hub(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The answer of rollouts_core/data/hub_download.py, in a process with these variables.
+    """Run rollouts_core/data/hub_download.py in a process with these environment variables, and return its output.
 
     Raises:
-        ConfigError: the hub does not give what was asked for.
+        ConfigError: the hub refused the request, or did not find the model or dataset.
     """
     command = [sys.executable, "-P", "-m", "rollouts_core.data.hub_download", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -86,10 +87,10 @@ def ask_hub(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def hub_environment(hub: HubConfig) -> dict[str, str]:
-    """The variables of a process that downloads from the hub.
+    """The environment variables of a process that downloads from the hub.
 
     Raises:
-        ConfigError: the variable that is to hold the token is not set.
+        ConfigError: the variable that must hold the hub token is not set.
     """
     mirror = {"HF_ENDPOINT": hub.url.rstrip("/")} if hub.url else {}
     token = {HUB_TOKEN: read_key(hub.token_variable, "hub", name="token_variable")} if hub.token_variable else {}
@@ -97,7 +98,7 @@ def hub_environment(hub: HubConfig) -> dict[str, str]:
 
 
 def _claim(folder: Path, store: Path) -> None:
-    """Make the folder, and note that it is used now; under the ledger's lock, prune moves folders away."""
+    """Make the folder and set its time of use, under the ledger's lock, so that prune does not remove the folder."""
     with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)

@@ -1,6 +1,6 @@
-"""Show how far a stage is: a bar with its remaining time on a terminal, plain lines elsewhere, lines in Prefect always.
+"""Show the progress of a stage: a bar on a terminal, plain lines elsewhere, and lines in Prefect's log in any case.
 
-Not here: where the numbers come from (stage.py).
+Not here: reading the numbers from the job (stage.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollouts.infra.foreign_text import shown_lines
 from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0
-"""Plain lines, and lines in Prefect, come at most this often."""
+"""The least seconds between two progress lines, both in Prefect and on a console without a bar."""
 
 SHOWN_METRICS = {
     "loss": "loss {:z.3f}",
@@ -29,7 +29,7 @@ SHOWN_METRICS = {
 
 
 class StageProgress:
-    """The progress of one stage; owns the bar while the stage runs.
+    """Shows the progress of one stage, with a bar between `__enter__` and `__exit__`.
 
     Args:
         num_steps: 0 shows no bar.
@@ -73,7 +73,7 @@ class StageProgress:
             self._say(f"step {step} of {self.num_steps}" + (f", {numbers}" if numbers else ""), on_terminal=False)
 
     def say(self, message: str) -> None:
-        """A sentence about the stage, on the console and in Prefect; a machine may have written a part of it."""
+        """Show a sentence about the stage on the console and in Prefect, without control characters."""
         self._say(message, on_terminal=True)
 
     def _say(self, said: str, *, on_terminal: bool) -> None:

@@ -1,4 +1,4 @@
-"""Get the node that the stages run on, and give it back."""
+"""Provision the node that the stages run on, and give the node back."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rollouts.tasks.spending import note_spending
 from rollouts.tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
-"""When renting breaks off, the requested machine has already been looked for again and again."""
+"""Look up a requested machine only once, because the interrupted renting has already looked it up repeatedly."""
 
 
 @task(name="provision", cache_policy=NO_CACHE)
 def provision(settings: NodeSettings, scope: RunScope) -> Node:
-    """The node that the settings ask for, with the others of its unit."""
+    """The node that the settings ask for, with its further nodes."""
     with StageProgress("provision") as progress:
         node = provision_node(settings, Path(scope.store), run_id=scope.run_id, say=progress.say)
         for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
             noun = "engines' node" if each in node.engine_nodes else "node"
-            progress.say(f"{each.kind} {noun} {each.name}{key}, run directories below {each.root}/stages")
+            progress.say(f"{each.kind} {noun} {each.name}{key}, which has run directories below {each.root}/stages")
     return node
 
 
@@ -46,20 +46,20 @@ def give_back(
     say: Callable[[str], None] = lambda sentence: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
+    """End every job that no other run uses, then give the node back. Returns one sentence per action.
 
-    Results of stopped jobs are fetched from other machines before. A rented machine is given back also where its jobs
-    cannot be reached, or the ledger cannot be written: they end with it. Jobs on further nodes that cannot be reached
+    Results of stopped jobs are fetched from remote machines first. A rented machine is given back even if the machine
+    is unreachable or the ledger cannot be written, and its jobs end with the machine. Jobs on unreachable further nodes
     end by themselves.
 
     Args:
-        keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
-        say: told which job is still saving.
-        is_impatient: True stops that waiting; the job saves and ends by itself.
+        keep_minutes: minutes for which a reachable rented machine is kept instead of given back.
+        say: receives a sentence about each job that is still saving.
+        is_impatient: returns True to stop waiting for a job. The job then saves and ends by itself.
     """
     leases: dict[str, list[Lease]] = {}
     is_saving = False
-    is_left = True  # where the jobs cannot be seen to, others may need what is beside them, which ends by itself
+    is_left = True  # as long as jobs are unknown, because runs of other stores may need the jobs on further nodes
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
@@ -74,7 +74,7 @@ def give_back(
         if not node.is_rented:
             raise
         drop_leases(scope)
-        done = [f"its jobs end with the machine ({error})"]
+        done = [f"the jobs on {node.name} end with the machine ({error})"]
     finally:
         try:
             further_done = [
@@ -86,7 +86,7 @@ def give_back(
             if not kept and not (is_saving and node.is_rented):
                 release_node(node)
     if is_saving and node.is_rented:
-        return [*done, *further_done, f"{node.name} is given back when that is fetched"]
+        return [*done, *further_done, f"{node.name} is given back after the result of the job is fetched"]
     done += [*further_done, *(kept or [describe_release(node)])]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:
@@ -97,7 +97,7 @@ def give_back(
 
 
 def describe_given_up(given_up: GivenUp) -> list[str]:
-    """The fate of a run's jobs, a sentence each."""
+    """One sentence per job about what happened to the job."""
     return [
         *(f"ended the job in {run_dir}{saved}" for run_dir, saved in given_up.ended.items()),
         *(f"the job in {run_dir} saves its last step and ends by itself" for run_dir in given_up.still_saving),
@@ -108,12 +108,12 @@ def describe_given_up(given_up: GivenUp) -> list[str]:
 
 
 def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, is_left: bool = False) -> list[str]:
-    """End the jobs on a further node, and give it back. A rented node is given back, or kept, with its whole unit.
+    """End the jobs on a further node, and give the node back. A rented node is released later, with the leading node.
 
-    If the node does not answer, its jobs end by themselves: their leases lapse.
+    If the node is unreachable, its jobs end by themselves when their leases lapse.
 
     Args:
-        is_left: what they are for goes on for a run of another store.
+        is_left: whether the leading job continues for a run of another store, so that the jobs here must not be ended.
     """
     try:
         if is_left:
@@ -131,18 +131,20 @@ def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, i
 
 
 def describe_release(node: Node) -> str:
-    """The fate of a node; a machine that the user rented goes on costing money."""
+    """One sentence about the release of a node. A machine that the user rented keeps running and costs money."""
     names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
     nodes = "node" if len(names) == 1 else "nodes"
     return (
-        f"{node.name} is yours, and runs on" if node.is_of_user else f"gave back {node.kind} {nodes} {', '.join(names)}"
+        f"{node.name} is yours, and keeps running"
+        if node.is_of_user
+        else f"gave back {node.kind} {nodes} {', '.join(names)}"
     )
 
 
 def release_now(
     node: Node, scope: RunScope, *, keep_minutes: float = 0.0, is_impatient: Callable[[], bool] = lambda: False
 ) -> None:
-    """`give_back`, with what was asked for besides and has appeared since, and say what was done."""
+    """Call `give_back` and, for a rented node, `give_back_unknown`. Show one line per action."""
     with StageProgress("release") as progress:
         done = give_back(node, scope, keep_minutes=keep_minutes, say=progress.say, is_impatient=is_impatient)
         if node.is_rented and keep_minutes == 0:
@@ -152,27 +154,29 @@ def release_now(
 
 
 def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
-    """`give_back_unknown`, and say what was done and is left."""
+    """Call `give_back_unknown`, and show one line per action and leftover."""
     with StageProgress("release") as progress:
         for sentence in give_back_unknown(scope, since=since):
             progress.say(sentence)
 
 
 def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None = None) -> list[str]:
-    """Give back what was rented for a run that was not told of it; returns what was done and is left, a sentence each.
+    """Release machines that are rented for this run but unknown to it, because renting was interrupted.
+
+    Returns one sentence per action and per leftover.
 
     Args:
-        since: what the run has had for longer stays.
-        known: the machine that the run was told of, which is given back, or still saves its last step.
+        since: machines that were requested before this time (seconds since 1970) stay.
+        known: the machine that the run knows. `give_back` has handled this machine, so it is left out.
     """
     spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:
         return release_rentals(Path(scope.store), scope.run_id, since=since, spared=spared, pace=LOOKED_ALREADY)
     except InfraError as error:
-        return [f"what the run has rented, if anything, could not be given back ({error}): `rollouts reap` ends it"]
+        return [f"machines that the run may have rented could not be given back ({error}): `rollouts reap` ends them"]
 
 
 @task(name="release", cache_policy=NO_CACHE)
 def release(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
-    """`release_now`, as a task of the run."""
+    """Call `release_now` as a Prefect task."""
     release_now(node, scope, keep_minutes=keep_minutes)

@@ -1,20 +1,20 @@
-"""Find what lies in a store that nothing refers to any more, and remove it.
+"""Find folders in a store to which nothing refers any more, and remove them.
 
 Not here: the command (flows/commands/prune.py), checkpoints that a stage itself deletes while it trains.
 
-    stages/<stage>             a stage with all it made
-    runs/<run>/checkpoint      the copy of a run's final checkpoint; its report and settings are small, and stay
-    inputs/<digest>            what a URL named, or a preparation made; it is fetched or made again when it is needed
-    engines/<engine>           an engine that a run installed; it is installed again when it is needed
+    stages/<stage>             a stage with all its files
+    runs/<run>/checkpoint      the copy of a run's final checkpoint (the run's report and settings are small, and stay)
+    inputs/<digest>            a download or prepared data (made again when a run needs the data)
+    engines/<engine>           an installed engine (installed again when a run needs the engine)
 
-    kept      in the lineage of a registered model | used by a run that lives, or since it began
-              claimed by a job or under way | named by a stage that is kept, or by a configuration that is served
-    old       everything else that was last used longer ago than asked for
-    large     and, oldest use first, as much more as is needed to fit
+    kept      in the lineage of a registered model | used by a living run, or since the first living run began
+              claimed by a run | with work under way | named by the job of a kept stage, or by a deployment
+    old       all other folders that were unused for longer than `unused_days`: removed
+    large     more folders, longest unused first, until the rest fits into `max_bytes`: removed
 
-A run notes a use before it looks for the thing (stage_tasks.py, inputs.py, store_paths.py). Removal looks at these
-notes for the last time under the ledger's lock, and moves the thing away. So a run finds it whole, or not at all, and
-then makes it again.
+A run records the use of a folder before it looks for the folder (stage_tasks.py, inputs.py, store_paths.py). Prune
+checks these records once more under the ledger's lock, and moves the folder away under the same lock. So a run finds
+the folder either complete or missing, and makes a missing folder again.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFolder:
-    """Something in the store that takes room."""
+    """A folder in the store that takes disk space."""
 
     place: str
-    """Below the store: stages/<stage>, runs/<run> or inputs/<digest>."""
+    """Path in the store: stages/<stage>, runs/<run>, inputs/<digest> or engines/<engine>."""
     num_bytes: int
-    """Bytes that its removal makes free. A file with several links counts at its place that stays longest."""
+    """Bytes that the folder's removal frees. A file with several hard links counts in the folder that stays longest."""
     used_at: float
-    """When a run used it last, seconds since 1970."""
+    """When a run last used the folder, in seconds since 1970."""
     reason: str = ""
-    """Why it is kept; empty if nothing refers to it."""
+    """Why the folder is kept; empty if nothing refers to the folder."""
 
     @property
     def name(self) -> str:
-        """What is removed, for people."""
+        """The path that prune removes, for messages."""
         return f"{self.place}/checkpoint" if self.place.startswith(f"{RUNS}/") else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The folders to remove, and the others."""
+    """The folders to remove, and the folders to keep."""
 
     removed: tuple[FoundFolder, ...]
     kept: tuple[FoundFolder, ...]
@@ -73,10 +73,10 @@ class PrunePlan:
 def plan_prune(
     store: Path, ledger: Ledger, *, unused_days: float, max_bytes: int | None = None, now: float | None = None
 ) -> PrunePlan:
-    """Choose unreferenced folders that were unused for so many days, then more, longest unused first, until all fits.
+    """Choose the unreferenced folders that were unused for `unused_days`, and more until the rest fits `max_bytes`.
 
     Args:
-        max_bytes: what everything together may take; None does not ask.
+        max_bytes: the most bytes that all folders together may take; None sets no limit.
     """
     at = time.time() if now is None else now
     found = sorted(find_folders(store, ledger), key=lambda folder: (folder.used_at, folder.place))
@@ -95,8 +95,8 @@ def plan_prune(
 
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
-    """Remove what the plan says, unless something refers to it by now; returns what was removed."""
-    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # one of these may be copying a model there
+    """Remove the planned folders, except those to which something refers by now. Returns the removed folders."""
+    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a living run may be copying a model to its folder
     runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
     for parent in (store / STAGES, store / INPUTS, store / ENGINES, *runs):
         remove_partial_directories(parent)
@@ -119,7 +119,7 @@ def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFo
 
 
 def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
-    """Every folder of the store that takes room, with the reason to keep it."""
+    """Every folder of the store that takes disk space, with the reason to keep it."""
     places = [
         f"{kind}/{path.name}"
         for kind in NAMES
@@ -135,7 +135,7 @@ def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
 
 
 def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], registered: Sequence[Model]) -> dict[str, str]:
-    """The reasons to keep these places, and the places that kept ones name."""
+    """The reasons to keep folders, by place. A folder that the job of a kept stage names is kept, too."""
     reasons = _named_by_deployments(store)
     reasons |= {place: what for place in places if (what := _work_under_way(store / place))}
     reasons |= _wanted_by_runs(ledger, places)
@@ -144,28 +144,28 @@ def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], register
     if began_at is not None:
         used_at = _last_uses(store, ledger, places)
         recent = [place for place in places if used_at[place] >= began_at]
-        reasons = dict.fromkeys(recent, "used since a run that goes on began") | reasons
+        reasons = dict.fromkeys(recent, "used after the start of a run in progress") | reasons
     return _with_what_they_name(store, reasons)
 
 
 def _work_under_way(path: Path) -> str:
-    """The work under way in a folder, or nothing."""
+    """Words for the work that is under way in a folder, or ""."""
     if is_supervised(str(path)):
-        return "its job goes on"
+        return "its job is still running"
     return "it is being fetched" if is_being_fetched(path) else ""
 
 
 def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
-    """The stages and outputs of runs that live, or that have a claim and did not die."""
+    """The stages and outputs of runs that live or hold a claim, each with the reason to keep it."""
     alive = ledger.living_runs()
     claims = [lease for lease in ledger.leases() if not ledger.has_died(lease.run_id)]
     wanted_by = {short_id(run_id) for run_id in (*alive, *(claim.run_id for claim in claims))}
     reasons = {
-        f"{STAGES}/{use.stage}": "used by a run that goes on" for use in ledger.stage_uses() if use.run_id in alive
+        f"{STAGES}/{use.stage}": "used by a run in progress" for use in ledger.stage_uses() if use.run_id in alive
     }
     reasons |= {f"{STAGES}/{Path(claim.run_dir).name}": "claimed by a run" for claim in claims}
     runs = [place for place in places if place.startswith(f"{RUNS}/")]
-    return reasons | {place: "its run goes on" for place in runs if place.rpartition("-")[2] in wanted_by}
+    return reasons | {place: "its run is in progress" for place in runs if place.rpartition("-")[2] in wanted_by}
 
 
 def _lineages(registered: Sequence[Model]) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _lineages(registered: Sequence[Model]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for model in registered:
         places = {f"{STAGES}/{stage}" for stage in model.stages} | places_in(model.checkpoint)
-        reasons |= dict.fromkeys(places, f"{model.name} came from it")
+        reasons |= dict.fromkeys(places, f"in the lineage of {model.name}")
     return reasons
 
 
@@ -188,23 +188,23 @@ def _named_by_deployments(store: Path) -> dict[str, str]:
 
 
 def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
-    """The runs and stages whose models a deployment scores: `evaluate` names them without the folder above."""
+    """The runs and stages whose models a deployment scores. `evaluate` names them without `runs/` or `stages/`."""
     try:
         evaluate = deployment["parameters"]["evaluate"]
         firsts = {str(evaluate.get(key, "")).partition("/")[0] for key in ("model", "against")}
     except (AttributeError, KeyError, TypeError):
-        return set()  # it scores the models that its user names
+        return set()  # this deployment names no models to score
     return {f"{kind}/{name}" for kind in (RUNS, STAGES) for name in firsts if is_place(kind, name)}
 
 
 def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, str]:
-    """The reasons, and one for each place that a kept stage's job names, to any depth."""
+    """Add a reason for each folder that the job of a kept stage names, recursively."""
     every, waiting = dict(reasons), list(reasons)
     while waiting:
         place = waiting.pop()
         for other in _places_in_file(RunDirectory(store / place).job):
             if other not in every:
-                every[other] = f"{place} began with it"
+                every[other] = f"an input of {place}"
                 waiting.append(other)
     return every
 
@@ -215,7 +215,7 @@ def _places_in_file(path: Path) -> set[str]:
 
 
 def _read_json(path: Path) -> Any:  # Any: JSON
-    """The content of a file; None if it is missing or not whole."""
+    """The content of a JSON file, or None if the file is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -223,37 +223,37 @@ def _read_json(path: Path) -> Any:  # Any: JSON
 
 
 def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, float]:
-    """When each was used last; of a run, when something was written into its folder."""
+    """When each folder was last used. Writing into a folder counts as a use."""
     uses: dict[str, float] = {}
-    for use in ledger.stage_uses():  # oldest first: the last one counts
+    for use in ledger.stage_uses():  # oldest first, so a later use replaces an earlier use
         uses[f"{STAGES}/{use.stage}"] = uses[f"{RUNS}/{use.run}"] = use.used_at
     return {place: max(uses.get(place, 0.0), *_changed_at(store / place)) for place in places}
 
 
 def _changed_at(path: Path) -> list[float]:
-    """When names in a folder changed last, and of a run's also its files."""
+    """The times at which a folder last changed, and for a run's folder also the files in it."""
     paths = [path, *path.glob("*")] if path.parent.name == RUNS else [path]
     times = [0.0]
     for each in paths:
-        with suppress(FileNotFoundError):  # removed by another prune meanwhile
+        with suppress(FileNotFoundError):  # another prune has just removed the file
             times.append(each.stat().st_mtime)
     return times
 
 
 def _removable(path: Path) -> list[Path]:
-    """The folders that are removed: the place itself, or what a run's report does not need."""
+    """The folders to remove for a path: the path itself, or only the checkpoints in a run's folder."""
     if path.parent.name != RUNS:
         return [path]
     return [each for each in sorted(path.glob("*checkpoint*")) if _is_own_folder(each)]
 
 
 def _is_own_folder(path: Path) -> bool:
-    """True for a folder of the store itself: a folder elsewhere, with a link here, takes no room here."""
+    """True for a real folder. A symlink to a folder elsewhere takes no space in the store."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _move_aside(path: Path) -> Path | None:
-    """Move a folder out of everybody's way and return its new path; None if another prune was faster."""
+    """Rename a folder so that runs no longer find it. Returns the new path, or None if another prune was faster."""
     doomed = path.with_name(f".{path.name.lstrip('.')}.partial-{secrets.token_hex(4)}")
     try:
         path.rename(doomed)
@@ -263,16 +263,16 @@ def _move_aside(path: Path) -> Path | None:
 
 
 def _measured(store: Path, found: Sequence[FoundFolder]) -> list[FoundFolder]:
-    """The folders with their sizes; a file with several names counts at its last place."""
+    """The folders with their sizes. A file with several hard links counts in the folder that stays longest."""
     seen: set[tuple[int, int]] = set()
     longest_first = sorted(found, key=lambda folder: (not folder.reason, -folder.used_at))
     return [replace(folder, num_bytes=_num_bytes(store / folder.place, seen)) for folder in longest_first]
 
 
 def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
-    """Bytes of the files to be removed, without those in `seen`; another prune may remove some meanwhile."""
+    """Bytes of the files to remove, without the files in `seen`. Files that vanish meanwhile are skipped."""
     total = 0
-    walked = (each for folder in _removable(place) for each in os.walk(folder))  # passes over folders that vanish
+    walked = (each for folder in _removable(place) for each in os.walk(folder))  # skips folders that vanish
     for path in (Path(parent, name) for parent, _, names in walked for name in names):
         with suppress(OSError):
             status = path.lstat()

@@ -1,6 +1,6 @@
-"""The records between stages: small and JSON-able, because Prefect stores them.
+"""The records that stages pass to each other. Prefect stores these records, so they are small and can become JSON.
 
-Not here: building them (plan.py), running them (stage.py).
+Not here: planning stages (plan.py), running stages (stage.py).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class RunScope(TaskRecord):
     """Facts about a run that each of its stages needs."""
 
     run_id: str
-    """The flow run's id: leases are held under it."""
+    """The id of the flow run. The run's leases carry this id."""
     run_name: str
-    """What people call the run."""
+    """The run's name for users."""
     store: str
     """Absolute path of the store."""
     fresh: tuple[str, ...] = ()
-    """Stages that must not reuse what another run left."""
+    """Stages that must not reuse results of another run."""
     stop_timeout_s: float = 600.0
     """The most seconds that a training gets to save its last step when it is stopped."""
     publish: str = ""
     """URL below which results are published; empty publishes nothing."""
     publish_checkpoints: bool = False
-    """Whether checkpoints are published there while they are trained, too."""
+    """Whether the checkpoints of a training are published while the training runs."""
     report_to: tuple[TrackerName, ...] = ()
     """The trackers that show the metrics of trainings."""
 
@@ -63,28 +63,28 @@ class RunScope(TaskRecord):
 
 
 def artifact_key(kind: str, scope: RunScope) -> str:
-    """The key of an artifact of the run in Prefect: the title of its card, which opens the newest one of the key."""
+    """The key of a run's artifact in Prefect. Prefect shows the key as the title of a card for the newest artifact."""
     name = re.sub(r"[^a-z0-9]+", "-", scope.run_name.lower()).strip("-")
     return f"{kind}-{name}-{short_id(scope.run_id)}"
 
 
 class Stage(TaskRecord):
-    """A job with its identity and its place."""
+    """A job with its fingerprint and its directory."""
 
     name: str
     """For example sft, select-sft, rl."""
     fingerprint: str
-    """Identity of the work."""
+    """Digest that identifies the work of the stage."""
     run_dir: str
-    """Absolute path of the run directory on this machine. A node's directory is mirrored to it (upload_inputs.py)."""
+    """Absolute path of the run directory on this machine. A remote node's run directory is mirrored to this path."""
     job: dict[str, Any]  # Any: JSON
     """The content of job.json."""
     num_steps: int
-    """How many metric steps the job goes through, for progress."""
+    """Number of metric steps of the job, for the progress bar."""
     timeout_s: float
     """The job is stopped after this time."""
     begins_with: str = ""
-    """Directory of the same stage that another run had end early: what it has of checkpoints need not be trained."""
+    """Directory of the same stage that another run ended early. The training resumes from its checkpoints."""
 
     @property
     def kind(self) -> str:
@@ -111,29 +111,29 @@ class StageRecord(TaskRecord):
     how: How
     """ran: started by this run. attached: already under way. reused: finished before."""
     why: str = ""
-    """The reason of that, in words; which other run it was, if any."""
+    """The reason for `how` in words, with the name of the other run if another run made the result."""
     began_at: float = 0.0
-    """When this run came to it, seconds since 1970; 0 if it only took the record."""
+    """When this run reached the stage, in seconds since 1970; 0 if the record came from Prefect's cache."""
     seconds: float
-    """How long this run waited for it."""
+    """How many seconds this run waited for the stage."""
     result: dict[str, Any]  # Any: JSON
     """The content of result.json."""
 
 
 class EngineRecord(TaskRecord):
-    """An engine that answers."""
+    """A running engine that answers requests."""
 
     kind: EngineKind = "embedded"
     version: str = ""
-    """The version of its package; empty for the engine of this project."""
+    """The version of the engine's package; empty for the embedded engine."""
     url: str
     run_dir: str
     node: str = ""
-    """The name of the node that it runs on."""
+    """The name of the engine's node."""
     lease_url: str = ""
-    """The address at which a trainer on another node renews its lease."""
+    """The address at which a trainer on another node renews the engine's lease."""
 
     @property
     def lease_file(self) -> str:
-        """The file by which the RL job keeps the engine alive."""
+        """The file through which the RL job renews the engine's lease."""
         return f"{self.run_dir}/.job/lease"

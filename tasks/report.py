@@ -73,13 +73,13 @@ def write_report(
 
 
 def describe_how(record: StageRecord) -> str:
-    """How a stage came to its result, and whether a user ended it early."""
+    """Words for how a stage got its result, and whether a user ended the stage early."""
     early = record.result.get("finished_early")
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 
 
 def judge_training(evaluation: StageRecord, training: StageRecord, config: Config) -> Verdict:
-    """Whether a training beat the model that it started from on the held-out rows, and what its record warns of."""
+    """Judge whether a training beat its start model on the held-out rows. Adds the warning of the training's record."""
     scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
     models = [BASE, *(place.name for place in trainings_of(config.mode))]
     start = models[models.index(training.stage) - 1]
@@ -95,7 +95,7 @@ def judge_training(evaluation: StageRecord, training: StageRecord, config: Confi
 
 
 def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
-    """The settings of the run as a file for `rollouts run`, without those at their defaults."""
+    """The settings of the run as a TOML file for `rollouts run`, without settings at their defaults."""
     settings = json.loads(config.model_dump_json(exclude_defaults=True))
     node_settings = {"kind": node.kind, **node.model_dump(mode="json", exclude_defaults=True)}
     published = {"publish": scope.publish, "publish_checkpoints": scope.publish_checkpoints}

@@ -1,9 +1,9 @@
 """Decide the next step of a retraining, and take it: skip, train and compare, ask, promote or reject.
 
-Not here: Prefect (flows/retrain.py), the rows that are written down (infra/retrainings.py, infra/registry.py). After
-every step the ledger has what the next one needs, so that a run which was killed or suspended anywhere goes on there.
+Not here: Prefect (flows/retrain.py), the tables of the ledger (infra/retrainings.py, infra/registry.py). Each step
+writes its result to the ledger, so that a killed or suspended run resumes with the next step.
 
-    data of the last retraining ──> skip
+    unchanged data ──> skip
     new data ──> train ──> compare ──not better──> reject
                              ^ └──better──> (ask) ──> promote
                              └─ production changed since ─┘
@@ -43,28 +43,28 @@ from rollouts.infra.retrainings import (
 from rollouts_core.errors import RolloutsError
 
 MAX_STEPS = 20
-"""A comparison with production leads back to training when production changes; so many steps are taken at most."""
+"""The most steps of one retraining. Each change of production during a comparison adds steps."""
 
 CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState.REJECTED)
-"""States of a retraining whose data needs no other one."""
+"""States of a retraining whose data need not be trained on again."""
 
 WAITS = "waits for approval: Resume on its page, or Retry where it was cancelled"
-"""Said of a retraining whose question has no answer: the ledger does not know what became of its run."""
+"""The state of an unanswered approval, in words. Retry is named, because the ledger does not know of cancelled runs."""
 
 
 class Step(StrEnum):
-    """What is done next."""
+    """The next step of a retraining."""
 
     SKIP = "skip"
     TRAIN = "train"
-    """Train, or take what is trained already, and compare with production."""
+    """Train, or reuse a finished training, and compare with production."""
     COMPARE = "compare"
-    """Compare the candidate with what is in production now."""
+    """Compare the candidate with the current production model."""
     ASK = "ask"
     PROMOTE = "promote"
     REJECT = "reject"
     NOTHING = "nothing"
-    """It is over already."""
+    """The retraining has already ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Rules:
     force: bool = False
     """Train although no data changed."""
     max_failures: int = 3
-    """After so many failed retrainings on the same data in a row, the data has to change."""
+    """After this many failed retrainings in a row on the same data, only new data starts another retraining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A candidate, and how it did against production."""
+    """A candidate, and the result of its comparison with production."""
 
     model: Model
     is_better: bool
@@ -121,30 +121,33 @@ class Outcome:
 
 
 class Work(Protocol):
-    """The work outside of the ledger. Each method may be called again after a crash, and does only the missing part."""
+    """The work of a retraining outside of the ledger.
+
+    Each method may be called again after a crash, and then does only the missing part.
+    """
 
     def watch(self) -> dict[str, str]:
         """Digests of the data, by path."""
         ...
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate, and compare it with production, else with the start model."""
+        """Train, register the candidate, and compare the candidate with production, else with the start model."""
         ...
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Compare a candidate of this run, with the same."""
+        """Compare a registered candidate of this run with production, else with the start model."""
         ...
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
-        """What a person says; may end the process, and be called again by another one."""
+        """Ask a user to approve the candidate. Asking may end the process, and a later process then asks again."""
         ...
 
 
 def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: Rules) -> Decision:
-    """Whether to train on this data.
+    """Decide whether to train on this data.
 
     Args:
-        earlier: the retrainings of the line, without the present one, oldest first.
+        earlier: the earlier retrainings of the line, oldest first.
     """
     if rules.force:
         return Decision(step=Step.TRAIN, reason="asked for")
@@ -171,7 +174,7 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
     """The next step of a retraining that has begun.
 
     Args:
-        production_id: the model that is in production now, or NOTHING.
+        production_id: the id of the current production model, or NOTHING.
     """
     if row.state in (RetrainingState.PROMOTED, RetrainingState.REJECTED):
         return Decision(step=Step.NOTHING)
@@ -195,10 +198,10 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
 def retrain_once(
     ledger: Ledger, work: Work, *, run_id: str, line: str, rules: Rules, clock: Callable[[], float] = time.time
 ) -> Outcome:
-    """Do what is left of the retraining of this run; raises what training raises, and remembers a failure.
+    """Take the remaining steps of this run's retraining. An error of the training is recorded, and raised again.
 
     Raises:
-        TransientInfraError: of a machine; it is tried again without limit.
+        TransientInfraError: a machine failed temporarily, which does not count as a failed retraining.
     """
     row = find_retraining(ledger, run_id)
     if row is None or row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):
@@ -225,7 +228,7 @@ def retrain_once(
                 row = _reject(ledger, row, decision.reason, clock)
             case _:
                 return Outcome(name=row.state.value.capitalize(), sentence=row.note)
-    raise RolloutsError(f"production of {line} changed {MAX_STEPS} times while a candidate was compared: start again")
+    raise RolloutsError(f"the production model of {line} changed {MAX_STEPS} times during comparisons: start again")
 
 
 def _compared(
@@ -238,7 +241,7 @@ def _compared(
     try:
         compared = compare()
     except (TransientInfraError, MachineGoneError):
-        raise  # no fault of the data or the settings: it counts as little as a kill does
+        raise  # not a fault of the data or the settings, so it does not count as a failed retraining
     except Exception as error:
         end_retraining(ledger, row, RetrainingState.FAILED, str(error), now=clock())
         raise
@@ -276,7 +279,7 @@ def _promote(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], f
     try:
         promote(ledger, model, by=by, reason=reason, instead_of=row.baseline_id, now=clock())
     except ProductionChangedError:
-        return row  # another retraining was faster: the next step compares with what is in production now
+        return row  # another retraining promoted its model first: the next step compares with that model
     return end_retraining(ledger, row, RetrainingState.PROMOTED, f"promoted {model.name}: {reason}", now=clock())
 
 

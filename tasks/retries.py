@@ -1,4 +1,4 @@
-"""Which failures Prefect may try again by itself, and when."""
+"""Which failures Prefect retries automatically, and after which delays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollouts.infra.errors import TransientInfraError
 
 
 def is_worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:  # Any: Prefect's signature
-    """True for failures of machines that may pass; never for a user's mistake or a failed training."""
+    """True for temporary failures of machines. False for a user's mistake or a failed training."""
     failure = state.result(raise_on_failure=False)
     return isinstance(failure, TransientInfraError)
 
@@ -23,4 +23,4 @@ TRIED_AGAIN: dict[str, Any] = {  # Any: keywords of prefect.task
     "retry_delay_seconds": RETRY_DELAYS_S,
     "retry_condition_fn": is_worth_a_retry,
 }
-"""Options of tasks that reach what may be away for minutes: an object store, a provider, a machine."""
+"""Options of tasks that use a service which may be unreachable for minutes: an object store, a provider, a machine."""

@@ -1,8 +1,9 @@
-"""Bring home what unfinished stages have on another machine, before it is given back or forgotten.
+"""Fetch the files of unfinished stages from a remote machine before the run gives up the machine.
 
-Not here: ending the jobs (stage.py), giving the machine back (provision.py), fetching itself (infra/sync/mirror.py).
+Not here: ending the jobs (stage.py), giving the machine back (provision.py), copying files (infra/sync/mirror.py).
 
-A job that is ended writes a last checkpoint. The mirror looked before that, and a rented machine takes it along.
+A cancelled job writes a last checkpoint after the mirror has stopped. On a rented machine, this checkpoint would be
+lost with the machine.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.run_directory import RunDirectory
 
 SALVAGE_S = 600.0
-"""A machine costs money, and its connection may be dead: so long it is kept for what is still on it."""
+"""The most seconds for fetching, because the machine costs money meanwhile and its connection may be dead."""
 
 
 def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> list[str]:
-    """Fetch what the run's unfinished stages left on the node; returns what came of it, a sentence each."""
+    """Fetch the files of the run's unfinished stages from the node. Returns one sentence per stage."""
     said = []
     deadline = time.monotonic() + timeout_s
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
@@ -40,7 +41,7 @@ def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> lis
 
 
 def _is_unfinished(directory: RunDirectory) -> bool:
-    """Whether a stage has no record; an unreadable one does not count."""
+    """True if a stage has no record, or only an unreadable record."""
     try:
         return directory.read_result() is None
     except (ValueError, RecursionError):
@@ -48,18 +49,18 @@ def _is_unfinished(directory: RunDirectory) -> bool:
 
 
 def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) -> str:
-    """Fetch a run directory; returns what is worth saying, or nothing."""
+    """Fetch a run directory. Returns a sentence about the last checkpoint or a failure, or ""."""
     failures: list[str] = []
 
     def pull() -> None:
         try:
-            # Else it was begun there once, and another machine went further: its metrics would replace ours.
+            # If the node is behind, another machine trained further, and the node's metrics would replace newer ones.
             if not is_behind(session, source, here.root):
                 pull_run(session, source, here.root)
         except InfraError as error:
             failures.append(str(error))
 
-    # In a thread, because no deadline of a single read bounds a slow transfer; it fails when the session is closed.
+    # In a thread, because timeouts of single reads do not limit a slow transfer. Closing the session ends the thread.
     thread = threading.Thread(target=pull, name=f"salvage of {source}", daemon=True)
     thread.start()
     thread.join(timeout_s)

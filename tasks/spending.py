@@ -1,4 +1,4 @@
-"""The cost of a run's machines per stage, outside of stages, and in all, by the times in the ledger.
+"""Compute the cost of a run's machines from the ledger: per stage, outside of stages, and in total.
 
 Not here: prices and times of machines (infra/renting/rentals.py), the run's limit (budget.py).
 
@@ -6,7 +6,7 @@ Not here: prices and times of machines (infra/renting/rentals.py), the run's lim
     stages           |<--- sft --->|<-- select-sft -->|    |<-- rl -->|
     outside    boot, set-up                             engines         sync, end
 
-Stages of earlier tries count as outside, too: this try did not wait for them.
+Stages of earlier attempts count as outside of stages, because this attempt did not wait for them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Spending(TaskRecord):
 
     total_usd: float
     outside_stages_usd: float
-    """While no stage went on: the machine started or was set up, engines started, an earlier try was under way."""
+    """Cost of the time without a stage: booting and setting up machines, starting engines, earlier attempts."""
     until: float
-    """It is counted so far; seconds since 1970."""
+    """The end of the counted time, in seconds since 1970."""
     is_final: bool
-    """All machines are given back."""
+    """Whether all machines are given back."""
     usd_by_stage: dict[str, float]
 
 
 def spending_of(stages: Mapping[str, tuple[float, float]], scope: RunScope) -> Spending | None:
-    """Money that the run has spent until now; None if it rented nothing.
+    """Money that the run has spent until now, or None if the run rented no machine.
 
     Args:
-        stages: when each began, in seconds since 1970, and how long it took. No two go on at once.
+        stages: begin (seconds since 1970) and duration (seconds) of each stage. Stages do not overlap.
     """
     now = time.time()
     with Ledger(scope.ledger_path) as ledger:
@@ -63,12 +63,12 @@ def spending_of(stages: Mapping[str, tuple[float, float]], scope: RunScope) -> S
 
 
 def spending_of_records(records: Sequence[StageRecord], scope: RunScope) -> Spending | None:
-    """The same of the stages' records."""
+    """`spending_of` for the stages in these records."""
     return spending_of({record.stage: (record.began_at, record.seconds) for record in records}, scope)
 
 
 def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str, Any]:  # Any: JSON
-    """The content of run.json with what was spent: `spent`, and `usd` of each stage; null if nothing was rented."""
+    """Add the costs to the content of run.json: `spent`, and `usd` of each stage. Null if the run rented no machine."""
     usd_by_stage = spending.usd_by_stage if spending else {}
     stages = [{**stage, "usd": _rounded(usd_by_stage.get(stage["stage"]))} for stage in run["stages"]]
     spent = spending and {
@@ -81,7 +81,7 @@ def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str
 
 
 def note_spending(scope: RunScope) -> None:
-    """Bring a run.json that is there up to date: it was written while the machine was still rented."""
+    """Update the costs in an existing run.json, which was written while the machine was still rented."""
     path = scope.output_dir / RUN_FILE
     if not path.is_file():
         return

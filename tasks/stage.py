@@ -1,8 +1,8 @@
-"""Run one stage as a supervised job on a node, attach to the job, or take its result.
+"""Run one stage as a supervised job on a node, attach to the running job, or reuse its result.
 
-Not here: what the job is (plan.py), how jobs are supervised (infra/jobs.py), Prefect (the task files).
+Not here: planning the job (plan.py), supervising jobs (infra/jobs.py), the Prefect tasks of stages (stage_tasks.py).
 
-    finished and whole? -> its record          under way? -> attach          else -> start
+    finished and intact -> its record          running -> attach             otherwise -> start
                                                                 \\-> follow metrics and events until it ends
 """
 
@@ -60,16 +60,16 @@ logger = logging.getLogger(__name__)
 
 
 def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """The record of the stage, after doing whatever of it is not done yet.
+    """Run the unfinished part of a stage. Returns the record of the stage.
 
     Raises:
-        InputError: the job says that the user must change something.
-        JobFailedError, JobLostError: it ended without its record.
+        InputError: the job refused its settings or its inputs.
+        JobFailedError, JobLostError: the job ended without a result.
     """
     began_at, began = time.time(), time.monotonic()
     with StageProgress(stage.name, num_steps=stage.num_steps) as progress:
         if damage := set_damage_aside(stage):
-            damage = f"done again, because what an earlier run left is damaged: {damage}"
+            damage = f"run again, because the result of an earlier run is damaged: {damage}"
         unlike = "" if Path(stage.run_dir).exists() or stage.name in scope.fresh else describe_difference(stage)
         begun, taken = begin_with_earlier(stage), take_earlier_scores(stage, scope)
         for sentence in filter(None, (damage, "" if taken else unlike, begun, taken)):
@@ -100,15 +100,15 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
 
 
 def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -> str:  # Any: JSON
-    """Why a stage was begun, attached to or reused.
+    """The reason why a stage was begun, attached to or reused, in words.
 
     Args:
         result: the stage's record.
     """
     if how == "ran":
-        return "asked for by run.fresh" if stage.name in scope.fresh else "nobody had finished the same"
+        return "asked for by run.fresh" if stage.name in scope.fresh else "no run had finished the same stage"
     if scored_by := result.get("reused_from"):
-        return f"run {' and '.join(scored_by)} scored the same"
+        return f"run {' and '.join(scored_by)} scored the same models"
     with Ledger(scope.ledger_path) as ledger:
         use = ledger.first_use(Path(stage.run_dir).name)
     state = "finished before" if how == "reused" else "under way"
@@ -118,7 +118,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Start the job or attach to it. Returns when its record and all named files are in `stage.run_dir`."""
+    """Start the job or attach to it. Returns when the record and all its files are in `stage.run_dir`."""
     run_dir = node.path_on_node(stage.run_dir)
     with (
         Ledger(scope.ledger_path) as ledger,
@@ -155,15 +155,15 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                 if node.is_remote:
                     pull_run(session, run_dir, Path(stage.run_dir))
                     if damage := find_damage(stage):
-                        raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
+                        raise PermanentInfraError(f"{node.name} has damaged files ({damage}): delete {run_dir} there")
     return how
 
 
 def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> None:
-    """Keep a stage for this run and node, from now until the run holds a lease on its job or gives the claim up.
+    """Claim a stage for this run and node, until the run holds a lease on the stage's job or drops the claim.
 
     Raises:
-        PermanentInfraError: another run does it on another node.
+        PermanentInfraError: another run works on the stage on another node.
     """
     if elsewhere := ledger.claim(node.path_on_node(stage.run_dir), scope.run_id, node.name):
         raise PermanentInfraError(
@@ -172,16 +172,16 @@ def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> No
 
 
 def describe_left_job(nodes: Collection[str]) -> str:
-    """A warning of the stage's jobs that killed runs left on other nodes."""
+    """A warning that killed runs may have left jobs of the stage on other nodes."""
     return (
-        f"may be under way on {' and '.join(sorted(nodes))}, too, begun there by a run that was killed: what comes "
-        "of that is not used here; to go on with it, or end it, interrupt this run and start it with that node"
+        f"a killed run may have left this stage running on {' and '.join(sorted(nodes))}, and this run ignores that "
+        "job; to resume or end the job there, interrupt this run and start the run with that node"
     )
 
 
 @contextmanager
 def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterator[None]:
-    """`claim_stage`, given up where the block fails before it holds a lease."""
+    """Call `claim_stage` before the block, and drop the claim if the block has not started the job."""
     claim_stage(stage, scope, node, ledger)
     try:
         yield
@@ -190,7 +190,7 @@ def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterat
 
 
 def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
-    """Publish the checkpoints of a training while it goes on, where the run asks for that."""
+    """Publish the checkpoints of a training while the block runs, if the run's settings ask for it."""
     if not scope.publish_checkpoints or not stage.trains:
         return nullcontext()
     url = f"{scope.publication_url}/stages/{Path(stage.run_dir).name}"
@@ -198,14 +198,14 @@ def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextMa
 
 
 def how_it_began(status: JobStatus) -> How:
-    """What `start_or_attach` found."""
+    """How the job began, from the status that `start_or_attach` returned."""
     if status.state is JobState.FINISHED:
         return "reused"
     return "attached" if status.attached else "ran"
 
 
 def check_code_to_resume(stage: Stage) -> None:
-    """Raise CheckpointError if a checkpoint of an earlier attempt, perhaps of another machine, brings other code."""
+    """Raise CheckpointError if a checkpoint of an earlier attempt has other model code than the start model."""
     checkpoints = list_checkpoints(Path(stage.run_dir) / "checkpoints")
     if checkpoints and (model := stage.job["model"]["model"]).get("trust_remote_code"):
         for checkpoint in checkpoints:
@@ -213,15 +213,15 @@ def check_code_to_resume(stage: Stage) -> None:
 
 
 def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress, *, store: str) -> None:
-    """Show what the job writes until it has its record.
+    """Show the metrics and events of the job until the job is finished.
 
     Args:
         store: identity of the run's ledger.
 
     Raises:
-        InputError: it ended with the exit code of a user's mistake; the sentence is the job's own.
-        TransientInfraError: this machine, or another machine of the training, does not answer. JobFailedError,
-        JobLostError: it ended otherwise.
+        InputError: the job refused its settings or its inputs. The message is the job's own.
+        TransientInfraError: this machine, or another machine of the training, does not answer.
+        JobFailedError, JobLostError: the job failed for another reason, or was lost.
     """
     complaints: list[str] = []
 
@@ -254,25 +254,25 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         raise InputError(complaints[-1])
     if ended.exit is not None and ended.exit.code == MACHINE_LOST_CODE:
         reason = complaints[-1] if complaints else read_log_tail(session, ended.run_dir)
-        progress.say(reason)  # Prefect tries the stage again, without a word here
+        progress.say(reason)  # shown here, because Prefect retries the stage without showing the reason
         raise TransientInfraError(reason)
     require_finished(session, ended)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The fate of a run's jobs, by their directories; jobs that had ended by themselves are left out."""
+    """The fate of a run's jobs, by job directory. Jobs that had already ended are left out."""
 
     ended: dict[str, str] = field(default_factory=dict)
-    """With which step they have saved, as the rest of a sentence."""
+    """Cancelled jobs, each with its last saved step as the end of a sentence."""
     still_saving: list[str] = field(default_factory=list)
-    """They end by themselves: the caller did not want to wait."""
+    """Jobs that save and then end by themselves, because the caller did not wait."""
     left_to_runs: list[str] = field(default_factory=list)
-    """Other runs of this store want them."""
+    """Jobs that other runs of this store use."""
     left_to_stores: list[str] = field(default_factory=list)
-    """Runs of other stores follow them."""
+    """Jobs that runs of other stores follow."""
     left_to_those: list[str] = field(default_factory=list)
-    """Jobs that runs of other stores may need; they end by themselves when their leases lapse."""
+    """Jobs that runs of other stores may need. These jobs end by themselves when their leases lapse."""
 
 
 def stop_leased_jobs(
@@ -283,16 +283,16 @@ def stop_leased_jobs(
     say: Callable[[str], None] = lambda sentence: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> GivenUp:
-    """Give up the run's claims on jobs of a node. Jobs without another run end.
+    """Drop the run's leases on a node's jobs, and cancel the jobs that no other run uses.
 
     Args:
-        say: told once which job is still saving.
-        is_impatient: True stops the waiting.
+        say: receives one sentence about each job that is still saving.
+        is_impatient: returns True to stop waiting for jobs that are still saving.
     """
     given_up = GivenUp()
     max_grace_s = longest_grace_s(node, scope)
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # a training before what it needs
+        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # ends a training before its engines
             ledger.drop_claim(lease.run_dir, scope.run_id)
             if not lease.is_started:
                 continue
@@ -324,7 +324,7 @@ def stop_leased_jobs(
 
 
 def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
-    """This run's claims, by the name of the machine of the unit that they are on."""
+    """This run's leases, by the name of their node: `node` or one of its further nodes."""
     by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.further_nodes)}
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id):
@@ -333,13 +333,13 @@ def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
 
 
 def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
-    """Give up this run's claims on ended jobs: all, or some.
+    """Drop this run's leases on ended jobs: the given leases, or all.
 
-    If the ledger cannot be written they stay: claims of a run that is over do not count.
+    If the ledger cannot be written, the leases stay. The leases of a run that has ended have no effect.
     """
     try:
         with Ledger(scope.ledger_path) as ledger:
             for lease in ledger.leases_of(scope.run_id) if leases is None else leases:
                 ledger.drop_lease(lease.run_dir, scope.run_id)
     except TransientInfraError as error:
-        logger.warning("the claims of run %s stay in the ledger: %s", scope.run_id, error)
+        logger.warning("the leases of run %s stay in the ledger: %s", scope.run_id, error)

@@ -1,8 +1,8 @@
-"""The stages of a run as Prefect tasks, and when a retry or another run takes the record that Prefect remembers.
+"""Run the stages of a run as Prefect tasks. A record in Prefect's cache is used only if the stage's files are intact.
 
-Prefect's pages know the tasks by the names of their kinds.
+Each kind of stage is a task with the name of the kind, which Prefect's pages show.
 
-Not here: how a stage's job is run (stage.py), and the other safeguard, the run directory itself (artifacts.py).
+Not here: running a stage's job (stage.py), verifying a stage's files (artifacts.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollouts_core.stages import STAGES, kind_of
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature
-    """The identity of the stage: neither the run nor the task's source is part of it."""
+    """The stage's name and fingerprint. The run and the source code of the task do not enter the key."""
     stage: Stage = parameters["stage"]
     return f"{stage.name}-{stage.fingerprint}"
 
@@ -46,27 +46,28 @@ STAGE_OPTIONS: dict[str, Any] = {  # Any: keywords of prefect.task
 def run_cached(
     task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
 ) -> StageRecord:
-    """The record of a stage task, from Prefect's cache only while everything that the record names is whole."""
-    with Ledger(scope.ledger_path) as ledger:  # before looking: what is not there then, was pruned, and is done again
+    """Run the task of a stage. A record in Prefect's cache is used only if the stage is finished and intact."""
+    # The use is recorded before the check, so that prune keeps the stage. A stage that is already pruned runs again.
+    with Ledger(scope.ledger_path) as ledger:
         use = Path(stage.run_dir).name
         ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
-    # Without this a deleted or damaged checkpoint would be found much later, by the stage that loads it.
+    # Without this check, a deleted or damaged checkpoint would be noticed only by the later stage that loads it.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
     kept: object = state.result()
-    if not isinstance(kept, StageRecord):  # Prefect kept it with a class name of earlier code
+    if not isinstance(kept, StageRecord):  # the cached record has a class name of an earlier version
         return task.with_options(refresh_cache=True, task_run_name=stage.name)(stage, scope, node)
     return _reuse(kept, stage, scope) if state.name == "Cached" else kept
 
 
 def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
-    """Show a remembered stage among the stages of this run."""
+    """Show a stage with a cached record like the other stages of this run. Returns the updated record."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
     ):
-        # The directory that was just verified counts: the store may have been moved, or a flow killed after its
-        # job replaced a damaged result and before Prefect took note of the new one.
+        # The verified directory decides, because the store may have been moved since Prefect cached the record.
+        # A cached record is also outdated if a flow was killed after its job had replaced a damaged result.
         result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
         if warning := result.get("warning"):
             progress.say(warning)
@@ -78,7 +79,7 @@ def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
 
 
 def do_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Do a stage, or take what it left."""
+    """Run a stage, or reuse its result."""
     return run_stage(stage, scope, node)
 
 
@@ -88,5 +89,5 @@ STAGE_TASKS = {
 
 
 def run_task(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """The record of a stage, by the task of its kind."""
+    """Run a stage by the task of its kind, and return the stage's record."""
     return run_cached(STAGE_TASKS[kind_of(stage.name).name], stage, scope, node)

@@ -1,8 +1,9 @@
-"""The folders of a store: find their names in a path or a JSON value, and note their use.
+"""Find the names of store folders in JSON values, and record that these folders are used.
 
     stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>     engines/<kind>-<version>-<digest>
 
-Not here: which stages a run comes to (stage_tasks.py), what is removed (prune.py). This module does not import prefect.
+Not here: recording the use of stages (stage_tasks.py), removing folders (prune.py). This module must not import
+prefect, because preflight runs before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 
 STAGES, RUNS, INPUTS, ENGINES = "stages", "runs", "inputs", "engines"
 EVALUATION_FILE = "evaluation.json"
-"""In a run's folder: the record of an evaluation."""
+"""The record of an evaluation, in the run's folder."""
 NAMES = {
     STAGES: re.compile(r"[a-z][a-z-]*-[0-9a-f]{16}(-\d+)?"),
     RUNS: re.compile(r".+-[0-9a-f]{8}"),
     INPUTS: re.compile(r"[0-9a-f]{16}"),
     ENGINES: re.compile(r"[a-z]+-[\w.+!]+-[0-9a-f]{16}"),
 }
-"""How folders of each kind are called."""
+"""The patterns of folder names, by the kind of folder."""
 
 
 def is_place(kind: str, name: str) -> bool:
-    """True for what the project itself would call a folder of this kind."""
+    """True if the name matches the pattern for this kind of folder."""
     return NAMES[kind].fullmatch(name) is not None
 
 
 def places_in(value: Any) -> set[str]:  # Any: JSON
-    """The places that the texts of a value name by path: stages/sft-<fingerprint> and so on, of whatever store."""
+    """The folders of any store that paths in a JSON value name, such as stages/sft-<fingerprint>."""
     return {
         f"{kind}/{name}"
         for text in _texts(value)
@@ -45,11 +46,11 @@ def places_in(value: Any) -> set[str]:  # Any: JSON
 
 
 def note_named(value: Any, store: Path) -> None:  # Any: JSON
-    """Let everybody know that what the value names is used now: what a run that goes on used is not pruned."""
+    """Mark the folders named in a JSON value as used now, so that prune keeps them while the run lives."""
     places = places_in(value)
     if not places:
         return
-    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under its lock, places are moved away
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under this lock, prune cannot remove folders
         for place in places:
             with suppress(FileNotFoundError):
                 os.utime(store / place)

@@ -1,6 +1,6 @@
-"""Move results of a run to its folder of the store and to object stores, and fetch inputs from object stores.
+"""Copy results of a run to its folder in the store and to object stores, and download inputs from object stores.
 
-    machine ── files of the checkpoint, where it can ──> the store <── what it lacks, and the records ── here
+    machine ── files of the checkpoint, if it can ──> object store <── missing files, and the records ── this machine
 
 Not here: which inputs are fetched (inputs.py), how a publication is laid out (infra/stores/publication.py).
 """
@@ -33,14 +33,14 @@ from rollouts_core.job import InputModel
 
 @task(name="sync", cache_policy=NO_CACHE)
 def sync_results(model: InputModel, scope: RunScope) -> str:
-    """Copy the final checkpoint to `checkpoint/` of the run's output; returns its path."""
+    """Copy the final checkpoint to `checkpoint/` in the run's output folder. Returns the new path."""
     destination = scope.output_dir / "checkpoint"
     with StageProgress("sync") as progress:
         destination.parent.mkdir(parents=True, exist_ok=True)
         keep_registered(destination, model.digest, scope)
-        session = LocalSession(sys.executable)  # the store has everything that a node made
+        session = LocalSession(sys.executable)  # on this machine: the checkpoint is in the store already
         report = publish_directory(session, Path(model.model.path), str(destination))
-        progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
+        progress.say(f"copied {model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
     return str(destination)
 
 
@@ -49,7 +49,7 @@ RECORDS = ("report.html", "run.json", "config.toml")
 
 @task(name="reach-stores", **TRIED_AGAIN)
 def reach_stores(config: Config, scope: RunScope) -> Config:
-    """The configuration with the inputs in the store; also returns only if results can be published."""
+    """Check that results can be published, and download the inputs. Returns the configuration with local paths."""
     with StageProgress("inputs") as progress:
         if scope.publish:
             check_writable_store(ObjectStore(scope.publication_url))
@@ -59,12 +59,12 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 
 @task(name="send", cache_policy=NO_CACHE)
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
-    """Let the machine with the final checkpoint send its files, so that publishing finds them in the object store.
+    """Let the machine of the final checkpoint upload the files to the object store, so that publishing is faster.
 
-    Publishing sends the files that the machine cannot send: nothing here fails the run.
+    A failure here does not fail the run, because publishing uploads all missing files.
 
     Args:
-        checkpoint_path: a copy of it here.
+        checkpoint_path: the copy of the checkpoint on this machine.
     """
     store, source = ObjectStore(scope.publication_url), machine.path_on_node(final.model.path)
     if not can_presign(store):
@@ -72,7 +72,7 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
     with StageProgress("send") as progress:
         try:
             with open_session(machine) as session:
-                if not exists_on_node(session, source):  # another machine made it
+                if not exists_on_node(session, source):  # another machine made the checkpoint
                     return
                 num_bytes = send_checkpoint_from_node(session, store, Path(checkpoint_path), source)
         except (InfraError, OSError) as error:
@@ -84,7 +84,7 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
 
 @task(name="publish", **TRIED_AGAIN)
 def publish_results(checkpoint_path: str, scope: RunScope) -> str:
-    """Publish the final checkpoint and the run's records; returns the URL that `rollouts pull` takes."""
+    """Publish the final checkpoint and the run's records. Returns the URL for `rollouts pull`."""
     with StageProgress("publish") as progress:
         num_sent_bytes = publish_run(
             ObjectStore(scope.publication_url),
@@ -92,5 +92,5 @@ def publish_results(checkpoint_path: str, scope: RunScope) -> str:
             checkpoint=Path(checkpoint_path),
             records={name: scope.output_dir / name for name in RECORDS},
         )
-        progress.say(f"{scope.publication_url}, {num_sent_bytes / 1e6:.1f} MB that were not there yet")
+        progress.say(f"{scope.publication_url}, uploaded {num_sent_bytes / 1e6:.1f} MB")
     return scope.publication_url

@@ -1,6 +1,6 @@
-"""Trackers: where the metrics of trainings are shown besides this project's own pages.
+"""Trackers, which show the metrics of trainings outside of this project's own pages: TensorBoard, W&B.
 
-Not here: reading metrics while a training writes them (tracking.py), what they mean (docs/metrics.md).
+Not here: reading metrics while a training writes them (tracking.py), the meaning of the metrics (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 ALL_TRACKERS: Registry[OpenTracker] = Registry("rollouts.trackers", TRACKERS, find_fault_of_callable)
-"""Also those of installed packages."""
+"""The trackers of this project and of installed packages."""
 TrackerName = Annotated[str, KeyOf(ALL_TRACKERS)]
 
 
 class TrackedStage(BaseModel):
-    """A training whose metrics are shown; no secrets, which trackers take from the environment."""
+    """A training whose metrics a tracker shows. Secrets are not here: trackers read them from the environment."""
 
     tracker: TrackerName
     run: str
-    """The pipeline's run, as its folder is called."""
+    """The name of the run's folder."""
     run_name: str
-    """What people call the pipeline."""
+    """The run's name for users."""
     stage: str
     metrics: Path
     """The file that the training appends to."""
@@ -50,12 +50,12 @@ class TrackedStage(BaseModel):
 
     @property
     def name(self) -> str:
-        """Unique among all trainings: a run has each stage once."""
+        """A name that is unique among all trainings, because a run has each stage only once."""
         return f"{self.run}-{self.stage}"
 
     @property
     def state(self) -> Path:
-        """The file that says how far it was sent."""
+        """The file that records up to which step the metrics were sent."""
         return self.store / "tracked" / f"{self.name}-{self.tracker}.json"
 
 
@@ -63,29 +63,29 @@ class Tracker(Protocol):
     """Shows the metrics of one training."""
 
     shown_at: str
-    """Where people see them; in words."""
+    """The place where users see the metrics, in words."""
     next_step: int
-    """The first step that it does not have."""
+    """The first step that the tracker does not have."""
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Take the metrics of a step.
 
         Args:
-            time_s: when it was made, seconds since 1970.
+            time_s: when the training made the step, in seconds since 1970.
         """
         ...
 
     def flush(self) -> None:
-        """Keep what was logged, whatever happens to this process."""
+        """Save the logged metrics, so that they survive the death of this process."""
         ...
 
     def close(self) -> None:
-        """Return when all of it has arrived."""
+        """Return when all logged metrics have arrived."""
         ...
 
 
 OpenTracker = Callable[[TrackedStage, int, Callable[[str], None]], Tracker]
-"""Opens the tracker of a training from a step on. The last argument takes sentences for the run's log."""
+"""Opens the tracker of a training. Arguments: the training, its first step to send, and a function that logs."""
 
 
 class TensorBoardTracker:
@@ -107,7 +107,7 @@ class TensorBoardTracker:
         self._writer.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=numbers)))
 
     def flush(self) -> None:
-        """Write it to the file."""
+        """Write the logged metrics to the file."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -116,13 +116,13 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases, in the group of the pipeline's run; `WANDB_...` variables count as they always do."""
+    """A run of Weights & Biases, in a group for all trainings of the pipeline's run. It obeys `WANDB_...` variables."""
 
     def __init__(self, tracked: TrackedStage, next_step: int, say: Callable[[str], None]) -> None:
         import wandb
 
         settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True)
-        options: dict[str, Any] = {  # Any: as many types as wandb.init takes
+        options: dict[str, Any] = {  # Any: arguments of wandb.init have many types
             "project": os.environ.get("WANDB_PROJECT", tracked.run_name),
             "id": tracked.name,
             "name": tracked.name,
@@ -138,7 +138,7 @@ class WandbTracker:
             self._run = wandb.init(**options)
         except wandb.errors.CommError as error:
             say(f"W&B does not answer ({first_line(error)})")
-            wandb.teardown()  # it has the run's id
+            wandb.teardown()  # the failed connection still holds the run's id
             self._run = wandb.init(**options, mode="offline")
         folder = Path(self._run.dir).parent
         is_kept_here = self._run.settings.mode == "offline"
@@ -148,7 +148,7 @@ class WandbTracker:
             self.shown_at = f"metrics kept for: wandb sync {folder}"
         else:
             self.shown_at = f"metrics at {self._run.url}"
-        # A server that has some of it knows best how much.
+        # If the server already has steps of this run, the server's count is the reliable one.
         self.next_step = int(self._run.step) if self._run.resumed else next_step
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -156,15 +156,15 @@ class WandbTracker:
         self._run.log({**values, "_timestamp": time_s}, step=step, commit=True)
 
     def flush(self) -> None:
-        """Nothing: its own process keeps them."""
+        """Do nothing, because a process of W&B keeps the logged metrics."""
 
     def close(self) -> None:
-        """Return when the server has them, or the file without a server."""
+        """Return when the server has all metrics, or in offline mode the local file."""
         self._run.finish()
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Raise ConfigError when a tracker is not installed here, or has no key."""
+    """Raise ConfigError if a tracker is not installed here, or has no key."""
     for name in names:
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise ConfigError(f'run.report_to: {name} is not installed here: pip install "rollouts[{name}]"')
@@ -176,7 +176,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B is used without its server, or finds a key."""
+    """True if W&B finds a key, or is used without its server."""
     if os.environ.get("WANDB_MODE", "online") != "online" or any(os.environ.get(name) for name in WANDB_KEYS):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_URL)).netloc

@@ -1,10 +1,10 @@
-"""Send the metrics of a training to trackers while it writes them, each from a process of its own.
+"""Send the metrics of a training to trackers while the training runs. Each tracker has a process of its own.
 
-Faults of a tracker, and long waits for it, are told and do not change the training.
+A tracker that fails or hangs is reported, and does not affect the training.
 
-    metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: how far
-         ^                                                     so a run that goes on sends nothing twice
-    the training, or what fetches it from another machine
+    metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: next step,
+         ^                                                     so that a resumed run sends nothing twice
+    the training, or the mirror of a remote training
 
 Not here: the trackers (trackers.py).
 """
@@ -34,18 +34,18 @@ from rollouts_core.system.files import write_json
 
 SEND_EVERY_S = 5.0
 FINISH_TIMEOUT_S = 90.0
-"""How long a tracker may go on after the training has ended."""
+"""Seconds that a tracker may keep sending after the training has ended."""
 GRACE_S = 5.0
 WHERE = "the metrics are in"
-"""The place where metrics are kept anyway, in sentences about a faulty tracker."""
+"""Precedes the path of metrics.jsonl in messages about a faulty tracker."""
 NOT_METRICS = ("step", "attempt", "time")
 
 
 @contextmanager
 def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterator[None]:
-    """Have the run's trackers show what a training writes, while the block runs; leaving it waits until they have all.
+    """Send a training's metrics to the run's trackers while the block runs. Leaving the block waits until all are sent.
 
-    An exception, an interrupt above all, is not held up: the trackers' processes come to their end by themselves.
+    After an exception, such as an interrupt, leaving does not wait. The trackers' processes then end by themselves.
     """
     names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
@@ -62,14 +62,14 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
             try:
                 if not has_all(training):
                     stack.enter_context(_process_beside(training, say))
-            except (OSError, ValueError) as error:  # no place for its state, a damaged one, no memory for its process
+            except (OSError, ValueError) as error:  # a damaged state file, a full disk, or too little memory
                 reason = error.strerror if isinstance(error, OSError) else first_line(error)
                 say(f"{name}: cannot be started ({reason}); {WHERE} {training.metrics}")
         yield
 
 
 def has_all(training: TrackedStage) -> bool:
-    """Whether the tracker has all of a training that is finished."""
+    """True if the training is finished and the tracker has all of its metrics."""
     directory = RunDirectory(training.metrics.parent)
     if directory.read_result() is None:
         return False
@@ -78,13 +78,13 @@ def has_all(training: TrackedStage) -> bool:
 
 
 def first_unsent_step(training: TrackedStage) -> int:
-    """The step from which on the tracker was sent nothing."""
+    """The first step that was not yet sent to the tracker."""
     return int(json.loads(training.state.read_text())["next_step"]) if training.state.exists() else 0
 
 
 @contextmanager
 def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Iterator[None]:
-    """The process of one tracker. It lives as long as the block, and until it has sent the rest."""
+    """Run the process of one tracker during the block, and afterwards until the process has sent the last metrics."""
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
@@ -93,10 +93,10 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # keeps Ctrl-C from reaching the process
         )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"{training.model_dump_json()}\n")  # a job of many datasets is too long for a command line
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be longer than a command line
     process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:
@@ -104,24 +104,24 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
         for line in lines:
             say(line.rstrip())
         code = process.wait()
-        if code != 0 and WHERE not in line:  # it could not say so itself
+        if code != 0 and WHERE not in line:  # the process has not reported its failure itself
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             say(f"{training.tracker}: its process was ended {how}; {WHERE} {training.metrics}")
 
-    # The context has the run in whose log the sentences belong.
+    # Prefect needs this context to log the thread's sentences for the run.
     relaying = threading.Thread(target=copy_context().run, args=(relay, process.stdout), daemon=True)
     relaying.start()
     with process.stdin as its_end:
         yield
         its_end.close()
         relaying.join(FINISH_TIMEOUT_S + GRACE_S)
-        if relaying.is_alive():  # a process of the tracker's own has its output
+        if relaying.is_alive():  # a child process of the tracker keeps the output open
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str], None]) -> None:
-    """Send what the file has and gets until it is over; returns when the tracker has all of it."""
-    with locked(training.state.with_suffix(".lock")):  # a run that was killed may still be sending
+    """Send the lines of the metrics file until `is_over` is set. Returns when the tracker has all lines."""
+    with locked(training.state.with_suffix(".lock")):  # the process of a killed run may still be sending
         tracker = ALL_TRACKERS[training.tracker](training, first_unsent_step(training), say)
         say(tracker.shown_at)
         position, is_last = 0, False
@@ -136,7 +136,7 @@ def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str],
 
 
 def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
-    """Send the lines of steps that the tracker does not have; those that an attempt repeats are the same."""
+    """Send the lines of steps that the tracker does not have. A step that a later attempt repeats has equal metrics."""
     for line in lines:
         if line["step"] >= tracker.next_step:
             tracker.log(line["step"], line["time"], {key: line[key] for key in line if key not in NOT_METRICS})
@@ -145,7 +145,10 @@ def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
 
 
 def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:  # Any: JSON
-    """The lines from a position on, and the position behind them; of a file that was made anew all."""
+    """Read the complete lines after a position. Returns the new position and the lines.
+
+    A file that is shorter than the position has been replaced, and is read from its beginning.
+    """
     with suppress(FileNotFoundError), path.open("rb") as file:
         start = position if os.fstat(file.fileno()).st_size >= position else 0
         file.seek(start)
@@ -156,12 +159,12 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Track the training that the first line of standard input names until that ends, and not much longer."""
+    """Track the training in the first line of standard input until that ends, and at most `FINISH_TIMEOUT_S` longer."""
     training = TrackedStage.model_validate_json(sys.stdin.readline())
     is_over = threading.Event()
 
     def say(sentence: str) -> None:
-        with suppress(BrokenPipeError):  # it has no reader any more
+        with suppress(BrokenPipeError):  # the run that reads this output has ended
             sys.stdout.write(f"{training.tracker}: {sentence}\n")
             sys.stdout.flush()
 
@@ -169,7 +172,7 @@ def main() -> None:
         sys.stdin.read()
         is_over.set()
         time.sleep(FINISH_TIMEOUT_S)
-        say(f"did not take everything within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
+        say(f"did not take all metrics within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()

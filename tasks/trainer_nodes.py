@@ -1,10 +1,10 @@
-"""Let further machines train with the leading one: their jobs start before the leader's, and end after it.
+"""Train on several machines: the jobs of the further machines start before the leader's job and end after it.
 
-Not here: how the jobs meet, and learn that one is gone (rollouts_core/backends/multi_node.py), engines on further
+Not here: how the jobs connect and detect a lost machine (rollouts_core/backends/multi_node.py), engines on further
 machines (engine.py).
 
-    further machine   job with a lease, waits at its address     <── connects ──   job of the stage, on the leader's
-                      kept alive by this run until they have met, and by the leader's job from then on
+    further machine   job with a lease, waits at its address     <── connects ──   job of the stage, on the leader
+                      this run renews the lease until both are connected, and the leader's job from then on
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ GPU_POLL_S = 2.0
 TURN_POLL_S = 0.5
 
 Trainers = Mapping[str, Any]  # Any: JSON
-"""The entry of a job.json for machines that train together; empty for one that trains alone."""
+"""The entry in job.json that lists the further machines. Empty for a machine that trains alone."""
 ALONE: Trainers = MappingProxyType({})
 
 
 @contextmanager
 def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
-    """Until the block is left or the stack closed, no other run starts the same stage on other machines.
+    """Keep other runs from starting the same stage until the block ends or the yielded stack is closed.
 
-    Otherwise two runs could take each other's jobs for leftovers, or overwrite a job that has just started.
+    Without this lock, two runs could mistake each other's jobs for leftovers, or overwrite a job that has just started.
     """
     with ExitStack() as turn:
         if node.is_remote or trains_with_others(stage, node):
@@ -59,7 +59,7 @@ def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str]
 
 
 def trains_with_others(stage: Stage, node: Node) -> bool:
-    """Whether further machines take part in a stage."""
+    """True if further machines take part in the training of a stage."""
     return stage.trains and bool(node.trainer_nodes)
 
 
@@ -67,13 +67,13 @@ def trains_with_others(stage: Stage, node: Node) -> bool:
 def trainers_beside(
     stage: Stage, leader: Session, scope: RunScope, node: Node, say: Callable[[str], None]
 ) -> Iterator[Trainers]:
-    """While the block runs, further machines wait for the job of a training on `node`, or train with it.
+    """Start the jobs of the further machines for a training on `node`, and end these jobs after the block.
 
-    Their jobs end with the block. After an error the jobs stay: the training may continue without this process, or its
-    jobs end by themselves.
+    After an error, the jobs are left running, because the training may continue without this process. If the leader's
+    job has ended, the other jobs end by themselves.
 
     Args:
-        leader: session of `node`; no other run starts this training there (`start_in_turn`).
+        leader: a session to `node`. The caller must be inside the block of `start_in_turn`.
     """
     if not trains_with_others(stage, node):
         yield ALONE
@@ -86,10 +86,10 @@ def trainers_beside(
         sessions = [stack.enter_context(open_session(each)) for each in node.trainer_nodes]
         running = running_job(leader, run_dir)
         if running is not None and not is_by(node.trainer_nodes, running):
-            yield ALONE  # another run has it trained by other machines
+            yield ALONE  # another run trains this stage with other machines
             return
         if running is None:
-            end_followers(stage, sessions, node)  # what an earlier attempt left would not come
+            end_followers(stage, sessions, node)  # jobs of an earlier attempt would not join this one
         trainers = {
             "further_trainers": running["further_trainers"] if running else choose_places(stage, sessions, node)
         }
@@ -98,7 +98,7 @@ def trainers_beside(
             for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
                 planned = plan_follower(with_trainers(stage, trainers), own, rank)
                 followers.append(start_follower(planned, session, own, scope, ledger))
-                # At once: bringing inputs to the next machine may take longer than a lease lasts.
+                # Renewed from now on, because uploading inputs to the next machine may take longer than a lease.
                 renewals.enter_context(lease_renewed(followers[-1]))
             for follower, session in zip(followers, sessions, strict=True):
                 wait_for_gpus(follower, session, say)
@@ -108,17 +108,17 @@ def trainers_beside(
                 with ledger.dropped_lease(follower.run_dir, scope.run_id) as num_left:
                     if num_left == 0:
                         cancel_job(session, follower.run_dir, GRACE_S)
-            except InfraError as error:  # the training is finished all the same
-                say(f"{follower.node.name} is not reached, its job ends by itself ({error})")
+            except InfraError as error:  # not fatal: the training has finished
+                say(f"{follower.node.name} is unreachable, and its job ends by itself ({error})")
 
 
 def is_by(nodes: Sequence[Node], running: Mapping[str, Any]) -> bool:  # Any: JSON
-    """Whether a job that is under way is done together with these machines."""
+    """True if a running job trains with exactly these further machines."""
     return [each["name"] for each in running.get("further_trainers", ())] == [node.name for node in nodes]
 
 
 def with_trainers(stage: Stage, trainers: Trainers) -> Stage:
-    """The stage of a training by several machines."""
+    """The stage with the further machines in its job."""
     return stage.model_copy(update={"job": {**stage.job, **trainers}})
 
 
@@ -136,10 +136,10 @@ def choose_places(stage: Stage, sessions: Sequence[Session], node: Node) -> list
 
 
 def start_follower(stage: Stage, session: Session, node: Node, scope: RunScope, ledger: Ledger) -> LeasedJob:
-    """The job of a further machine, started or found under way.
+    """Start the job of a further machine, or attach to the running job.
 
     Args:
-        stage: the training as this machine does it.
+        stage: this machine's part of the training (`plan_follower`).
     """
     placement = place_stage(session, stage, node)
     run_dir = placement.stage.run_dir
@@ -158,13 +158,13 @@ def start_follower(stage: Stage, session: Session, node: Node, scope: RunScope, 
 
 
 def end_followers(stage: Stage, sessions: Sequence[Session], node: Node) -> None:
-    """End jobs of further machines whose leader is gone."""
+    """Cancel the jobs of further machines that an attempt without a running leader left behind."""
     for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
         cancel_job(session, own.path_on_node(plan_follower(stage, own, rank).run_dir), GRACE_S)
 
 
 def wait_for_gpus(job: LeasedJob, session: Session, say: Callable[[str], None]) -> None:
-    """Return when the job has its GPUs: the leader should not hold its own before."""
+    """Wait until the job of a further machine has its GPUs, so that the leader does not hold idle GPUs meanwhile."""
     said = ""
     while waits_for := job_status(session, job.run_dir).waits_for:
         if waits_for != said:

@@ -1,14 +1,14 @@
-"""Bring the inputs of a stage to its node, and return their paths there. On this machine nothing has to be brought.
+"""Upload the inputs of a stage to its node, and return their paths there. A stage on this machine needs no upload.
 
-Not here: what a stage is (plan.py), running it (stage.py), bringing its results back (infra/sync/mirror.py).
+Not here: planning a stage (plan.py), running a stage (stage.py), fetching the results (infra/sync/mirror.py).
 
     this machine                                            the node
-    <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node got further
-    data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
+    <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node trained further
+    data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless already uploaded
     rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        by own_files.py
 
-Files in folders named by their content are sent once. The node itself fetches inputs of S3 URLs (inputs.py) if it can,
-and datasets and models of a hub, whose names stay.
+Folders are named by a digest of their content, so each file is uploaded once. If possible, the node itself downloads
+inputs that have S3 URLs (inputs.py). Datasets and models of a hub keep their names, and the node downloads them itself.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A stage as its node sees it."""
+    """A stage with the paths on its node."""
 
     stage: Stage
-    """With paths of the node."""
+    """The stage with the paths on the node."""
     code_dir: str
-    """The folder on the node from which the job imports; empty if it imports what we do."""
+    """The folder on the node from which the job imports; empty on this machine."""
 
 
 def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None] = logger.info) -> Placement:
-    """Bring what the stage needs to the node.
+    """Upload the inputs and the code of a stage to its node.
 
     Args:
-        say: told what the node fetched itself, or why it could not, a sentence each.
+        say: receives one sentence for each input that the node downloaded itself, or failed to download.
 
     Raises:
-        InfraError: it cannot be brought there; one sentence.
+        InfraError: the upload failed.
     """
     if not node.is_remote:
         return Placement(stage, "")
@@ -93,9 +93,9 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
 
 
 def place_job(job: Job, inputs: NodeInputs) -> Job:
-    """The job with the paths of its inputs on the node. The inputs are there when this returns."""
+    """Upload the inputs of a job. Returns the job with the paths of its inputs on the node."""
     match job:
-        case TrainingJob() if job.node_rank:  # it computes what the machine says that leads
+        case TrainingJob() if job.node_rank:  # a further machine gets its data and weights from the leader
             placed: dict[str, object] = {"model": inputs.place_description(job.model)}
         case TrainingJob():
             placed = {name: inputs.place_input(value) for name, value in job}
@@ -111,16 +111,16 @@ def place_job(job: Job, inputs: NodeInputs) -> Job:
         case ServeJob():
             placed = {"model": inputs.place_model(job.model)}
         case _:
-            raise AssertionError(f"no stage is of the kind {job.kind}")
+            raise AssertionError(f"no stage has the kind {job.kind}")
     return job.model_copy(update=placed)
 
 
 class NodeInputs:
-    """The inputs on a node, by their content.
+    """Uploads inputs to a node, each into a folder that is named by its content.
 
     Args:
-        is_doubtful: an attempt at the job refused what it found. A file there may have the right size alone, so files
-            are compared by content.
+        is_doubtful: whether an earlier attempt at the job refused its inputs. A file on the node may then have the
+            right size but wrong content, so files are compared by content.
     """
 
     def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
@@ -129,10 +129,10 @@ class NodeInputs:
         self._node = node
         self._say = say
         self._may_fetch = True
-        """Whether the node has not failed yet to fetch something itself."""
+        """False after the node has failed to download an input itself."""
 
     def place_input(self, value: object) -> object:
-        """A model, data file or tuple of datasets of a job. Any other value stays what it is."""
+        """Upload a model, a data file or the datasets of a job. Any other value is returned unchanged."""
         match value:
             case InputModel():
                 return self.place_model(value)
@@ -146,31 +146,31 @@ class NodeInputs:
                 return value
 
     def place_file(self, file: InputFile) -> InputFile:
-        """A data file."""
+        """Upload a data file."""
         return file.model_copy(update={"path": self._place(file.path, file.digest, digest_path)})
 
     def place_dataset(self, dataset: InputDataset) -> InputDataset:
-        """A dataset. The name of a hub's dataset stays."""
+        """Upload a dataset. A hub dataset keeps its name and is not uploaded."""
         return dataset.model_copy(update={"path": self._place(dataset.path, dataset.digest, digest_path)})
 
     def place_model(self, model: InputModel, *, without: tuple[str, ...] = ()) -> InputModel:
-        """A model or checkpoint. The name of a hub's model stays."""
+        """Upload a model or checkpoint. A hub model keeps its name and is not uploaded."""
         path = self._place(model.model.path, model.digest, lambda _: digest_model(model.model), without=without)
         return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
 
     def place_description(self, model: InputModel) -> InputModel:
-        """A model without its weights, for a machine that another one sends the weights to."""
+        """Upload a model without its weights, for a machine that receives the weights from the leader."""
         return self.place_model(model, without=WEIGHTS)
 
     def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
-        """The settings of a training with the checkpoint that it continues."""
+        """Upload the checkpoint that a training resumes from. Returns the training's settings with the new path."""
         if not digest:
             return training
         path = self._place(str(find_checkpoint(Path(training.resume_from))), digest, digest_checkpoint)
         return cast("TrainingT", training.model_copy(update={"resume_from": path}))
 
     def place_graders(self, rollout: RolloutConfig) -> RolloutConfig:
-        """The settings with the folders of models that grade; without the weights where a server has those."""
+        """Upload the models that grade completions. If a server runs the model, its weights are left out."""
         rewards = tuple(self._place_grader(each) if each.model_folder else each for each in rollout.rewards)
         return rollout.model_copy(update={"rewards": rewards})
 
@@ -183,19 +183,21 @@ class NodeInputs:
     def _place(
         self, given: str, digest: str, digest_now: Callable[[str], str], *, without: tuple[str, ...] = ()
     ) -> str:
-        """The input's path on the node: the place where its job left it, or among the inputs, sent if need be.
+        """The input's path on the node. An input that an earlier stage made on the node is used in place.
+
+        Any other input is uploaded unless the node has it.
 
         Args:
-            digest: what it is called by there, which was taken when the stage was planned.
-            digest_now: what that is now, of a path.
-            without: how the names of files end that are left out.
+            digest: digest of the input from when the stage was planned.
+            digest_now: computes the current digest of a path.
+            without: suffixes of file names that are left out.
 
         Raises:
-            ConfigError: it was edited since.
-            TransientInfraError: it was edited while it was sent.
+            ConfigError: the input was edited after the stage was planned.
+            TransientInfraError: the input was edited during the upload.
         """
         path = Path(given)
-        if not path.exists():  # of a hub
+        if not path.exists():  # the name of a hub's model or dataset
             return given
         below = files_below(path, path.name)
         wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
@@ -207,7 +209,7 @@ class NodeInputs:
         identity = " ".join([digest, path.name, *without])
         key = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
-        if not self._has(files, folder):  # a cleaner, or a power cut, may have left a part of it
+        if not self._has(files, folder):  # a clean-up or a power cut may have removed some files
             before = _versions_of(files.values())
             if digest_now(given) != digest:
                 raise ConfigError(f"{path} changed since the stage was planned: start the run again")
@@ -217,11 +219,11 @@ class NodeInputs:
         return f"{folder}/{path.name}"
 
     def _has(self, files: Mapping[str, Path], folder: str) -> bool:
-        """Whether files that stay at their place are there, below a folder of the node."""
+        """True if a folder of the node has these files. Always False if an earlier attempt refused its inputs."""
         return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
-        """Whether the node has fetched the input into the folder, from where a URL named it."""
+        """Let the node download the input from its URL into the folder. Returns whether that succeeded."""
         store = Path(self._node.local_root)
         url = find_origin(path, store)
         if not url or not self._may_fetch:
@@ -232,9 +234,9 @@ class NodeInputs:
                 return False
             keys = keys_at_origin(origin, path, store)
             if missing := [name for name, file in files.items() if file not in keys]:
-                raise StoreUnavailableError(f"{missing[0]} is not there")
+                raise StoreUnavailableError(f"{missing[0]} is not in the object store")
             named = {name: keys[file] for name, file in files.items()}
-            self._may_fetch = False  # until it has worked: the next input of the stage would wait for the same
+            self._may_fetch = False  # stays False after a failure, so that later inputs do not wait for another
             num_bytes = fetch_on_node(self._session, origin, named, files, folder)
             self._may_fetch = True
         except InfraError as error:
@@ -245,16 +247,16 @@ class NodeInputs:
 
 
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
-    """Let a node resume a job from newer checkpoints of another node.
+    """Upload newer checkpoints of another node, so that the job resumes from them.
 
-    The node's files of that job are replaced as a whole: else steps that were trained twice would have two versions.
+    All files of the job on the node are replaced, because steps that both nodes trained would exist in two versions.
     """
     if not list_checkpoints(mirror / "checkpoints"):
         return
     status = job_status(session, run_dir)
     if status.state in (JobState.RUNNING, JobState.FINISHED) or not is_behind(session, run_dir, mirror):
         return
-    if status.orphans:  # the next start could not find them: their attempt is replaced, too
+    if status.orphans:  # end leftover processes now, because the next start could not find them
         cancel_job(session, run_dir, GRACE_S)
     files = {
         name: path
@@ -267,14 +269,14 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
 def place_code(
     session: Session, node: Node, modules: Mapping[str, str] = NO_MODULES, *, say: Callable[[str], None] = logger.info
 ) -> str:
-    """The folder on the node with `rollouts_core` as it is here, and the user's own code beside it.
+    """Upload this version of `rollouts_core` and the user's own code. Returns their folder on the node.
 
     Args:
-        modules: the user's, by the settings that name them.
-        say: told what is sent, in a sentence.
+        modules: the user's modules, by the settings that name them.
+        say: receives one sentence about the uploaded code.
 
     Raises:
-        TransientInfraError: a file was edited meanwhile.
+        TransientInfraError: a file was edited during the upload.
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
@@ -284,7 +286,7 @@ def place_code(
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         mode = "\0x" if is_executable(path) else ""
-        digest.update(f"{name}{mode}\0".encode(errors="surrogateescape"))  # what is refused is said by the copy
+        digest.update(f"{name}{mode}\0".encode(errors="surrogateescape"))  # publish_files reports bad names
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
     if not has_files(session, files, folder):
@@ -309,7 +311,7 @@ def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int]
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:
-    """Another one after every edit; None of a file that is gone."""
+    """A value that changes with every edit of a file. None for a missing file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -318,21 +320,21 @@ def _version_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def describe_files(name: str, files: Mapping[str, Path]) -> str:
-    """How many files are about to leave the machine, and how large they are."""
+    """The name, number and total size of the files to upload, in words."""
     num_bytes = sum(path.stat().st_size for path in files.values())
     return f"{name} ({len(files)} file{'s' if len(files) > 1 else ''}, {num_bytes / 1000:,.0f} kB)"
 
 
 def source_files(package: Path) -> dict[str, Path]:
-    """The files of a package but what Python compiles."""
+    """The files of a package, without compiled Python files."""
     return {name: path for name, path in files_below(package, "").items() if "__pycache__" not in Path(name).parts}
 
 
 def files_below(path: Path, name: str) -> Mapping[str, Path]:
-    """A file, or the files below a folder, by the names that they get; links of a cache become what they point to.
+    """The files to upload by their names on the node: `path` itself, or all files below it. Symlinks are resolved.
 
     Raises:
-        PermanentInfraError: another user's link leaves the folder, perhaps to a file of ours that is private.
+        PermanentInfraError: another user's symlink points outside of the folder, perhaps to a private file.
     """
     top = path.absolute()
     if top.is_file():
@@ -342,5 +344,5 @@ def files_below(path: Path, name: str) -> Mapping[str, Path]:
 
 
 def exists_on_node(session: Session, path: str) -> bool:
-    """True if there is a file or folder."""
+    """True if the node has a file or folder at this path."""
     return session.run(["test", "-e", path], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0

@@ -1,6 +1,6 @@
-"""Look at the data that a retraining waits for: what there is, by digest.
+"""Compute digests of the data that a retraining watches for changes.
 
-Not here: whether it is new (retraining.py), how it is read (rollouts_core/data).
+Not here: deciding whether the data is new (retraining.py), reading the data (rollouts_core/data).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rollouts_core.errors import DataError
 
 
 def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
-    """The sources to watch: revisions by path, "" for files and folders.
+    """The sources to watch: revisions of hub datasets by path, "" for files and folders.
 
     Args:
-        sources: files and folders; none of them stands for the demonstrations, prompts or rollouts that are trained on.
+        sources: files and folders; empty means the demonstrations, prompts or rollouts that the run trains on.
     """
     if sources:
         return dict.fromkeys(sources, "")
@@ -34,14 +34,14 @@ def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
 
 
 def can_change(watched: dict[str, str]) -> bool:
-    """False when all of it is datasets of the hub that are held to a commit."""
+    """False if all sources are hub datasets with a fixed commit."""
     return any(
         is_url(path) or Path(path).is_absolute() or not COMMIT.fullmatch(revision) for path, revision in watched.items()
     )
 
 
 def check_sources(watched: dict[str, str]) -> None:
-    """Raise DataError for a file or folder that is not there, or a folder without files."""
+    """Raise DataError for a missing file or folder, or for a folder without files."""
     for path in map(Path, watched):
         if path.is_dir() and not any(each.is_file() for each in path.rglob("*")):
             raise DataError(f"{path}, which is watched for new data, is a folder without files: put data there first")
@@ -50,8 +50,10 @@ def check_sources(watched: dict[str, str]) -> None:
 
 
 def check_outside(watched: dict[str, str], store: Path) -> None:
-    """Raise DataError for a folder that contains the store: every run changes the store, so every look would find new
-    data."""
+    """Raise DataError for a folder that contains the store.
+
+    Every run changes the store, so every check would find new data.
+    """
     for path in map(Path, watched):
         if path.is_absolute() and store.resolve().is_relative_to(path.resolve()):
             raise DataError(
@@ -61,17 +63,17 @@ def check_outside(watched: dict[str, str], store: Path) -> None:
 
 
 def digest_sources(watched: dict[str, str]) -> dict[str, str]:
-    """Digests of the content by path; of a dataset of the hub that of its newest commit, unless one is given.
+    """Digests of the sources' content, by path. A hub dataset without a given revision has its newest commit's digest.
 
     Raises:
-        DataError: something is not there, or the hub does not answer.
-        InfraError: an object store does not answer, or has nothing there.
+        DataError: a source does not exist, or the hub does not answer.
+        InfraError: an object store does not answer, or has no object at the URL.
     """
     check_sources(watched)
     return {path: _digest_source(path, revision) for path, revision in watched.items()}
 
 
 def _digest_source(path: str, revision: str) -> str:
-    if is_url(path):  # what the object store says of its objects; nothing is fetched
+    if is_url(path):  # computed from the object store's listing, without a download
         return digest_of(find_wanted(ObjectStore(path)))
     return digest_path(path, revision=resolve_revision(path, revision))

@@ -60,7 +60,7 @@ Rows = list[dict[str, Any]]  # Any: columns of every type
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
 HUB_PRESETS = [name for name in NAMES if name != "quickstart"]
-CHOSEN = "rollout.engine: auto takes embedded, because the node has no GPU"
+CHOSEN = "rollout.engine: auto chooses embedded, because the node has no GPU"
 SIZES = {"num_train": 20, "num_selection": 6, "num_heldout": 8}
 REDUCED: Settings = {
     "model": {"path": "./base_model"},

@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_trained_again_and_is_the_same_as_before(
 
     code, output = rollouts.run("run", str(after_sft))
     assert code == 0, output
-    assert "sft            done again, because what an earlier run left is damaged" in output
+    assert "sft            run again, because the result of an earlier run is damaged" in output
     assert checkpoint.name in output
     assert digests_of(sft) == digests
     assert [event["step"] for event in events_of(sft, "resumed")] == ([resumed_from] if resumed_from else [])

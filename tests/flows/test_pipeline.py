@@ -31,7 +31,7 @@ def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stag
     assert (first / "report.html").is_file()
     record = json.loads((first / "run.json").read_text())
     assert [stage["how"] for stage in record["stages"]] == ["ran"] * 5
-    assert {stage["why"] for stage in record["stages"]} == {"nobody had finished the same"}
+    assert {stage["why"] for stage in record["stages"]} == {"no run had finished the same stage"}
     verify_checkpoint(first / "checkpoint")
 
     code, output = rollouts.run("run", str(config))

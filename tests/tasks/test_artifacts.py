@@ -109,7 +109,7 @@ def test_a_record_that_names_other_folders_as_checkpoints_moves_none_of_them(
     name = str(precious) if is_absolute else "../../home"
     directory.write_result({"checkpoints": [*record["checkpoints"], {"name": name, "step": 80, "digest": "0"}]})
 
-    assert "no checkpoint of it" in set_damage_aside(stage)
+    assert "is not the name of a checkpoint" in set_damage_aside(stage)
     assert (precious / "id_ed25519").read_text() == "a key"
     assert len(list(directory.checkpoints.iterdir())) == 3
 

@@ -79,7 +79,7 @@ def test_what_the_run_scored_is_taken_under_other_names_and_order(
     finish(planned(models, config, "trained")[0], SCORES)
     stage, scope = planned({"model": models["sft"], "baseline": models["base"]}, config, "by-hand")
     record = run_stage(stage, scope, here(Path(scope.store)))  # starts no job: its model could not be loaded
-    assert (record.how, record.why) == ("reused", "run trained-trained- scored the same")
+    assert (record.how, record.why) == ("reused", "run trained-trained- scored the same models")
     assert [(each["name"], each["scores"]) for each in record.result["checkpoints"]] == [
         ("model", SCORES["sft"]),
         ("baseline", SCORES["base"]),
@@ -98,14 +98,14 @@ def test_what_need_not_be_done_is_not_told_in_what_it_differs(
     stage, scope = planned({"model": models["sft"]}, config, "by-hand")
     run_stage(stage, scope, here(Path(scope.store)))
     said = capsys.readouterr().err
-    assert "reused from run trained-trained-, which scored the same" in " ".join(said.split())
+    assert "reused from run trained-trained-, which scored the same models" in " ".join(said.split())
     assert "unlike" not in said
 
 
 def test_it_says_which_run_scored_it(config: Config, models: dict[str, InputModel]) -> None:
     finish(planned(models, config, "trained")[0], SCORES)
     stage, scope = planned({"model": models["sft"]}, config, "by-hand")
-    assert take_earlier_scores(stage, scope) == "reused from run trained-trained-, which scored the same"
+    assert take_earlier_scores(stage, scope) == "reused from run trained-trained-, which scored the same models"
 
 
 def test_of_two_runs_that_take_the_same_at_once_both_have_it(
@@ -125,7 +125,7 @@ def test_of_two_runs_that_take_the_same_at_once_both_have_it(
     monkeypatch.setattr("rollouts.tasks.earlier_scores.link_or_copy", link_while_another_begins)
     sentence = take_earlier_scores(stage, scope)
     other.join(60)
-    assert said == [sentence] == ["reused from run trained-trained-, which scored the same"]
+    assert said == [sentence] == ["reused from run trained-trained-, which scored the same models"]
     assert (Path(stage.run_dir) / "samples/model.jsonl").read_text() == "what sft said"
 
 

@@ -82,7 +82,7 @@ def test_a_stage_begins_with_the_whole_checkpoints_of_the_shortened_one_once(tmp
     (Path(first.run_dir) / "checkpoints/step_000030/model.safetensors").write_text("other weights")
     second = planned(tmp_path, "second")
     said = begin_with_earlier(second)
-    assert said == f"has the checkpoints up to step_000027 of {first.run_dir}, which ended early"
+    assert said == f"starts from step_000027 in {first.run_dir}, a stage that ended early"
     own = RunDirectory(Path(second.run_dir))
     assert [path.name for path in list_checkpoints(own.checkpoints)] == ["step_000020", "step_000027"]
     assert own.metrics.read_text() == '{"step": 20}\n'
@@ -119,7 +119,7 @@ def test_who_attached_to_a_job_that_ended_for_another_run_is_told(tmp_path: Path
     check_own_end(stage, scope_of(tmp_path, "second"))
     train(stage, 20, 27, ended_by="first")
     check_own_end(stage, scope_of(tmp_path, "first"))
-    words = "sft finished early at step 27 of 40 for run first, which trained it too: start this run again"
+    words = "sft finished early at step 27 of 40 at the request of run first, which trained the same stage"
     with pytest.raises(EndedForAnotherRunError, match=words):
         check_own_end(stage, scope_of(tmp_path, "second"))
 

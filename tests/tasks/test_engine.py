@@ -217,7 +217,7 @@ def test_an_engine_on_a_machine_that_is_lost_is_no_failure_and_one_beside_the_tr
     record = EngineRecord(url="http://127.0.0.1:2", run_dir="/engine", node=lost.name)
     engine.stop_engine.fn(record, scope, replace(node, engine_nodes=(lost,)))
     said = " ".join(capsys.readouterr().err.split())
-    assert "http://127.0.0.1:2 is not reached, it ends by itself within a minute (me@127.0.0.1:1" in said
+    assert "http://127.0.0.1:2 is unreachable, and the engine ends by itself within a minute (me@127.0.0.1:1" in said
     with pytest.raises(NodeUnreachableError):
         engine.stop_engine.fn(record, scope, lost)
 

@@ -78,7 +78,7 @@ def test_the_engine_is_that_of_the_machine(
 
 def test_the_reason_names_the_gpu_and_the_program() -> None:
     assert str(choose_by_gpus([H100, FULL], (1,), 16.0)) == (
-        "rollout.engine: auto takes embedded, because GPU 1, NVIDIA H100 80GB HBM3, is used by python3 (pid 4242, "
+        "rollout.engine: auto chooses embedded, because GPU 1, NVIDIA H100 80GB HBM3, is used by python3 (pid 4242, "
         "80.0 GB) and has 4.9 GB free of the 16.0 GB that an engine needs"
     )
 

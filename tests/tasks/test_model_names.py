@@ -94,7 +94,7 @@ def test_a_name_that_means_nothing_or_too_much_is_one_sentence(config: Config, s
         found("production", config, store)
     register(store, 1, "large")
     with pytest.raises(
-        ConfigError, match="several lines of models: name one, as large/candidate; there are large, small"
+        ConfigError, match="several lines of models: name one, for example large/candidate; the lines are large, small"
     ):
         found("candidate", config, store)
     (store / "stages/rl-00").mkdir(parents=True)

@@ -115,7 +115,7 @@ def test_a_run_is_told_where_a_killed_one_may_have_left_the_same_job(
     monkeypatch.setattr(stages, "place_stage", place_nothing)
     shell_jobs.touch()
     run(stage, "run-a", node_called(node_name, tmp_path), said, tmp_path)
-    assert ("may be under way on one, too, begun there by a run that was killed" in said.getvalue()) is is_told
+    assert ("a killed run may have left this stage running on one" in said.getvalue()) is is_told
 
 
 def place_nothing(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None]) -> Placement:
