@@ -150,8 +150,9 @@ def pages_of(entries: Any) -> Iterator[str]:  # Any: nested lists and tables of 
 
 def index_for_programs() -> str:
     """`llms.txt`: every page with its title and first sentence, in the form of llmstxt.org."""
-    lines = ["# rollouts", ""]
-    for entry in navigation():
+    project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    lines = [f"# {project['site_name']}", "", f"> {project['site_description']}", ""]
+    for entry in project["nav"]:
         [(title, entries)] = entry.items()
         lines += [f"## {title}", ""]
         for place in pages_of(entries):

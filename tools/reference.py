@@ -378,14 +378,22 @@ def errors_page() -> str:
 USER_ERRORS = ("ConfigError", "InputError", "PermanentInfraError", "TransientInfraError")
 
 
+RULES = "rollouts_core/config"
+"""Folder of the rules between settings, which yield sentences."""
+
+
 def errors_of(path: Path) -> Iterator[tuple[str, str]]:
-    """The class and the sentence of each error of the user that a file raises."""
+    """The class and the sentence of each error of the user that a file raises, or yields for settings."""
+    has_rules = path.is_relative_to(ROOT / RULES)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
-            continue
-        kind = node.exc.func.id if isinstance(node.exc.func, ast.Name) else ""
-        sentence = sentence_of(node.exc.args[0])
-        if kind in USER_ERRORS and len(re.sub("‹[^›]*›", "", sentence).split()) > 1:
+        kind, said = "", None
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            kind = node.exc.func.id if isinstance(node.exc.func, ast.Name) else ""
+            said = node.exc.args[0]
+        elif isinstance(node, ast.Yield) and has_rules:
+            kind, said = "ConfigError", node.value
+        sentence = sentence_of(said) if said and kind in USER_ERRORS else ""
+        if len(re.sub("‹[^›]*›", "", sentence).split()) > 1:
             yield kind, sentence
 
 
