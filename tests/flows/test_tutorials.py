@@ -12,9 +12,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +24,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -54,8 +53,13 @@ SIZES: dict[str, dict[str, str]] = {
         "samples_per_prompt = 2": "samples_per_prompt = 1\nmax_p_value = 1.0",
     },
     "use_the_model.md": {"30000": "{port}"},
+    "team_server.md": {"4200": "{port}"},
     "notebook.md": {"num_steps=60": "num_steps=6", "num_steps=40": "num_steps=2"},
 }
+
+
+SERVERS = {"rollouts serve": "serving ", "prefect server start": "/docs", "prefect worker start": "started!"}
+"""How commands begin that run until Ctrl-C, and what they say when they are ready."""
 
 
 class Reader:
@@ -66,7 +70,13 @@ class Reader:
         self.said: list[str] = []
         """The outputs of the commands and cells so far."""
         self.defined: dict[str, Any] = {"__name__": "notebook"}
-        self.environment = clean_environment() | {"PATH": f"{write_programs(folder)}:{os.environ['PATH']}"}
+        """The names of the notebook."""
+        self.environment = clean_environment() | {
+            "PATH": f"{write_programs(folder)}:{os.environ['PATH']}",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+        }
+        """Those of the terminal, which also has what the page exports."""
 
     async def follow(self, page: str) -> None:
         """Do everything that a page asks for."""
@@ -74,7 +84,7 @@ class Reader:
             for language, title, code in blocks_of(page):
                 if title:
                     (self.folder / title).write_text(code)
-                elif language == "sh" and code.startswith("rollouts serve"):
+                elif language == "sh" and code.startswith(tuple(SERVERS)):
                     servers.callback(end, self.start(code))
                 elif language == "sh":
                     self.said.append(self.run(code))
@@ -83,8 +93,9 @@ class Reader:
 
     def run(self, code: str) -> str:
         """The output of commands of the terminal."""
+        kept = self.folder / "environment"
         ended = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", code],
+            ["bash", "-euo", "pipefail", "-c", f"{code}env -0 > '{kept}'"],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -94,18 +105,29 @@ class Reader:
             check=False,
         )
         assert ended.returncode == 0, f"{code}{ended.stdout}{ended.stderr}"
+        self.environment = dict(each.split("=", 1) for each in kept.read_text().split("\0") if each)
         return ended.stdout + ended.stderr
 
     def start(self, code: str) -> subprocess.Popen[bytes]:
-        """A server that answers."""
-        with (self.folder / "server.txt").open("wb") as output:
-            command = [*dies_with_us("INT"), "bash", "-c", f"exec {code}"]
+        """A server, or a worker of one, that is ready."""
+        [ready] = [said for begin, said in SERVERS.items() if code.startswith(begin)]
+        output = self.folder / "server.txt"
+        with output.open("wb") as file:
             server = subprocess.Popen(
-                command, cwd=self.folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT
+                [*dies_with_us("INT"), "bash", "-c", f"exec {code}"],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
-        port = code.split()[-1]
-        wait_until(lambda: server.poll() is not None or is_served(port), what=f"the server on port {port}")
-        assert server.poll() is None, (self.folder / "server.txt").read_text()
+        port = re.search(r"--port (\d+)", code)
+
+        def is_ready() -> bool:
+            return ready in output.read_text() and (port is None or is_open(int(port[1])))
+
+        wait_until(lambda: server.poll() is not None or is_ready(), what=f"{ready!r} of {code}")
+        assert server.poll() is None, output.read_text()
         return server
 
     async def run_cell(self, page: str, code: str) -> str:
@@ -133,15 +155,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_served(port: str) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
-    except httpx.TransportError:
-        return False
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
+    server.send_signal(signal.SIGINT)
     server.wait(60)
 
 
@@ -149,7 +169,7 @@ def write_programs(folder: Path) -> Path:
     """A folder for PATH with the programs of an activated environment."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    for name, arguments in {"rollouts": "-m rollouts.flows.cli", "python": ""}.items():
+    for name, arguments in {"rollouts": "-m rollouts.flows.cli", "python": "", "prefect": "-m prefect"}.items():
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     return programs
@@ -194,19 +214,38 @@ def test_the_first_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(re.findall(r"^quickstart-\w+ +done", changed, re.MULTILINE)) == 3
 
 
-def test_your_model_data_and_reward_and_the_use_of_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, checked, trained, shown = follow("your_model.md", folder, monkeypatch).said
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Reader:
+    """A reader at the end of "Your model, data and reward", which other pages continue."""
+    with pytest.MonkeyPatch.context() as patch:
+        return follow("your_model.md", folder, patch)
+
+
+def test_your_model_data_and_reward(trained: Reader) -> None:
+    rows, checked, run, shown = trained.said
     assert '"completion": ' in rows and '"answer": ' in rows
     assert "graded by my_rewards:sorted_digits: reward 0.0 for an empty completion" in checked
     assert re.search(r"\(\d{4}\)=\?<\|end\|><\|assistant\|>\[\[\d{4}<\|end\|>\]\]", checked)
-    assert "rl             step 2 of 2" in trained and "digits-" in shown
+    assert "rl             step 2 of 2" in run and re.search(r"^digits-\w+ +done", shown, re.MULTILINE)
 
-    said = follow("use_the_model.md", folder, monkeypatch).said
-    chats, asked, answered, streamed, scored, generated = said
-    assert "digits" in chats and '"object":"list"' in asked.replace(" ", "")
-    greedy = json.loads(asked.strip().splitlines()[-1].partition("}]}")[2] or asked.strip().splitlines()[-1])
-    assert greedy["choices"][0]["message"]["content"] == answered.strip() == generated.strip()
-    assert streamed and "digits" in scored and "base" in scored
+
+def test_the_use_of_the_model(trained: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats, asked, answered, streamed, scored, generated = follow("use_the_model.md", trained.folder, monkeypatch).said
+    assert "small/base_model" in chats and streamed
+    assert '"object":"list"' in asked.replace(" ", "")
+    content = re.search(r'"content": ?"([^"]*)"', asked)
+    assert content is not None and content[1] == answered.strip() == generated.strip()
+    assert re.search(r"^base +", scored, re.MULTILINE) and re.search(r"^digits-\w+ +", scored, re.MULTILINE)
+
+
+def test_a_teams_server(trained: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, deployed, _, approved, models, unchanged = follow("team_server.md", trained.folder, monkeypatch).said
+    assert "Deployment 'retrain/team-retrain' successfully created" in deployed
+    assert approved == "ACCEPT\n"
+    assert re.search(r"^digits-1 +1 +production", models, re.MULTILINE) and re.search(
+        r"production +digits-1 +Ada", models
+    )
+    assert "finished successfully in 'Skipped'" in unchanged
 
 
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
