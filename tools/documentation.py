@@ -167,9 +167,9 @@ def title_and_sentence(text: str) -> tuple[str, str]:
     heading = re.search(r"^# +(.+)$", text, re.MULTILINE)
     assert heading is not None, "every page has a title"
     paragraphs = re.split(r"\n\s*\n", FENCE.sub("", text[heading.end() :]))
-    prose = [each for each in paragraphs if each[:1].strip() and each[0] not in "#|!>-`"]
+    prose = [each for each in paragraphs if each[:1].strip() and each[0] not in "#|!>-"]
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join((prose or [""])[0].split()))
-    return heading[1], re.split(r"(?<=[.:]) ", plain)[0]
+    return heading[1], re.split(r"(?<=\.) ", plain)[0].rstrip(":")
 
 
 def missing_in_navigation() -> Iterator[str]:
