@@ -4,7 +4,8 @@
 # make test-ci       every test but those of real engines and `make test-nightly`
 # make test-nightly  more seeds, machines and ways to break a run than `make test-ci` samples, three hours
 # make engines       install SGLang and vLLM for CPUs in .engines/, 7 GB; `make test-engines` runs their tests
-# make check         lint, format, types, prose
+# make check         lint, format, types, prose, documentation site
+# make docs          build the documentation site in build/site, which needs no network and no server
 # make bench         write docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
 # make gpu-check     does training work on this machine's GPU, and how fast? At most 8 minutes; `make gpu-check-wheels`
 #                    collects what a machine without network needs for it (docs/benchmarks.md)
@@ -23,7 +24,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || tru
 # The tests of a file share fixtures that train models, so a file stays in one process. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines check bench gpu-check gpu-check-wheels \
+.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines check docs bench gpu-check gpu-check-wheels \
 	install clean
 
 quickstart: .venv/.installed
@@ -53,6 +54,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/prose.py
+	$(BIN)/python tools/documentation.py
+
+docs: $(READY)
+	$(BIN)/python tools/documentation.py
 
 bench: .bench/.ready
 	.bench/bin/python benchmarks/run_all.py --out docs/benchmarks.md

@@ -125,7 +125,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def test_every_link_within_the_docs_leads_to_a_file_and_a_heading() -> None:
-    pages = [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]
+    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(page))]
     broken = []
     for page, link in links:
