@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 
+from rollouts.flows.assignments import check_assignments, is_assignment
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
@@ -114,9 +115,9 @@ ConfiguredStore = Annotated[
 RunArguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="CONFIG",
-        help="TOML, JSON or Python file that describes the run. With --preset or --deployment instead: settings that "
-        "differ from theirs, as training.rl.num_steps=10, any number of them.",
+        metavar="CONFIG [KEY=VALUE]...",
+        help="TOML, JSON or Python file that describes the run, and settings that replace its own, as "
+        "training.rl.num_steps=10. With --preset or --deployment: only such settings.",
     ),
 ]
 PresetName = Annotated[
@@ -230,6 +231,11 @@ def run(
     130 interrupted or cancelled.
     """
     if deployment:
+        if arguments and not is_assignment(arguments[0]):
+            raise InputError(
+                f"--deployment {deployment} has a configuration already, found {arguments[0]}: give only settings as "
+                "key=value, or leave --deployment out"
+            )
         if port:
             raise InputError("--port goes with CONFIG: a deployment runs at the server of `rollouts up`")
         of_run = [f"run.{key}={json.dumps(value)}" for key, value in (("name", name), ("fresh", fresh)) if value]
@@ -253,26 +259,25 @@ def load_chosen(
     """
     if preset:
         return load_preset(preset, arguments or [])
-    if not arguments:
+    config, *assignments = arguments or [""]
+    if not config:
         raise typer.BadParameter("Missing argument 'CONFIG'.", ctx=context)
-    if len(arguments) != 1:
-        raise InputError(
-            f"expected one configuration, found {' '.join(arguments)}: write settings into the file; key=value goes "
-            "with --preset and --deployment"
-        )
-    return load_checkable(Path(arguments[0]), reads_rows=reads_rows)
+    if is_assignment(config) and not Path(config).is_file():
+        raise InputError(f"expected CONFIG before {config}: name the configuration that the setting belongs to")
+    check_assignments(assignments)
+    return load_checkable(Path(config), assignments, reads_rows=reads_rows)
 
 
 def evaluate(
     config: ConfigFile,
-    model: Annotated[
-        str,
+    arguments: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[MODEL]",
-            help="base, production, candidate, a registered model, a run or stage of the store, a folder, or a URL; "
-            "what the table evaluate of CONFIG says otherwise.",
+            metavar="[MODEL] [KEY=VALUE]...",
+            help="MODEL: base, production, candidate, a registered model, a run or stage of the store, a folder, or a "
+            "URL; what the table evaluate of CONFIG says otherwise. Settings as key=value replace those of CONFIG.",
         ),
-    ] = "",
+    ] = None,
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
     data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; data.heldout otherwise.")] = "",
     store: ConfiguredStore = None,
@@ -284,7 +289,10 @@ def evaluate(
 
     Earlier scores with the same settings and rows are reused.
     """
-    pipeline = load_checkable(config)
+    assignments = list(arguments or [])
+    model = assignments.pop(0) if assignments and not is_assignment(assignments[0]) else ""
+    check_assignments(assignments)
+    pipeline = load_checkable(config, assignments)
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}
     own = pipeline.evaluate.model_dump() if pipeline.evaluate else {}
     if not (own | given).get("model"):

@@ -82,10 +82,11 @@ PROBE_BYTES = 1 << 20
 """Prefect's database asks for room in pieces smaller than this."""
 
 
-def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
+def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
     """Read the pipeline of a file. If settings do not fit, the files named by other settings are checked too.
 
     Args:
+        assignments: settings that replace those of the file, `key=value`; a later one wins.
         reads_rows: then also reads models and rows, which loads torch. Without it a misspelt key is told within a
         second.
 
@@ -93,7 +94,7 @@ def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
         InputError: a line for each mistake.
     """
     mistakes = Mistakes()
-    draft = read_draft(path, mistakes)
+    draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
             if given == "":  # its absence was noted if the mode needs it

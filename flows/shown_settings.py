@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from rollouts.flows.assignments import ALGORITHM
 from rollouts.flows.form import Pipeline
-
-ALGORITHM = "training.rl.algorithm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -228,7 +228,10 @@ def test_wherever_a_function_of_the_configuration_file_stands_it_is_refused(
     [
         (["--name", "a b"], "command line: name: string should match pattern"),
         (["--fresh", "sfft"], "command line: fresh.0: input should be 'sft', 'select-sft'"),
-        (["training.rl.num_steps=9"], "small.toml training.rl.num_steps=9: write settings into the file"),
+        (
+            ["training.rl.num_steps=0"],
+            "command line: training.rl.num_steps: input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_an_option_that_does_not_fit_is_named(folder: Path, arguments: list[str], words: str) -> None:

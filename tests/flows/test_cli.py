@@ -43,11 +43,11 @@ from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
 
 SURFACE = {
-    "run": ["CONFIG", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
-    "evaluate": ["CONFIG", "[MODEL]", "--against", "--data", "--store", "--name", "--fresh", "--port"],
+    "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
+    "evaluate": ["CONFIG", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
     "preset": ["[NAME]"],
-    "validate": ["CONFIG", "--store", "--preset", "--show", "--json"],
+    "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
     "chat": [
@@ -73,7 +73,7 @@ SURFACE = {
     "plugins": ["--json"],
     "models": ["--store", "--json"],
     "runs": ["--store", "--limit", "--json"],
-    "show": ["RUN|CONFIG", "--store", "--all", "--json"],
+    "show": ["RUN|CONFIG", "[KEY=VALUE]...", "--store", "--all", "--json"],
     "samples": [
         *("RUN", "--store", "--step", "--model", "--reward", "--grep", "--prompt", "--limit", "--json"),
     ],
