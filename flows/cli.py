@@ -34,6 +34,7 @@ from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silen
 from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
 from rollouts.flows.commands.credentials import credentials, with_credentials
+from rollouts.flows.commands.explain import explain
 from rollouts.flows.commands.fetch import pull
 from rollouts.flows.commands.finish import finish
 from rollouts.flows.commands.machines import add_machine_commands
@@ -536,7 +537,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
+    "Pipelines": (quickstart, preset, explain, validate, run, evaluate, status, finish, cancel),
     "Runs": (runs, show, samples, logs, report),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins),

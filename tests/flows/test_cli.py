@@ -47,6 +47,7 @@ SURFACE = {
     "evaluate": ["CONFIG", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
     "preset": ["[NAME]"],
+    "explain": ["[NAME]", "--json"],
     "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
