@@ -246,7 +246,7 @@ def run(
     pipeline = load_chosen(context, arguments, preset)
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
-    options = parse_config(RunOptions, settings, source="command line")
+    options = parse_config(RunOptions, settings, source="command line", table="run")
     run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
 
 
@@ -297,17 +297,15 @@ def evaluate(
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}
     own = pipeline.evaluate.model_dump() if pipeline.evaluate else {}
     if not (own | given).get("model"):
-        raise InputError(
-            f"{config} has no [evaluate] that names a model: name one, rollouts evaluate {config} production"
-        )
-    chosen = parse_config(EvaluateConfig, own | given, source="command line").beside(Path())
+        raise InputError(f"{config}: evaluate.model is missing: name a model, rollouts evaluate {config} production")
+    chosen = parse_config(EvaluateConfig, own | given, source="command line", table="evaluate").beside(Path())
     options = {"store": str(store) if store else "", "name": name, "fresh": ("evaluate",) if fresh else ()}
     settings = evaluation_options(pipeline.run).model_dump() | {key: value for key, value in options.items() if value}
     run_evaluation(
         replace(
             pipeline,
             evaluate=chosen,
-            run=parse_config(RunOptions, settings, source="command line"),
+            run=parse_config(RunOptions, settings, source="command line", table="run"),
         ),
         port=port,
     )

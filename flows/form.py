@@ -51,7 +51,7 @@ from rollouts_core.config import (
     resolve_paths,
 )
 from rollouts_core.config.files import leave_out_meant, read_record
-from rollouts_core.config.messages import reason_of, suggest_key
+from rollouts_core.config.messages import closest_choice, dotted, reason_of, suggest_key
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.stages import STAGE_NAMES
@@ -137,8 +137,7 @@ def in_sentences(
         of_other_version = any(each["type"] in ("extra_forbidden", "missing") for each in error.errors())
         mistakes = Mistakes()
         mistakes.order_by({table: settings} if table else settings)
-        source = f"the form, table {table}" if table else "the form"
-        read_record(record, settings, mistakes, source=source, table=table)
+        read_record(record, settings, mistakes, source="the form", table=table)
         raise ValueError(_said(mistakes, of_other_version=of_other_version)) from error
 
 
@@ -390,7 +389,7 @@ def _read_settings(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> 
             del given[name]
 
     def read(name: str, model: type[RecordT], table: dict[str, Any]) -> RecordT | None:  # Any: unchecked file content
-        return read_record(model, table, mistakes, source=f"{path}, table {name}", table=name)
+        return read_record(model, table, mistakes, source=str(path), table=name)
 
     options = _known_keys("run", given.get("run", {}), RunOptions, path, mistakes)
     evaluate, retrain, schedule = (given.get(name) for name in ("evaluate", "retrain", "schedule"))
@@ -439,7 +438,7 @@ def _read_node(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Node
     node_type = NODE_TYPES[kind]
     known = _known_keys("node", settings, node_type, path, mistakes, hint=partial(_suggest_node_key, kind=kind))
     resolved = resolve_node_paths(known, path.parent)
-    node: NodeSettings | None = read_record(node_type, resolved, mistakes, source=f"{path}, table node", table="node")
+    node: NodeSettings | None = read_record(node_type, resolved, mistakes, source=str(path), table="node")
     return node
 
 
@@ -480,7 +479,7 @@ def _suggest_node_key(key: str, *, kind: str) -> str:
 
 def _expected_kind(given: object) -> str:
     """The choices of `node.kind`, after another value was given."""
-    expected = f"expected one of {', '.join(NODE_TYPES)}"
+    expected = f"expected one of {', '.join(NODE_TYPES)}{closest_choice(given, list(NODE_TYPES))}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
         return expected
@@ -518,7 +517,7 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
 def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
     """The mistakes in a record that a Python file makes, a sentence for each setting and each broken rule."""
     for problem in error.errors():
-        place = " ".join([error.title, ".".join(map(str, problem["loc"]))]).rstrip()
+        place = dotted([error.title, *map(str, problem["loc"])])
         yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 

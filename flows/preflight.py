@@ -396,7 +396,7 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
     if len(ranks) > num_gpus:
         raise ConfigError(
             f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
-            "name others, leave them out to train without, or name another machine in [node]"
+            "name others, leave them out to train without, or name another machine in node"
         )
 
 

@@ -78,7 +78,7 @@ class Mistakes:
     def rename_source(self, settings: Iterable[str], source: str, other: str) -> None:
         """Begin the errors of these settings and of settings below them with `other` instead of the file's name."""
         renamed = tuple(f"{each}." for each in settings)
-        begins = re.compile(rf"^{re.escape(source)}(?:, table \w+)?: ", re.MULTILINE)
+        begins = re.compile(rf"^{re.escape(source)}: ", re.MULTILINE)
         self._noted = [
             replace(each, text=begins.sub(f"{other}: ", each.text)) if f"{each.place}.".startswith(renamed) else each
             for each in self._noted
