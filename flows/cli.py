@@ -37,6 +37,7 @@ from rollouts.flows.commands.credentials import credentials, with_credentials
 from rollouts.flows.commands.explain import explain
 from rollouts.flows.commands.fetch import pull
 from rollouts.flows.commands.finish import finish
+from rollouts.flows.commands.init import init
 from rollouts.flows.commands.machines import add_machine_commands
 from rollouts.flows.commands.models import add_model_commands
 from rollouts.flows.commands.notify import notify
@@ -535,7 +536,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Pipelines": (quickstart, preset, explain, validate, run, evaluate, status, finish, cancel),
+    "Pipelines": (quickstart, init, preset, explain, validate, run, evaluate, status, finish, cancel),
     "Runs": (runs, show, samples, logs, report),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins),

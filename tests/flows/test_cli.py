@@ -46,6 +46,10 @@ SURFACE = {
     "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
     "evaluate": ["CONFIG", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
+    "init": [
+        *("[CONFIG]", "--model", "--goal", "--sft", "--prompts", "--selection", "--heldout", "--reward", "--machine"),
+        *("--python", "--gpu", "--max-usd", "--convert", "--force", "--store"),
+    ],
     "preset": ["[NAME]"],
     "explain": ["[NAME]", "--json"],
     "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
