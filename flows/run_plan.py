@@ -104,7 +104,7 @@ def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Pat
 
 
 def _describe_work(name: str, config: Config, node: NodeSettings) -> str:
-    """What a stage does, on which machine."""
+    """The work of a stage, and its machine."""
     place = _describe_place(node)
     if (training := config.trainings.get(name)) is not None:
         rank = training.policy.lora.rank
