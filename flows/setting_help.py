@@ -59,7 +59,7 @@ ACTS: Mapping[str, str] = {
     "schedule": "`rollouts up`: when data are checked",
     "evaluate": "`rollouts evaluate`",
 }
-"""The place at which the settings below a name act; the longest name counts. The sections of trainings name their stage."""
+"""The place at which the settings below a name act; the longest name counts. Sections of trainings name their stage."""
 EFFECTS = {
     "affects_result": "Cannot change a result: finished stages are reused with another value.",
     "affects_weights": "Length of the training or kept checkpoints: a resumed training may have another value.",
