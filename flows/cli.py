@@ -15,7 +15,6 @@ import inspect
 import json
 import logging
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -23,7 +22,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
@@ -64,6 +62,7 @@ from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
 from rollouts.flows.live import find_live_pages, served_live_pages
 from rollouts.flows.no_improvement import NoImprovementError
+from rollouts.flows.overview import create_app
 from rollouts.flows.own_server.lend import (
     ServerAddress,
     ServerError,
@@ -127,31 +126,7 @@ PresetName = Annotated[
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
-app = typer.Typer(
-    name="rollouts",
-    help="Turn a base model and data into a trained, evaluated checkpoint: SFT, checkpoint selection, RL.\n\n"
-    "Begin with `rollouts quickstart`, which needs nothing; then `rollouts validate` and `rollouts run` your own file.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def show_version(is_asked: bool) -> None:
-    """What `--version` prints."""
-    if is_asked:
-        stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("prefect", "torch", "transformers"))
-        typer.echo(f"rollouts {metadata.version('rollouts')} on {stands_on}, Python {platform.python_version()}")
-        raise typer.Exit
-
-
-@app.callback()
-def rollouts(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    """Options before any command."""
+app = create_app()
 
 
 def exit_code_of(error: Exception) -> int:
