@@ -15,7 +15,6 @@ import inspect
 import json
 import logging
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -23,18 +22,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 
+from rollouts.flows.assignments import check_assignments, is_assignment
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
 from rollouts.flows.commands.credentials import credentials, with_credentials
+from rollouts.flows.commands.explain import explain
 from rollouts.flows.commands.fetch import pull
 from rollouts.flows.commands.finish import finish
+from rollouts.flows.commands.init import init
 from rollouts.flows.commands.machines import add_machine_commands
 from rollouts.flows.commands.models import add_model_commands
 from rollouts.flows.commands.notify import notify
@@ -61,6 +62,7 @@ from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
 from rollouts.flows.live import find_live_pages, served_live_pages
 from rollouts.flows.no_improvement import NoImprovementError
+from rollouts.flows.overview import create_app
 from rollouts.flows.own_server.lend import (
     ServerAddress,
     ServerError,
@@ -114,9 +116,9 @@ ConfiguredStore = Annotated[
 RunArguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="CONFIG",
-        help="TOML, JSON or Python file that describes the run. With --preset or --deployment instead: settings that "
-        "differ from theirs, as training.rl.num_steps=10, any number of them.",
+        metavar="CONFIG [KEY=VALUE]...",
+        help="TOML, JSON or Python file that describes the run, and settings that replace its own, as "
+        "training.rl.num_steps=10. With --preset or --deployment: only such settings.",
     ),
 ]
 PresetName = Annotated[
@@ -124,31 +126,7 @@ PresetName = Annotated[
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
-app = typer.Typer(
-    name="rollouts",
-    help="Turn a base model and data into a trained, evaluated checkpoint: SFT, checkpoint selection, RL.\n\n"
-    "Begin with `rollouts quickstart`, which needs nothing; then `rollouts validate` and `rollouts run` your own file.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def show_version(is_asked: bool) -> None:
-    """What `--version` prints."""
-    if is_asked:
-        stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("prefect", "torch", "transformers"))
-        typer.echo(f"rollouts {metadata.version('rollouts')} on {stands_on}, Python {platform.python_version()}")
-        raise typer.Exit
-
-
-@app.callback()
-def rollouts(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    """Options before any command."""
+app = create_app()
 
 
 def exit_code_of(error: Exception) -> int:
@@ -230,6 +208,11 @@ def run(
     130 interrupted or cancelled.
     """
     if deployment:
+        if arguments and not is_assignment(arguments[0]):
+            raise InputError(
+                f"--deployment {deployment} has a configuration already, found {arguments[0]}: give only settings as "
+                "key=value, or leave --deployment out"
+            )
         if port:
             raise InputError("--port goes with CONFIG: a deployment runs at the server of `rollouts up`")
         of_run = [f"run.{key}={json.dumps(value)}" for key, value in (("name", name), ("fresh", fresh)) if value]
@@ -239,7 +222,7 @@ def run(
     pipeline = load_chosen(context, arguments, preset)
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
-    options = parse_config(RunOptions, settings, source="command line")
+    options = parse_config(RunOptions, settings, source="command line", table="run")
     run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
 
 
@@ -253,26 +236,25 @@ def load_chosen(
     """
     if preset:
         return load_preset(preset, arguments or [])
-    if not arguments:
+    config, *assignments = arguments or [""]
+    if not config:
         raise typer.BadParameter("Missing argument 'CONFIG'.", ctx=context)
-    if len(arguments) != 1:
-        raise InputError(
-            f"expected one configuration, found {' '.join(arguments)}: write settings into the file; key=value goes "
-            "with --preset and --deployment"
-        )
-    return load_checkable(Path(arguments[0]), reads_rows=reads_rows)
+    if is_assignment(config) and not Path(config).is_file():
+        raise InputError(f"expected CONFIG before {config}: name the configuration that the setting belongs to")
+    check_assignments(assignments)
+    return load_checkable(Path(config), assignments, reads_rows=reads_rows)
 
 
 def evaluate(
     config: ConfigFile,
-    model: Annotated[
-        str,
+    arguments: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[MODEL]",
-            help="base, production, candidate, a registered model, a run or stage of the store, a folder, or a URL; "
-            "what the table evaluate of CONFIG says otherwise.",
+            metavar="[MODEL] [KEY=VALUE]...",
+            help="MODEL: base, production, candidate, a registered model, a run or stage of the store, a folder, or a "
+            "URL; what the table evaluate of CONFIG says otherwise. Settings as key=value replace those of CONFIG.",
         ),
-    ] = "",
+    ] = None,
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
     data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; data.heldout otherwise.")] = "",
     store: ConfiguredStore = None,
@@ -284,21 +266,22 @@ def evaluate(
 
     Earlier scores with the same settings and rows are reused.
     """
-    pipeline = load_checkable(config)
+    assignments = list(arguments or [])
+    model = assignments.pop(0) if assignments and not is_assignment(assignments[0]) else ""
+    check_assignments(assignments)
+    pipeline = load_checkable(config, assignments)
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}
     own = pipeline.evaluate.model_dump() if pipeline.evaluate else {}
     if not (own | given).get("model"):
-        raise InputError(
-            f"{config} has no [evaluate] that names a model: name one, rollouts evaluate {config} production"
-        )
-    chosen = parse_config(EvaluateConfig, own | given, source="command line").beside(Path())
+        raise InputError(f"{config}: evaluate.model is missing: name a model, rollouts evaluate {config} production")
+    chosen = parse_config(EvaluateConfig, own | given, source="command line", table="evaluate").beside(Path())
     options = {"store": str(store) if store else "", "name": name, "fresh": ("evaluate",) if fresh else ()}
     settings = evaluation_options(pipeline.run).model_dump() | {key: value for key, value in options.items() if value}
     run_evaluation(
         replace(
             pipeline,
             evaluate=chosen,
-            run=parse_config(RunOptions, settings, source="command line"),
+            run=parse_config(RunOptions, settings, source="command line", table="run"),
         ),
         port=port,
     )
@@ -528,7 +511,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
+    "Pipelines": (quickstart, init, preset, explain, validate, run, evaluate, status, finish, cancel),
     "Runs": (runs, show, samples, logs, report),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins),

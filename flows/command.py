@@ -1,5 +1,7 @@
 """Start the `rollouts` command. Ctrl-C during its imports, which take a second, leaves no traceback.
 
+The help of the whole command needs none of these imports (overview.py).
+
 Not here: the commands (cli.py).
 """
 
@@ -25,6 +27,10 @@ def main() -> None:
         sys.stderr.write(f"rollouts: {error}\n")
         sys.exit(USER_ERROR_CODE)
     try:
+        from rollouts.flows.overview import ALONE, create_overview
+
+        if sys.argv[1:] in ALONE:
+            create_overview()()  # exits
         from rollouts.flows.cli import main as run_command
     except KeyboardInterrupt:
         sys.stderr.write("\nrollouts: interrupted before it began.\n")

@@ -19,13 +19,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rollouts.flows.assignments import ALGORITHM, assign, forget_algorithm, key_of
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline, with_present_kind
 from rollouts.flows.own_server.lend import named_url
 from rollouts.flows.store import STORE_VARIABLE
 from rollouts.flows.tools import TOOLS
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.tasks.watch import check_sources, watched_sources
-from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
@@ -230,8 +230,8 @@ def overridden(
 ) -> dict[str, Any]:
     """Parameters of a deployment of this flow with settings replaced; an assignment is `key=value`, a key of a file.
 
-    A value is read as JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces all
-    settings of the former algorithm, even changed ones.
+    A value is read as TOML or JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces
+    all settings of the former algorithm, even changed ones.
 
     Raises:
         ConfigError: one sentence; the key is not known, or the value does not fit.
@@ -239,51 +239,15 @@ def overridden(
     tables = {name: section for name, section in parameters.items() if name != "config"}
     settings = json.loads(json.dumps({**parameters["config"], **tables}))
     given = list(assignments)
-    if any(each.startswith("training.rl.algorithm=") for each in given):
-        _forget_algorithm(settings)
+    if ALGORITHM in map(key_of, given):
+        forget_algorithm(settings)
     for assignment in given:
-        key = assignment.partition("=")[0]
+        key = key_of(assignment)
         if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
             raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")
         assign(settings, assignment)
     pipeline = parse_pipeline(settings, Path("command line"))
     return parameters_of(pipeline)
-
-
-def assign(settings: dict[str, Any], assignment: str) -> None:  # Any: JSON
-    """Set one setting, `key=value` with a dotted key, in the tables of a configuration.
-
-    Raises:
-        ConfigError: one sentence; it has another form, or a table of the key is a value.
-    """
-    key, separator, text = assignment.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
-    node = settings.get("node")
-    if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
-        settings["node"] = {}  # the settings of another kind say nothing about this one
-    *sections, last = key.split(".")
-    section = settings
-    for name in sections:
-        section = section.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"{key}: {name} is a value, not a table of settings")
-    section[last] = assigned_value(text)
-
-
-def _forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON
-    """Take away what algorithms fill in: beside that of one, another would fill in what is left, and be neither."""
-    rl = settings.get("training", {}).get("rl", {})
-    for name in {name for preset in ALGORITHMS.values() for name in preset.settings}:
-        rl.pop(name, None)
-
-
-def assigned_value(text: str) -> Any:  # Any: JSON
-    """The value of the right side of `key=value`: JSON if it can be read as such, text otherwise."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from pydantic import (
     model_validator,
 )
 
+from rollouts.flows.assignments import ALGORITHM, COMMAND_LINE, assign, forget_algorithm, key_of
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from rollouts.flows.store import with_store
@@ -50,7 +51,7 @@ from rollouts_core.config import (
     resolve_paths,
 )
 from rollouts_core.config.files import leave_out_meant, read_record
-from rollouts_core.config.messages import reason_of, suggest_key
+from rollouts_core.config.messages import closest_choice, dotted, reason_of, suggest_key
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.stages import STAGE_NAMES
@@ -136,8 +137,7 @@ def in_sentences(
         of_other_version = any(each["type"] in ("extra_forbidden", "missing") for each in error.errors())
         mistakes = Mistakes()
         mistakes.order_by({table: settings} if table else settings)
-        source = f"the form, table {table}" if table else "the form"
-        read_record(record, settings, mistakes, source=source, table=table)
+        read_record(record, settings, mistakes, source="the form", table=table)
         raise ValueError(_said(mistakes, of_other_version=of_other_version)) from error
 
 
@@ -240,30 +240,37 @@ class Draft:
         return Pipeline(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
-def load_pipeline(path: Path) -> Pipeline:
+def load_pipeline(path: Path, assignments: Sequence[str] = ()) -> Pipeline:
     """The pipeline that a TOML, JSON or Python file describes; a Python file defines `config`.
+
+    Args:
+        assignments: settings that replace those of the file, `key=value`; a later one wins.
 
     Raises:
         ConfigError: a line for each mistake, with the file, the key and what to do.
     """
     mistakes = Mistakes(ConfigError, InputError)
-    draft = read_draft(path, mistakes)
+    draft = read_draft(path, mistakes, assignments)
     mistakes.check()
     return draft.whole()
 
 
-def read_draft(path: Path, mistakes: Mistakes) -> Draft:
-    """Read a TOML, JSON or Python file, and note its settings that do not fit.
+def read_draft(path: Path, mistakes: Mistakes, assignments: Sequence[str] = ()) -> Draft:
+    """Read a TOML, JSON or Python file, and note its settings that do not fit; assignments replace settings.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or an assignment is none.
     """
     add_code_folders([path.parent, Path.cwd()])
     if path.suffix != ".py":
-        return _read_tables(read_settings(path), path, mistakes)
+        return _read_tables(read_settings(path), path, mistakes, assignments)
     settings = _run_python_file(path)
+    if assignments and not isinstance(settings, dict):
+        settings = _tables_of(settings)
+        if ALGORITHM in map(key_of, assignments):
+            forget_algorithm(settings)
     if isinstance(settings, dict):
-        draft = _read_tables(settings, path, mistakes)
+        draft = _read_tables(settings, path, mistakes, assignments)
     elif isinstance(settings, Config):
         draft = Draft(config=_beside(settings, path.parent), node=LocalNode(), run=RunOptions(name=name_of(path)))
     else:
@@ -284,19 +291,88 @@ def read_draft(path: Path, mistakes: Mistakes) -> Draft:
     return draft
 
 
-def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: unchecked file content
+def parse_pipeline(
+    settings: dict[str, Any],  # Any: unchecked file content
+    path: Path,
+    assignments: Sequence[str] = (),
+) -> Pipeline:
     """The pipeline of a file's content; paths of this machine are relative to the file's folder.
+
+    Args:
+        assignments: as in `load_pipeline`.
 
     Raises:
         ConfigError: a line for each mistake, with the file, the key and what to do.
     """
     mistakes = Mistakes(ConfigError, InputError)
-    draft = _read_tables(settings, path, mistakes)
+    draft = _read_tables(settings, path, mistakes, assignments)
     mistakes.check()
     return draft.whole()
 
 
-def _read_tables(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Draft:  # Any: unchecked file content
+def _tables_of(given: Config | Pipeline) -> dict[str, Any]:  # Any: values of settings
+    """The content of a file that says the same as the records of a Python file; functions and objects stay."""
+
+    def table(record: BaseModel) -> dict[str, Any]:  # Any: values of settings
+        values = {name: getattr(record, name) for name in type(record).model_fields if name in record.model_fields_set}
+        return {name: table(value) if isinstance(value, BaseModel) else value for name, value in values.items()}
+
+    if isinstance(given, Config):
+        return table(given)
+    others = {name: record for name in OWN_TABLES if (record := getattr(given, name)) is not None}
+    return {**table(given.config), **{name: table(record) for name, record in others.items()}}
+
+
+def _resolve_tables(tables: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked input
+    """The tables with paths of this machine relative to the current folder, where the command line was written."""
+    here = Path.cwd()
+
+    def absolute(value: Any) -> Any:  # Any: unchecked input
+        is_path = isinstance(value, str) and value and "://" not in value
+        return str((here / value).resolve()) if is_path else value
+
+    resolved = resolve_paths(tables, here)
+    if isinstance(node := tables.get("node"), dict):
+        resolved["node"] = resolve_node_paths(node, here)
+    if isinstance(scored := tables.get("evaluate"), dict):
+        relative = {key for key, value in scored.items() if key == "data" or str(value).startswith(".")}
+        resolved["evaluate"] = {key: absolute(value) if key in relative else value for key, value in scored.items()}
+    if isinstance(again := tables.get("retrain"), dict) and isinstance(again.get("sources"), list):
+        resolved["retrain"] = {**again, "sources": [absolute(each) for each in again["sources"]]}
+    return resolved
+
+
+def _read_tables(
+    given: dict[str, Any],  # Any: unchecked file content
+    path: Path,
+    mistakes: Mistakes,
+    assignments: Sequence[str] = (),
+) -> Draft:
+    """The tables of a file's content, in which assignments replace settings."""
+    settings = _copied(given) if assignments else given
+    for assignment in assignments:
+        assign(settings, assignment, resolve=_resolve_tables)
+    draft = _read_settings(settings, path, mistakes)
+    added = [name for key in map(key_of, assignments) for name in _added(given, key.split("."))]
+    mistakes.rename_source(added, str(path), COMMAND_LINE)
+    return draft
+
+
+def _added(given: dict[str, Any], path: Sequence[str]) -> Iterator[str]:  # Any: unchecked file content
+    """The setting at this path, and the tables around it that the file does not have, by their dotted names."""
+    section: object = given
+    for depth, name in enumerate(path, start=1):
+        section = section.get(name) if isinstance(section, dict) else None
+        if section is None or depth == len(path):
+            yield ".".join(path[:depth])
+
+
+def _copied(tables: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked file content
+    """A copy of the tables whose values, which may be objects of a Python file, are the same."""
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in tables.items()}
+
+
+def _read_settings(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Draft:  # Any: unchecked file content
     sections = dict(settings)
     mistakes.order_by(settings)
     given = {name: sections.pop(name) for name in OWN_TABLES if name in sections}
@@ -313,7 +389,7 @@ def _read_tables(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Dr
             del given[name]
 
     def read(name: str, model: type[RecordT], table: dict[str, Any]) -> RecordT | None:  # Any: unchecked file content
-        return read_record(model, table, mistakes, source=f"{path}, table {name}", table=name)
+        return read_record(model, table, mistakes, source=str(path), table=name)
 
     options = _known_keys("run", given.get("run", {}), RunOptions, path, mistakes)
     evaluate, retrain, schedule = (given.get(name) for name in ("evaluate", "retrain", "schedule"))
@@ -362,7 +438,7 @@ def _read_node(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Node
     node_type = NODE_TYPES[kind]
     known = _known_keys("node", settings, node_type, path, mistakes, hint=partial(_suggest_node_key, kind=kind))
     resolved = resolve_node_paths(known, path.parent)
-    node: NodeSettings | None = read_record(node_type, resolved, mistakes, source=f"{path}, table node", table="node")
+    node: NodeSettings | None = read_record(node_type, resolved, mistakes, source=str(path), table="node")
     return node
 
 
@@ -403,7 +479,7 @@ def _suggest_node_key(key: str, *, kind: str) -> str:
 
 def _expected_kind(given: object) -> str:
     """The choices of `node.kind`, after another value was given."""
-    expected = f"expected one of {', '.join(NODE_TYPES)}"
+    expected = f"expected one of {', '.join(NODE_TYPES)}{closest_choice(given, list(NODE_TYPES))}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
         return expected
@@ -441,7 +517,7 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
 def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
     """The mistakes in a record that a Python file makes, a sentence for each setting and each broken rule."""
     for problem in error.errors():
-        place = " ".join([error.title, ".".join(map(str, problem["loc"]))]).rstrip()
+        place = dotted([error.title, *map(str, problem["loc"])])
         yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 

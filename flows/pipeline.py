@@ -16,11 +16,10 @@ ended by SIGTERM: everything is left as it is, and the next start attaches to it
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -58,29 +57,20 @@ from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.budget import stopped_in_time
 from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
-from rollouts.tasks.engine_choice import choice_file, with_choice_of, with_kept_choice
+from rollouts.tasks.engine_choice import choice_file, with_kept_choice
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.inputs import has_inputs_to_bring
-from rollouts.tasks.plan import (
-    engine_ports,
-    plan_evaluation,
-    plan_selection,
-    plan_training,
-    selected_model,
-    with_engines,
-)
+from rollouts.tasks.plan import engine_ports, with_engines
 from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.provision import provision, release, release_now, release_unknown
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
+from rollouts.tasks.stage_order import run_stages
 from rollouts.tasks.stage_tasks import run_task
 from rollouts.tasks.store_paths import note_named
 from rollouts.tasks.sync import publish_results, reach_stores, send_from_machine, sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
-from rollouts_core.job import InputModel
-from rollouts_core.stages import BASE, EVALUATE, SELECT, stages_of
-from rollouts_core.stages.planning import base_model
 from rollouts_core.user_code.code_folders import add_code_folders
 
 MAX_LAPSES = 3
@@ -148,37 +138,6 @@ def prepare(
     local = reach_stores(config, scope) if run.publish or has_inputs_to_bring(config) else config
     note_named(local.model_dump(mode="json"), Path(scope.store))
     return with_kept_choice(local, node, Path(scope.store))
-
-
-def run_stages(
-    config: Config,
-    scope: RunScope,
-    machine: Node,
-    run: RunStage,
-    *,
-    rivals: Mapping[str, InputModel] = MappingProxyType({}),
-) -> tuple[InputModel, list[StageRecord]]:
-    """Every stage of the mode, in order; returns the final checkpoint and the stages' records.
-
-    Args:
-        run: does a stage, or takes what it left.
-        rivals: further models that are evaluated on the same prompts, by name.
-    """
-    config = with_choice_of(config, machine)
-    models = {BASE: base_model(config)}
-    records: list[StageRecord] = []
-    for name, kind in stages_of(config.mode):
-        if kind.trains:
-            start = [*models.values()][-1]
-            records.append(run(plan_training(name, start, config, scope, machine)))
-        elif kind == SELECT:
-            trained = records[-1]
-            records.append(run(plan_selection(trained, config, scope, machine)))
-            models[trained.stage] = selected_model(trained, records[-1], config)
-        else:
-            assert kind == EVALUATE, f"nothing plans the stage {name}"
-            records.append(run(plan_evaluation({**models, **rivals}, config, scope, machine)))
-    return [*models.values()][-1], records
 
 
 def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:

@@ -18,6 +18,7 @@ import httpx
 
 from rollouts.flows.form import Pipeline, read_draft
 from rollouts.flows.own_server.lend import check_path
+from rollouts.flows.run_plan import describe_plan
 from rollouts.infra.bootstrap import check_disk
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.gpu_state import GpuState, read_gpus
@@ -42,7 +43,6 @@ from rollouts.infra.providers.rented import describe_rentable, find_rentable
 from rollouts.infra.session import LOOPBACK, Session
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import check_writable_store
-from rollouts.tasks.closest_stage import find_older_version
 from rollouts.tasks.engine_choice import choose_engine, is_open, with_kept_choice, with_kind
 from rollouts.tasks.engine_installs import plan_engine_of, warn_of_busy_gpus
 from rollouts.tasks.inputs import bring_inputs, has_inputs_to_bring, named_urls
@@ -82,10 +82,11 @@ PROBE_BYTES = 1 << 20
 """Prefect's database asks for room in pieces smaller than this."""
 
 
-def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
+def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
     """Read the pipeline of a file. If settings do not fit, the files named by other settings are checked too.
 
     Args:
+        assignments: settings that replace those of the file, `key=value`; a later one wins.
         reads_rows: then also reads models and rows, which loads torch. Without it a misspelt key is told within a
         second.
 
@@ -93,7 +94,7 @@ def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
         InputError: a line for each mistake.
     """
     mistakes = Mistakes()
-    draft = read_draft(path, mistakes)
+    draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
             if given == "":  # its absence was noted if the mode needs it
@@ -131,12 +132,10 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     findings += check_training(config, mistakes, trains_here=isinstance(pipeline.node, LocalNode))
     with mistakes.at("deployment"):
         check_own_gpus(config, pipeline.node)
-    if not mistakes:
-        findings += warn_of_older_stages(config, store)
     with mistakes.at("retrain"):
         findings += check_retrain(pipeline, config, store)
     mistakes.check()
-    return findings
+    return [*findings, *describe_plan(pipeline, config, store)]
 
 
 def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
@@ -298,24 +297,6 @@ def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> 
     return findings
 
 
-def warn_of_older_stages(config: Config, store: Path) -> list[str]:
-    """A warning if the first training of the run is finished in the store, but by code that gave other results."""
-    name = next(iter(config.trainings))
-    stages = store.resolve() / "stages"
-    if not any(stages.glob(f"{name}-*")):
-        return []  # digests of large data take a while
-    job = load(kind_of(name).plan)(base_model(config), config)
-    older = find_older_version(name, job, stages)
-    if not older:
-        return []
-    return [
-        Caution(
-            f"{name}: {older} has the same settings and data, but an older version of rollouts trained it: results "
-            "changed since, so a run trains again"
-        )
-    ]
-
-
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
     """The rule by which a retraining promotes a model; nothing for a pipeline that is not retrained.
 
@@ -395,7 +376,7 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
     if len(ranks) > num_gpus:
         raise ConfigError(
             f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
-            "name others, leave them out to train without, or name another machine in [node]"
+            "name others, leave them out to train without, or name another machine in node"
         )
 
 

@@ -36,7 +36,6 @@ from rollouts.flows.pipeline import (
     open_scope,
     prepare,
     run_on,
-    run_stages,
 )
 from rollouts.flows.retrain_settings import RetrainConfig
 from rollouts.flows.run_ends import with_noted_end
@@ -57,6 +56,7 @@ from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
 from rollouts.tasks.retraining import Answer, Compared, Rules, retrain_once
+from rollouts.tasks.stage_order import run_stages
 from rollouts.tasks.sync import publish_results, sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config

@@ -82,7 +82,7 @@ def check_retraining(
     """Raise ConfigError for a schedule of nothing, and for data that is not there or can never change."""
     if retrain is None:
         if schedule is not None:
-            raise ConfigError(f"{source}: a schedule needs something to retrain: add a table [retrain]")
+            raise ConfigError(f"{source}: a schedule needs something to retrain: add the table retrain")
         return
     if schedule is not None and not can_change(watched_sources(config, retrain.sources)):
         raise ConfigError(

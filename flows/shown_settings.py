@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from rollouts.flows.assignments import ALGORITHM
 from rollouts.flows.form import Pipeline
-
-ALGORITHM = "training.rl.algorithm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +65,8 @@ def _settings(
             yield from _settings(value, default if isinstance(default, BaseModel) else None, name, given)
             continue
         is_required = default is PydanticUndefined
-        shown = _jsonable(value)
-        kept = None if is_required else _jsonable(default)
+        shown = as_json(value)
+        kept = None if is_required else as_json(default)
         is_default = not is_required and shown == kept
         origin = "file" if _is_given(name, given) else "default" if is_default else ALGORITHM
         yield Setting(
@@ -85,7 +84,8 @@ def _is_given(name: str, given: Mapping[str, Any]) -> bool:  # Any: file content
     return True
 
 
-def _jsonable(value: object) -> Any:  # Any: JSON
+def as_json(value: object) -> Any:  # Any: JSON
+    """The value as JSON has it."""
     return json.loads(json.dumps(to_jsonable_python(value, fallback=_name_of)))
 
 

@@ -102,5 +102,5 @@ def overridden_tool(
         if not separator or section != name or not field:
             raise ConfigError(f"{assignment!r} is not of the form {name}.setting=value")
         settings[field] = {"true": True, "false": False}.get(text, text)
-    record = parse_config(TOOLS[name].settings, settings, source="command line")
+    record = parse_config(TOOLS[name].settings, settings, source="command line", table=name)
     return {name: record.model_dump(mode="json")}

@@ -6,9 +6,9 @@ Makers of the errors: `checks/validate.py` and `config/messages.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollouts_core.errors import InputError
@@ -74,6 +74,15 @@ class Mistakes:
         is_whole = names_place or not place or not isinstance(error, InputError)
         lines = [line if is_whole or _names(line, place) else f"{place}: {line}" for line in text.splitlines()]
         self._noted.append(_Noted(place, "\n".join(lines), error))
+
+    def rename_source(self, settings: Iterable[str], source: str, other: str) -> None:
+        """Begin the errors of these settings and of settings below them with `other` instead of the file's name."""
+        renamed = tuple(f"{each}." for each in settings)
+        begins = re.compile(rf"^{re.escape(source)}: ", re.MULTILINE)
+        self._noted = [
+            replace(each, text=begins.sub(f"{other}: ", each.text)) if f"{each.place}.".startswith(renamed) else each
+            for each in self._noted
+        ]
 
     def has(self, place: str) -> bool:
         """True if the setting, or a setting below it, has an error or is ignored."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.tasks.records import Stage
+from rollouts_core.config.record import SELECTION
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import FINGERPRINT_CHARS, SEMANTICS_VERSION, fingerprint_job, flat_settings
-from rollouts_core.job import Job, job_type, load_job
+from rollouts_core.job import Job, TrainingJob, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
@@ -50,6 +51,30 @@ def describe_difference(stage: Stage) -> str:
         if differing and (closest is None or len(differing) < len(closest[0])):
             closest = differing, f"unlike {name}: " + "; ".join(_word(key, other, wanted, stage) for key in differing)
     return closest[1] if closest and len(closest[0]) <= MAX_DIFFERENCES else ""
+
+
+def find_shorter(stage: Stage) -> str:
+    """The directory of the newest finished training that differs only by fewer steps and kept checkpoints, or ""."""
+    job = job_type(stage.kind).model_validate(stage.job)
+    wanted, free = flat_settings(job), _free_settings(job)
+    for name, other in _finished_jobs(stage):
+        settings = flat_settings(other)
+        differing = {key for key in wanted.keys() | settings.keys() if wanted.get(key) != settings.get(key)}
+        is_shorter = isinstance(other, TrainingJob) and other.training.num_steps < stage.num_steps
+        if is_shorter and differing <= free:
+            return name
+    return ""
+
+
+def _free_settings(job: Job) -> set[str]:
+    """The settings of a training that a resumed one may change, as `flat_settings` names them."""
+    fields = type(job.training).model_fields if isinstance(job, TrainingJob) else {}
+    marked = {name: field.json_schema_extra for name, field in fields.items()}
+    return {
+        f"training.{name}"
+        for name, marks in marked.items()
+        if isinstance(marks, dict) and SELECTION.items() <= marks.items()
+    }
 
 
 def find_older_version(name: str, job: Job, stages: Path) -> str:

@@ -58,7 +58,7 @@ from rollouts.infra.renting.rentals import (
     in_utc,
     open_rentals,
 )
-from rollouts_core.config.messages import reason_of
+from rollouts_core.config.messages import closest_choice, reason_of
 from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
@@ -218,7 +218,8 @@ def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
         if name not in cloud_names():
             if explained := explain_reached_through(name):
                 raise InputError(f"--provider: {explained}")
-            raise InputError(f"there is no provider {name}: choose one of {', '.join(cloud_names())}")
+            hint = closest_choice(name, cloud_names())
+            raise InputError(f"there is no provider {name}: choose one of {', '.join(cloud_names())}{hint}")
     return tuple(given) or cloud_names()
 
 

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from rollouts.flows.assignments import assigned_value
 from rollouts.flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
     RETRAIN_FLOW,
     Deployment,
-    assigned_value,
     check_names,
     deployments_of,
 )

@@ -6,13 +6,13 @@ Not here: the presets (presets/), what `rollouts up` makes of them (deployments.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollouts.flows.deployments import PRESETS, assign
+from rollouts.flows.deployments import PRESETS
 from rollouts.flows.form import Pipeline, parse_pipeline
 from rollouts_core.config import read_settings
 from rollouts_core.config.messages import closest_name
@@ -46,7 +46,7 @@ def check_preset(name: str) -> None:
         raise InputError(f"there is no preset {name}{closest_name(name, known)}")
 
 
-def load_preset(name: str, assignments: Iterable[str]) -> Pipeline:
+def load_preset(name: str, assignments: Sequence[str]) -> Pipeline:
     """The pipeline of a preset with settings replaced by `key=value`; paths are relative to the current folder.
 
     Raises:
@@ -55,10 +55,7 @@ def load_preset(name: str, assignments: Iterable[str]) -> Pipeline:
     check_preset(name)
     if name == QUICKSTART:
         raise InputError("the preset quickstart needs a model and data that are made first: run `rollouts quickstart`")
-    settings = read_settings(PRESETS / f"{name}.toml")
-    for assignment in assignments:
-        assign(settings, assignment)
-    return parse_pipeline(settings, Path(f"preset {name}"))
+    return parse_pipeline(read_settings(PRESETS / f"{name}.toml"), Path(f"preset {name}"), assignments)
 
 
 def first_sentence(text: str) -> str:

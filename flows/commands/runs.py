@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollouts.flows.assignments import check_assignments
 from rollouts.flows.commands.machines import render_table
 from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit, page, style
 from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline, with_present_kind
@@ -116,13 +117,21 @@ def describe_score(score: ModelScore | None) -> str:
 
 def show(
     given: Annotated[str, typer.Argument(metavar="RUN|CONFIG", help="A run, or a TOML, JSON or Python file.")],
+    assignments: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of CONFIG.")
+    ] = None,
     store: Store = DEFAULT_STORE,
     everything: Annotated[bool, typer.Option("--all", help="Also the settings at their defaults.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the settings of a run or of a file: value, default, and whether the file sets it."""
-    path = Path(given)
-    found = settings_of(load_pipeline(path) if path.is_file() else load_settings_of_run(store.resolve(), given))
+    path, changes = Path(given), assignments or []
+    check_assignments(changes)
+    if changes and not path.is_file():
+        raise InputError(f"{given} is not a file, and the settings of a run are fixed: leave out {changes[0]}")
+    found = settings_of(
+        load_pipeline(path, changes) if path.is_file() else load_settings_of_run(store.resolve(), given)
+    )
     kept = [each for each in found if everything or not each.is_default]
     if as_json:
         emit({"kind": "setting", **asdict(each)} for each in kept)

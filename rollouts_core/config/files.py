@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rollouts_core.config.messages import explain_validation_error, find_misfits, nested_record
+from rollouts_core.config.messages import dotted, explain_validation_error, find_misfits, nested_record
 from rollouts_core.config.record import PARTS_ALONE
 from rollouts_core.config.reward import has_model_folder
 from rollouts_core.errors import ConfigError
@@ -43,9 +43,7 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
         raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
     except (ValueError, RecursionError) as error:
         if path.suffix == ".jsonl":
-            raise ConfigError(
-                f"{path} contains rows of data: give the configuration that names it in [data]"
-            ) from error
+            raise ConfigError(f"{path} contains rows of data: give the configuration that names it in data") from error
         if path.suffix in (".yaml", ".yml"):
             raise ConfigError(f"{path} is YAML, which is not supported: write it as TOML or JSON") from error
         kind = "JSON" if path.suffix == ".json" else "TOML"
@@ -142,12 +140,19 @@ def _may_be_hub_id(path: str, base: Path) -> bool:
     return is_name and not (base / path).exists()
 
 
-def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked
-    """`settings` as a record of `model`; an error has a sentence per problem with `source` and the key."""
+def parse_config(
+    model: type[RecordT],
+    settings: dict[str, Any],  # Any: unchecked input
+    *,
+    source: str,
+    table: str = "",
+) -> RecordT:
+    """`settings` as a record of `model`; an error has a sentence per problem with `source` and the key in `table`."""
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(explain_validation_error(error, model, source=source, settings=settings)) from error
+        said = explain_validation_error(error, model, source=source, settings=settings, table=table)
+        raise ConfigError(said) from error
 
 
 def read_record(
@@ -171,12 +176,13 @@ def read_record(
         try:
             return model.model_validate(read)
         except ValidationError as error:
-            misfits = find_misfits(error, model, settings)
+            misfits = find_misfits(error, model, settings, table)
         for path, sentence in misfits:
-            mistakes.note(_dotted(table, path), ConfigError(f"{source}: {sentence}"), names_place=True)
+            mistakes.note(dotted([table, *path]), ConfigError(f"{source}: {sentence}"), names_place=True)
         for path, sentence in misfits:
-            mistakes.leave_out(_dotted(table, path))
-            leave_out_meant(mistakes, [*filter(None, [table]), *path], sentence)
+            mistakes.leave_out(dotted([table, *path]))
+            if sentence.startswith("unknown key"):
+                leave_out_meant(mistakes, [*filter(None, [table]), *path], sentence)
         read, previous = _with_defaults(read, [path for path, _ in misfits], model), read
         if read == previous:
             break
@@ -190,10 +196,6 @@ def leave_out_meant(mistakes: Mistakes, path: Sequence[str], sentence: str) -> N
     """Ignore the setting that a sentence suggests for an unknown key: its absence is not another mistake."""
     if meant := MEANT.search(sentence):
         mistakes.leave_out(meant[1] if "." in meant[1] else ".".join([*path[:-1], meant[1]]))
-
-
-def _dotted(table: str, path: Sequence[str]) -> str:
-    return ".".join([*filter(None, [table]), *path])
 
 
 def _with_defaults(

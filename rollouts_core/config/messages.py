@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,10 @@ from rollouts_core.mistakes import MAX_SHOWN_MISTAKES, place_in
 
 MAX_SHOWN_CHARS = 80
 MAX_LINE_CHARS = 1_000
+MAX_CHOICES = 4
+"""Most choices that a suggestion names."""
+CHOICES, CHOICE = ("literal_error", "enum"), re.compile(r"'([^']*)'")
+"""Pydantic's errors for a value that is none of the choices, and a choice in their message."""
 
 
 def explain_validation_error(
@@ -22,6 +27,7 @@ def explain_validation_error(
     *,
     source: str,
     settings: Any,  # Any: unchecked input
+    table: str = "",
 ) -> str:
     """A sentence for each invalid key, one per line; after MAX_SHOWN_MISTAKES the rest is counted.
 
@@ -29,22 +35,24 @@ def explain_validation_error(
         model: record to fill, for suggestions about misspelt keys.
         source: name of the file or form, at the start of each line.
         settings: the input, which sets the order of the lines.
+        table: table of a file that contains the settings; "" for the whole file.
     """
-    return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings)], source=source)
+    return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings, table)], source=source)
 
 
 def find_misfits(
     error: ValidationError,
     model: type[BaseModel],
     settings: Any,  # Any: unchecked input
+    table: str = "",
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Each invalid key as a path, with a sentence; in the order of `settings`."""
+    """Each invalid key as a path within `table`, with a sentence; in the order of `settings`."""
     problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
     by_key: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
         by_key.setdefault(tuple(_path_of(problem, model)), problem)
     ordered = sorted(by_key, key=lambda path: place_in(settings, path))
-    return [(path, line) for path in ordered for line in _sentence(by_key[path], list(path), model).splitlines()]
+    return [(path, line) for path in ordered for line in _sentence(by_key[path], list(path), model, table).splitlines()]
 
 
 def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
@@ -64,13 +72,31 @@ def closest_name(name: str, known: list[str]) -> str:
     return f"; known are {', '.join(sorted(known))}" if known else ""
 
 
-def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *, others: Sequence[str] = ()) -> str:
+def closest_choice(value: object, choices: Sequence[str]) -> str:
+    """`; did you mean X?` for the choices that a value may stand for, else "". Case, `-` and `_` do not count."""
+    names = {_folded(each): each for each in choices if each}
+    given = _folded(value) if isinstance(value, str) else ""
+    containing = [each for name, each in names.items() if given and given in name][:MAX_CHOICES]
+    close = [names[given]] if given in names else containing
+    close = close or [names[each] for each in difflib.get_close_matches(given, names, n=1, cutoff=0.6)]
+    *others, last = close or [""]
+    return f"; did you mean {' or '.join(filter(None, [', '.join(others), last]))}?" if last else ""
+
+
+def _folded(text: str) -> str:
+    return text.casefold().replace("_", "-").strip()
+
+
+def suggest_key(
+    path: Sequence[str], known: list[str], root: type[BaseModel], *, others: Sequence[str] = (), table: str = ""
+) -> str:
     """A suggestion for an unknown key: another system's name, a setting of that name in another section of `root`, or
     the closest names.
 
     Args:
         path: the sections around the key, and the key.
         others: dotted names of settings of the same file outside of `root`.
+        table: table of the file that `root` is; "" for the whole file.
     """
     if foreign := find_foreign_name(path):
         return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
@@ -79,7 +105,7 @@ def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *,
     below = [".".join([*around, each]) for each in settings_of(section, with_lists=bool(around))] if section else []
     for settings in (below, [*settings_of(root, with_lists=False), *others]):
         if same := [each for each in settings if _last(each) == name]:
-            return f"; did you mean {' or '.join(same)}?"
+            return f"; did you mean {' or '.join(dotted([table, each]) for each in same)}?"
     hint = closest_name(name, known)
     close = difflib.get_close_matches(name, map(_last, below), n=1, cutoff=0.8)
     if close and hint.startswith("; known are"):
@@ -98,11 +124,11 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
 
 
-def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
+def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel], table: str) -> str:
     """A sentence about one invalid key; one line per broken rule of a record."""
-    key = ".".join(path)
+    key = dotted([table, *path])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key}{_suggestion(path, model)}"
+        return f"unknown key {key}{_suggestion(path, model, table)}"
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] == "value_error":
@@ -113,7 +139,18 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) ->
         return f"{key}: expected a list, [...], found {_show(problem['input'])}"
     if problem["type"] == "callable_type":
         return f'{key}: expected one name, "package.module:function", found {_show(problem["input"])}'
-    return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
+    return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}{_meant_choice(problem)}"
+
+
+def _meant_choice(problem: ErrorDetails) -> str:
+    """A suggestion for a value that is none of the fixed choices."""
+    choices = CHOICE.findall(str(problem.get("ctx", {}).get("expected", ""))) if problem["type"] in CHOICES else []
+    return closest_choice(problem["input"], choices)
+
+
+def dotted(parts: Iterable[str]) -> str:
+    """The parts of a setting's place as its dotted name; empty parts are left out."""
+    return ".".join(filter(None, parts))
 
 
 def _of_the_meant_type(problems: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -137,9 +174,9 @@ def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  
     return path
 
 
-def _suggestion(path: list[str], model: type[BaseModel]) -> str:
+def _suggestion(path: list[str], model: type[BaseModel], table: str) -> str:
     section = _record_at(path[:-1], model)
-    return suggest_key(path, list(section.model_fields), model) if section else ""
+    return suggest_key(path, list(section.model_fields), model, table=table) if section else ""
 
 
 def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:

@@ -16,18 +16,19 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts_core.config import name_of_function
 from rollouts_core.config.data import PrepareConfig
 from rollouts_core.config.messages import first_line
-from rollouts_core.data import preparations
-from rollouts_core.data.preparations import PREPARATIONS, PrepareFn, Row
 from rollouts_core.data.rows import digest_path, open_rows
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.fingerprint import digest_plugins
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
+
+if TYPE_CHECKING:
+    from rollouts_core.data.preparations import PrepareFn, Row
 
 SETTING = "data.prepare.name"
 FILES = ("sft", "sft_eval", "prompts", "selection", "heldout")
@@ -44,6 +45,8 @@ def find_source(prepare: PrepareConfig) -> tuple[str, str]:
         DataError: the folder does not exist.
     """
     name = name_of_function(prepare.name)
+    from rollouts_core.data.preparations import PREPARATIONS  # imports all environments
+
     known = PREPARATIONS.get(name)
     if known is None:
         find_function(prepare)
@@ -63,6 +66,8 @@ def find_function(prepare: PrepareConfig) -> PrepareFn:
     Raises:
         ConfigError: it does not exist, or does not take these settings.
     """
+    from rollouts_core.data.preparations import PREPARATIONS  # imports all environments
+
     known = {name: each.prepare for name, each in PREPARATIONS.items()}
     function: PrepareFn = resolve_function(prepare.name, known, setting=SETTING)
     try:
@@ -78,7 +83,9 @@ def find_function(prepare: PrepareConfig) -> PrepareFn:
 def digest_preparation(prepare: PrepareConfig, source: str, revision: str) -> str:
     """The identity of what a preparation makes: its code, its settings and the content or commit of its source."""
     name = name_of_function(prepare.name)
-    is_own = name in PREPARATIONS
+    from rollouts_core.data import preparations  # imports all environments
+
+    is_own = name in preparations.PREPARATIONS
     content = {
         "name": name,
         "settings": prepare.settings,

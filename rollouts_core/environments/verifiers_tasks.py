@@ -13,7 +13,8 @@ import inspect
 import json
 import signal
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class VerifiersEnvironment:
         tasksets: names that rows may use.
 
     Raises:
-        ConfigError: `verifiers` is not installed, or no taskset is given.
+        ConfigError: `verifiers` or a taskset is not installed, or no taskset is given.
     """
 
     row_fields = ("taskset", "task")
@@ -42,6 +43,9 @@ class VerifiersEnvironment:
             raise ConfigError(
                 'the environment "verifiers" needs the tasksets of its rows: list them in rollout.tasksets'
             )
+        for name in tasksets:
+            with _loading(name):
+                _import_task(name)
         self._tasksets = tasksets
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
@@ -75,14 +79,20 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
         ConfigError: the taskset is not installed, fails to load, has no last task, or scores more than the answer.
     """
     _check_installed()
-    try:
+    with _loading(taskset_id):
         return _read_rows(taskset_id)
+
+
+@contextmanager
+def _loading(taskset_id: str) -> Iterator[None]:
+    """Turn a failure of the block into a ConfigError about the taskset."""
+    try:
+        yield
     except InputError:
         raise
     except ImportError as error:
-        missing = (
-            error.__cause__ or error.__context__ or error
-        )  # verifiers reports a taskset with a missing dependency as missing
+        # verifiers reports a taskset with a missing dependency as missing
+        missing = error.__cause__ or error.__context__ or error
         raise ConfigError(f"the taskset {taskset_id!r} cannot be loaded ({missing}): install its package") from error
     except (Exception, SystemExit) as error:  # third-party code may raise anything
         raise ConfigError(
@@ -196,10 +206,17 @@ def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' ta
         )
 
 
-def _load_task(taskset_id: str, data: dict[str, Any]) -> Any:  # Any: JSON, verifiers' tasks
-    from verifiers.v1.utils.loaders import task_type, taskset_config_type
+def _import_task(taskset_id: str) -> Any:  # Any: a class of verifiers
+    """The class of a taskset's tasks."""
+    from verifiers.v1.utils.loaders import task_type
 
-    task = task_type(taskset_id)
+    return task_type(taskset_id)
+
+
+def _load_task(taskset_id: str, data: dict[str, Any]) -> Any:  # Any: JSON, verifiers' tasks
+    from verifiers.v1.utils.loaders import taskset_config_type
+
+    task = _import_task(taskset_id)
     return task(task.data_type().model_validate(data), taskset_config_type(taskset_id)().task)
 
 

@@ -145,7 +145,7 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
         (
             "a.py",
             "from rollouts_core.config import ModelConfig\nModelConfig(path='')\n",
-            "ModelConfig path: String",
+            "ModelConfig.path: String",
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_each_of_several_mistakes_has_a_line(folder: Path) -> None:
     outcome = CliRunner().invoke(app, ["validate", str(config), "--store", str(folder / "store")])
     assert outcome.exit_code == 2
     assert outcome.stderr.splitlines() == [
-        f"rollouts: {config}: mode: input should be 'sft', 'rl' or 'sft+rl', found 'fst'",
+        f"rollouts: {config}: mode: input should be 'sft', 'rl' or 'sft+rl', found 'fst'; did you mean sft?",
         f"{config}: training.rl.num_steps: input should be greater than or equal to 1, found 0",
         f"{config}: unknown key training.stf; did you mean sft?",
     ]
@@ -172,7 +172,7 @@ BROKEN_RULES = "RolloutConfig(reward_fn='f', rewards=({'name': 'f'},), max_stale
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (MISFITS, ["SFTTrainingConfig num_steps: I", "SFTTrainingConfig batch_size: I"]),
+        (MISFITS, ["SFTTrainingConfig.num_steps: I", "SFTTrainingConfig.batch_size: I"]),
         (
             BROKEN_RULES,
             ["RolloutConfig: reward_fn and rewards exclude each other", "RolloutConfig: over_sampling_factor 2 is"],
@@ -226,9 +226,12 @@ def test_wherever_a_function_of_the_configuration_file_stands_it_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--name", "a b"], "command line: name: string should match pattern"),
-        (["--fresh", "sfft"], "command line: fresh.0: input should be 'sft', 'select-sft'"),
-        (["training.rl.num_steps=9"], "small.toml training.rl.num_steps=9: write settings into the file"),
+        (["--name", "a b"], "command line: run.name: string should match pattern"),
+        (["--fresh", "sfft"], "command line: run.fresh.0: input should be 'sft', 'select-sft'"),
+        (
+            ["training.rl.num_steps=0"],
+            "command line: training.rl.num_steps: input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_an_option_that_does_not_fit_is_named(folder: Path, arguments: list[str], words: str) -> None:

@@ -365,7 +365,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(folder: Path) ->
         "rollout.reward_fn: 'no_such_package' cannot be imported",
         "rollout.filter_fn: ",
         f"{config}: evaluation.engine: input should be",
-        f"{config}, table run: restarts: input should be less than or equal to 10, found 99",
+        f"{config}: run.restarts: input should be less than or equal to 10, found 99",
     )
     said = refusal(config).removeprefix("rollouts: ").splitlines()
     assert [line.startswith(words) for line, words in zip(said, broken, strict=True)] == [True] * len(broken), said

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from rollouts.flows.cli import app, explain_server, run_pipeline
 from rollouts.flows.form import Pipeline, load_pipeline
+from rollouts.flows.overview import create_overview
 from rollouts.flows.own_server.lend import ServerAddress
 from rollouts.flows.pipeline import PipelineResult
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
@@ -43,11 +44,16 @@ from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
 
 SURFACE = {
-    "run": ["CONFIG", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
-    "evaluate": ["CONFIG", "[MODEL]", "--against", "--data", "--store", "--name", "--fresh", "--port"],
+    "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
+    "evaluate": ["CONFIG", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
+    "init": [
+        *("[CONFIG]", "--model", "--goal", "--sft", "--prompts", "--selection", "--heldout", "--reward", "--machine"),
+        *("--python", "--gpu", "--max-usd", "--convert", "--force", "--store"),
+    ],
     "preset": ["[NAME]"],
-    "validate": ["CONFIG", "--store", "--preset", "--show", "--json"],
+    "explain": ["[NAME]", "--json"],
+    "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
     "chat": [
@@ -73,7 +79,7 @@ SURFACE = {
     "plugins": ["--json"],
     "models": ["--store", "--json"],
     "runs": ["--store", "--limit", "--json"],
-    "show": ["RUN|CONFIG", "--store", "--all", "--json"],
+    "show": ["RUN|CONFIG", "[KEY=VALUE]...", "--store", "--all", "--json"],
     "samples": [
         *("RUN", "--store", "--step", "--model", "--reward", "--grep", "--prompt", "--limit", "--json"),
     ],
@@ -298,6 +304,33 @@ def test_a_python_file_that_imports_a_former_name_is_told_the_new_one(
     path.write_text("from infra.node import SSHNode\n")
     with pytest.raises(ConfigError, match=r"former.py .*No module named 'infra'.*: import from rollouts.infra instead"):
         load_pipeline(path)
+
+
+def test_the_help_without_commands_is_the_help_of_the_commands() -> None:
+    """`rollouts --help` shows the first, which needs no imports."""
+    wide = {"COLUMNS": "120", "TERMINAL_WIDTH": "120"}
+    shown = [CliRunner(env=wide).invoke(each, ["--help"]).output for each in (create_overview(), app)]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_the_help_and_the_version_import_no_settings_and_no_commands(argument: str) -> None:
+    """Importing them takes a second."""
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: sys.stderr.write(' '.join(sys.modules)))\n"
+        f"sys.argv = ['rollouts', {argument!r}]\n"
+        "from rollouts.flows.command import main; main()\n"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    modules = ended.stderr.split()
+    own = {name for name in modules if name.startswith(("rollouts.", "rollouts_core."))}
+    assert {name for name in own if name.count(".") == 2} <= {"rollouts.flows.command", "rollouts.flows.overview"} | {
+        name for name in own if name.startswith("rollouts_core.system.")
+    }
+    assert not {"pydantic", "numpy", "httpx", "torch", "prefect", "yaml", "jinja2"} & set(modules)
 
 
 @pytest.mark.slow

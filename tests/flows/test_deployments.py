@@ -152,8 +152,8 @@ def test_a_tool_is_a_deployment_of_the_store_whose_settings_can_be_replaced(tmp_
     assert overridden_tool("reap", reap.parameters, ["reap.spare=false"])["reap"]["spare"] is False
     for assignment, words in (
         ("spare=false", "'spare=false' is not of the form reap.setting=value"),
-        ("reap.spar=false", "unknown key spar; did you mean spare"),
-        ("reap.spare=perhaps", "command line: spare"),
+        ("reap.spar=false", "unknown key reap.spar; did you mean spare"),
+        ("reap.spare=perhaps", "command line: reap.spare"),
     ):
         with pytest.raises(ConfigError, match=words):
             overridden_tool("reap", reap.parameters, [assignment])

@@ -169,9 +169,7 @@ def test_a_cloud_among_the_providers_that_are_asked_leads_to_sky(cloud: str) -> 
     node = {"kind": "rented", "max_usd": 1.0, "query": {"providers": ["runpod", cloud]}}
     with pytest.raises(ConfigError) as refused:
         parse_small(node=node)
-    assert f"table node: query.providers: {cloud} is reached through SkyPilot: name the provider sky" in str(
-        refused.value
-    )
+    assert f"node.query.providers: {cloud} is reached through SkyPilot: name the provider sky" in str(refused.value)
 
 
 @pytest.mark.parametrize(("former", "now"), [("ssh", "ssh"), ("provision", "rented")])

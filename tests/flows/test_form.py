@@ -126,7 +126,7 @@ def sentences(**changed: Any) -> list[str]:  # Any: what somebody posts
 
 def test_what_another_version_posts_is_a_sentence_each_with_what_to_do() -> None:
     [said] = sentences(run={"nane": "x", "store": "/s"})
-    assert "unknown key nane; did you mean name? (if another version made the deployment, make it again" in said
+    assert "unknown key run.nane; did you mean name? (if another version made the deployment, make it again" in said
     model, data, what_to_do = sentences(config={"mode": "sft"})
     assert model.endswith("the form: model is missing")
     assert data == "the form: data is missing"
@@ -157,7 +157,7 @@ def test_a_limit_of_money_is_no_text_and_no_truth(settings: dict[str, Any]) -> N
 
 def test_a_value_out_of_bounds_is_one_sentence_without_more() -> None:
     [said] = sentences(run={"restarts": 99, "store": "/s"})
-    assert said.endswith("the form, table run: restarts: input should be less than or equal to 10, found 99")
+    assert said.endswith("the form: run.restarts: input should be less than or equal to 10, found 99")
 
 
 def test_the_form_names_every_mistake_of_every_table_with_its_place() -> None:
@@ -169,10 +169,10 @@ def test_the_form_names_every_mistake_of_every_table_with_its_place() -> None:
         "the form: training.sft.num_steps: input should be greater than or equal to 1, found 0",
         'the form: mode "sft" needs data.selection: ',
         'the form: mode "sft" needs data.heldout: ',
-        "the form, table node: min_free_gb: input should be a valid number, found 'ten'",
-        "the form, table node: python: input should be a valid string, found 3",
-        "the form, table run: restarts: input should be less than or equal to 10, found 99",
-        "the form, table run: publish: input should be a valid string, found 3",
+        "the form: node.min_free_gb: input should be a valid number, found 'ten'",
+        "the form: node.python: input should be a valid string, found 3",
+        "the form: run.restarts: input should be less than or equal to 10, found 99",
+        "the form: run.publish: input should be a valid string, found 3",
     ]
     assert [line for line in said if not any(words in line for words in expected)] == []
     assert [words for words in expected if not any(words in line for line in said)] == []

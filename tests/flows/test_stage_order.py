@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows import pipeline
 from rollouts.infra.node import LocalNode
 from rollouts.infra.providers import provision_node
+from rollouts.tasks import stage_order
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.stages import StagePlace
 from rollouts_core.stages.kind import StageKind
@@ -23,8 +23,8 @@ def test_a_stage_that_nothing_plans_is_no_evaluation(monkeypatch: pytest.MonkeyP
         pytest.fail(f"the stage {stage.name} was planned")
 
     export = StagePlace("export", StageKind(name="export", title="export"))
-    monkeypatch.setattr(pipeline, "stages_of", lambda mode: (export,))
+    monkeypatch.setattr(stage_order, "stages_of", lambda mode: (export,))
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     node = provision_node(LocalNode(), tmp_path / "store")
     with pytest.raises(AssertionError, match="nothing plans the stage export"):
-        pipeline.run_stages(config_at(tmp_path / "inputs"), scope, node, refuse)
+        stage_order.run_stages(config_at(tmp_path / "inputs"), scope, node, refuse)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollouts.tasks.closest_stage import describe_difference, find_older_version
+from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
 from rollouts.tasks.records import Stage
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
@@ -89,3 +89,15 @@ def test_a_stage_of_older_code_is_named_as_the_reason(tmp_path: Path) -> None:
         f"unlike {name}, which an older version of rollouts computed: the same settings give other results now"
     )
     assert find_older_version("sft", SFTJob.model_validate(sft_stage(tmp_path, seed=1).job), tmp_path) == ""
+
+
+def test_a_finished_training_with_fewer_steps_alone_is_found(tmp_path: Path) -> None:
+    shorter = finished(sft_stage(tmp_path, num_steps=100, checkpoint_every=10))
+    longer = sft_stage(tmp_path, num_steps=200, checkpoint_every=20).model_copy(update={"num_steps": 200})
+    assert find_shorter(longer) == shorter
+    others = [
+        sft_stage(tmp_path, num_steps=200, seed=1).model_copy(update={"num_steps": 200}),
+        sft_stage(tmp_path, num_steps=50).model_copy(update={"num_steps": 50}),
+        sft_stage(tmp_path, num_steps=200, data="other").model_copy(update={"num_steps": 200}),
+    ]
+    assert [find_shorter(each) for each in others] == ["", "", ""]

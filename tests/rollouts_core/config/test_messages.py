@@ -6,13 +6,21 @@ Without it a long or nested value would flood the message, and a misspelt name w
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from rollouts_core.config.algorithm import AdvantageConfig, LossConfig
+from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.messages import (
     MAX_LINE_CHARS,
     MAX_SHOWN_CHARS,
+    closest_choice,
     closest_name,
     explain_validation_error,
+    find_misfits,
     first_line,
 )
+from rollouts_core.config.policy import PolicyConfig
+from rollouts_core.config.report import ReportConfig
+from rollouts_core.config.reward import RewardConfig
+from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.mistakes import MAX_SHOWN_MISTAKES
 
 
@@ -73,3 +81,53 @@ def test_a_key_of_an_optional_section_gets_a_hint() -> None:
 )
 def test_a_near_name_is_proposed_and_otherwise_all_are_listed(name: str, expected: str) -> None:
     assert closest_name(name, ["temp", "size"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("SGLang", "; did you mean sglang?"),
+        ("vlm", "; did you mean vllm?"),
+        ("slime_grpo", "; did you mean slime-grpo?"),
+        ("grpo", "; did you mean slime-grpo or trl-grpo?"),
+        ("nothing like it", ""),
+        ("", ""),
+        (3, ""),
+    ],
+)
+def test_the_closest_choices_of_a_value_are_named(given: object, hint: str) -> None:
+    assert closest_choice(given, ["", "sglang", "vllm", "slime-grpo", "trl-grpo"]) == hint
+
+
+def choices_of(schema: object) -> list[str]:
+    """The fixed choices of a setting's JSON schema."""
+    parts = [schema, *schema.get("anyOf", ())] if isinstance(schema, dict) else []
+    return [each for part in parts for each in part.get("enum", ()) if len(each) > 2]
+
+
+SETTINGS_WITH_CHOICES = {
+    f"{record.__name__}.{name}": (record, name, choices)
+    for record in (
+        LossConfig,
+        AdvantageConfig,
+        EngineConfig,
+        PolicyConfig,
+        RewardConfig,
+        RLTrainingConfig,
+        ReportConfig,
+    )
+    for name, schema in record.model_json_schema()["properties"].items()
+    if (choices := choices_of(schema))
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS_WITH_CHOICES)
+def test_every_setting_with_fixed_choices_names_the_closest(setting: str) -> None:
+    record, name, choices = SETTINGS_WITH_CHOICES[setting]
+    for choice in choices:
+        with pytest.raises(ValidationError) as caught:
+            record.model_validate({name: f"{choice}x"})
+        [(path, sentence)] = find_misfits(caught.value, record, {name: f"{choice}x"}, "table")
+        assert path == (name,)
+        assert sentence.startswith(f"table.{name}: input should be ") and "; did you mean " in sentence
+        assert choice in sentence.partition("did you mean")[2]

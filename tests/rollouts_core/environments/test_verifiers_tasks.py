@@ -110,8 +110,8 @@ def test_a_row_imports_no_taskset_that_the_settings_do_not_list(
     harm = f"import pathlib; pathlib.Path({str(tmp_path / 'harm')!r}).touch()\n"
     for place in ("capitals_evil.py", "x/__init__.py", "x/capitals_evil.py"):
         (tmp_path / place).write_text(harm)
-    environment = resolve_environment(RolloutConfig(environment="verifiers", tasksets=("capitals_four",)))
     write_taskset(tmp_path, monkeypatch, "capitals_four")
+    environment = resolve_environment(RolloutConfig(environment="verifiers", tasksets=("capitals_four",)))
     row = load_rows("capitals_four")[0] | {"taskset": named}
     with pytest.raises(ValueError, match=r"but rollout\.tasksets does not list it"):
         environment.check_row(row)  # type: ignore[attr-defined]
@@ -190,6 +190,11 @@ def test_a_trace_that_failed_or_has_no_tokens_gives_no_sample() -> None:
     nodes = [MessageNode(message=vf.AssistantMessage(content="140"), sampled=True)]
     with pytest.raises(DataError, match="train client"):
         samples_of_trace(make_trace(nodes=nodes))
+
+
+def test_a_taskset_of_the_settings_that_is_not_installed_is_missing_and_no_reward_that_raised() -> None:
+    with pytest.raises(ConfigError, match=r"^the taskset 'no-such-taskset' cannot be loaded .*: install its package$"):
+        resolve_environment(RolloutConfig(environment="verifiers", tasksets=("no-such-taskset",)))
 
 
 def test_a_taskset_that_is_not_installed_is_a_sentence() -> None:

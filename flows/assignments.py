@@ -1,0 +1,93 @@
+"""Settings as `key=value`, as the command line gives them: how they enter the tables of a configuration.
+
+Not here: reading a file (form.py), deployments, whose parameters they replace (deployments.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time
+from typing import Any
+
+from rollouts_core.algorithms.presets import ALGORITHMS
+from rollouts_core.errors import ConfigError
+
+COMMAND_LINE = "command line"
+ALGORITHM = "training.rl.algorithm"
+Resolve = Callable[[dict[str, Any]], dict[str, Any]]  # Any: unchecked input
+ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+def is_assignment(text: str) -> bool:
+    """True if an argument begins with a setting and an equals sign; a path with such a start needs `./`."""
+    return ASSIGNMENT.match(text) is not None
+
+
+def check_assignments(given: Sequence[str]) -> None:
+    """Raise ConfigError for an argument after a configuration that sets nothing."""
+    if others := [each for each in given if not is_assignment(each)]:
+        raise ConfigError(f"expected settings as key=value after the configuration, found {others[0]}: leave it out")
+
+
+def key_of(assignment: str) -> str:
+    """The dotted key of `key=value`."""
+    return assignment.partition("=")[0]
+
+
+def assign(
+    settings: dict[str, Any],  # Any: unchecked file content
+    assignment: str,
+    *,
+    resolve: Resolve = dict,
+) -> None:
+    """Set one setting, `key=value` with a dotted key, in the tables of a configuration; a later one replaces it.
+
+    Args:
+        resolve: makes paths in the tables of one setting absolute.
+
+    Raises:
+        ConfigError: one sentence; it has another form, or a table of the key is a value.
+    """
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
+    node = settings.get("node")
+    if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
+        settings["node"] = {}  # the settings of another kind say nothing about this one
+    *sections, last = key.split(".")
+    section = settings
+    for name in sections:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{key}: {name} is a value, not a table of settings")
+    tables: dict[str, Any] = {last: assigned_value(text)}
+    for name in reversed(sections):
+        tables = {name: tables}
+    found: Any = resolve(tables)
+    for name in (*sections, last):
+        found = found[name]
+    section[last] = found
+
+
+def assigned_value(text: str) -> Any:  # Any: JSON
+    """The value of the right side of `key=value`: TOML or JSON if it can be read as such, text otherwise."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except ValueError:
+        table = {}
+    if table.keys() == {"value"} and not isinstance(table["value"], date | time):  # no setting is a date
+        return table["value"]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON
+    """Remove what an algorithm filled in: another algorithm would fill in the rest, and the run would mix both."""
+    rl = settings.get("training", {}).get("rl", {})
+    for name in {name for preset in ALGORITHMS.values() for name in preset.settings}:
+        rl.pop(name, None)

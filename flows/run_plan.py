@@ -1,0 +1,157 @@
+"""The plan of a run before it begins: its stages in order, and for each whether an earlier run finished the same.
+
+    plan: 1 of 5, sft: reused from sft-1f0c9a7d5b3e2468, finished before by run small-5793d50a
+    plan: 3 of 5, rl: 40 steps of all weights on this machine; unlike rl-...: training.rl.num_steps was 20 and is 40
+
+Not here: how a stage is planned (tasks/stage_order.py), whether its files are whole (tasks/artifacts.py): a run looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rollouts.flows.form import Pipeline
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, no_machine
+from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
+from rollouts.tasks.records import RunScope, Stage, StageRecord
+from rollouts.tasks.stage_order import run_stages
+from rollouts_core.checkpoint import newest_step
+from rollouts_core.config import Config
+from rollouts_core.findings import Caution
+from rollouts_core.job import job_type
+from rollouts_core.metrics import read_metrics
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import STAGES, kind_of, stages_of
+
+MIN_TIMED_STEPS = 2
+"""Fewest logged steps from which the time of a training is estimated."""
+
+
+class _UnfinishedError(Exception):
+    """A stage is left to do, and later ones depend on its result."""
+
+
+def describe_plan(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
+    """A line for each stage of the run, and warnings about finished stages that are not used.
+
+    Args:
+        config: that of the pipeline, with its inputs here.
+    """
+    names = [name for name, _ in stages_of(config.mode)]
+    planned = {stage.name: stage for stage in _plan_stages(pipeline, config, store)}
+    lines: list[str] = []
+    for number, name in enumerate(names, start=1):
+        told = (
+            _describe_stage(planned[name], pipeline, config, store)
+            if name in planned
+            else _describe_work(name, config, pipeline.node)
+        )
+        lines.append(f"plan: {number} of {len(names)}, {name}: {told}")
+    unfinished = [stage for stage in planned.values() if not _is_finished(stage)]
+    return [*lines, *(warning for stage in unfinished for warning in _warn_of_finished(stage))]
+
+
+def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:
+    """The stages up to the first unfinished one. Without stages in the store none: digests of large data take long."""
+    place = store.resolve()
+    first = next(iter(config.trainings))
+    if not any(place.glob(f"stages/{first}-*")):
+        return []
+    scope = RunScope(run_id="plan", run_name=pipeline.run.name, store=str(place), fresh=pipeline.run.fresh)
+    found: list[Stage] = []
+
+    def note(stage: Stage) -> StageRecord:
+        found.append(stage)
+        if (result := RunDirectory(Path(stage.run_dir)).read_result()) is None:
+            raise _UnfinishedError
+        return StageRecord(
+            stage=stage.name,
+            fingerprint=stage.fingerprint,
+            run_dir=stage.run_dir,
+            how="reused",
+            seconds=0.0,
+            result=result,
+        )
+
+    with suppress(_UnfinishedError):
+        run_stages(config, scope, no_machine(str(place)), note)
+    return found
+
+
+def _is_finished(stage: Stage) -> bool:
+    return RunDirectory(Path(stage.run_dir)).result.is_file()
+
+
+def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Path) -> str:
+    """The state of a stage, and the reason for it."""
+    directory = RunDirectory(Path(stage.run_dir))
+    if _is_finished(stage):
+        ledger_path = store / LEDGER_FILE
+        use = None
+        if ledger_path.is_file():
+            with Ledger(ledger_path) as ledger:
+                use = ledger.first_use(directory.root.name)
+        return f"reused from {directory.root.name}, finished before" + (f" by run {use.run}" if use and use.run else "")
+    work = _describe_work(stage.name, config, pipeline.node)
+    if step := newest_step(directory.checkpoints):
+        return f"{work}; resumes from step {step} of {directory.root.name}"
+    why = "asked for by run.fresh" if stage.name in pipeline.run.fresh else describe_difference(stage)
+    took = _estimate(stage) if stage.trains else ""
+    return "; ".join(filter(None, (work, took, why)))
+
+
+def _describe_work(name: str, config: Config, node: NodeSettings) -> str:
+    """The work of a stage, and its machine."""
+    place = _describe_place(node)
+    if (training := config.trainings.get(name)) is not None:
+        rank = training.policy.lora.rank
+        what = f"adapters of rank {rank}" if rank else "all weights"
+        return f"{training.num_steps} steps, trains {what}, on {place}"
+    purpose = STAGES[kind_of(name).name].purpose.partition(". ")[0].removesuffix(".")
+    return f"{purpose[:1].lower()}{purpose[1:]}, on {place}"
+
+
+def _describe_place(node: NodeSettings) -> str:
+    if isinstance(node, LocalNode):
+        return "this machine"
+    if isinstance(node, RentedNode):
+        return f"a rented machine, within ${node.max_usd:g}"
+    return str(getattr(node, "host", "") or getattr(node, "instance", ""))
+
+
+def _estimate(stage: Stage) -> str:
+    """The time of a training by the pace of a finished one with fewer steps, else ""."""
+    shorter = find_shorter(stage)
+    if not shorter:
+        return ""
+    lines = read_metrics(RunDirectory(Path(stage.run_dir).parent / shorter).metrics)
+    if len(lines) < MIN_TIMED_STEPS or lines[-1]["step"] <= lines[0]["step"]:
+        return ""
+    pace = (lines[-1]["time"] - lines[0]["time"]) / (lines[-1]["step"] - lines[0]["step"])
+    return f"about {_duration(pace * stage.num_steps)} at the pace of {shorter}"
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _warn_of_finished(stage: Stage) -> Iterator[Caution]:
+    """Warnings about finished stages that are like an unfinished one, and are not reused."""
+    if not stage.trains:
+        return
+    stages = Path(stage.run_dir).parent
+    if older := find_older_version(stage.name, job_type(stage.kind).model_validate(stage.job), stages):
+        yield Caution(
+            f"{stage.name}: {older} has the same settings and data, but an older version of rollouts trained it: "
+            "results changed since, so a run trains again"
+        )
+    has_begun = newest_step(RunDirectory(Path(stage.run_dir)).checkpoints) > 0
+    if not has_begun and not stage.job["training"].get("resume_from") and (shorter := find_shorter(stage)):
+        yield Caution(
+            f"{stage.name}: {shorter} is finished with fewer steps, and more steps are another stage, which trains "
+            f'from its start: training.{stage.name}.resume_from = "{stages / shorter}" continues it'
+        )
