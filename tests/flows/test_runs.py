@@ -20,6 +20,7 @@ from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
 from tests.small_pipeline import write_small_pipeline
+from tests.tasks.stored_run import write_stored_run
 
 FIRST, SECOND = "small-11111111", "small-22222222"
 
@@ -189,7 +190,9 @@ def test_a_growing_log_is_read_to_its_end_by_whole_lines(tmp_path: Path) -> None
 
 
 def test_the_report_is_a_path_on_stdout(store: Path) -> None:
-    assert call(store, "report", FIRST).stdout == f"{store / 'runs' / FIRST / 'report.html'}\n"
+    result = call(store, "report", FIRST)
+    assert result.stdout == f"{store / 'runs' / FIRST / 'report.html'}\n"
+    assert result.stderr.endswith("The report is the earlier one.\n"), "its run.json has a verdict alone"
     assert f"{SECOND} ended before its report" in call(store, "report", SECOND, code=2).stderr
 
 
@@ -229,3 +232,10 @@ def test_a_run_that_an_earlier_version_ended_shows_its_settings(store: Path) -> 
 def test_other_lists_for_programs_are_objects_with_a_kind(store: Path, command: tuple[str, ...]) -> None:
     os.environ.pop("PREFECT_API_URL", None)
     assert all(each["kind"] for each in records(call(store, *command, "--json")))
+
+
+def test_the_report_is_rendered_again(tmp_path: Path) -> None:
+    folder = write_stored_run(tmp_path, FIRST)
+    result = call(tmp_path, "report", FIRST)
+    assert (result.stdout, result.stderr) == (f"{folder / 'report.html'}\n", "")
+    assert f"the verdict of {FIRST}" in (folder / "report.html").read_text()
