@@ -19,7 +19,7 @@ RUN = "small-11111111"
 def test_a_report_is_rendered_again_and_has_everything(tmp_path: Path) -> None:
     write_stored_run(tmp_path, RUN)
     page = render_again(tmp_path, RUN).read_text()
-    for text in ("the verdict of small-11111111", "95.0 %", "step_000004 ✓", "3.00 USD", "49 s", "node-1"):
+    for text in ("the verdict of small-11111111", "95.0 %", "step_000004 ✓", "3.00 USD", "49.0 s", "node-1"):
         assert text in page, text
     assert "the first report" not in page and 'id="data-settings"' in page and 'id="data-index"' in page
 
