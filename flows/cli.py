@@ -32,6 +32,7 @@ import typer
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
+from rollouts.flows.commands.compare import compare
 from rollouts.flows.commands.credentials import credentials, with_credentials
 from rollouts.flows.commands.fetch import pull
 from rollouts.flows.commands.finish import finish
@@ -529,7 +530,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
-    "Runs": (runs, show, samples, logs, report),
+    "Runs": (runs, show, samples, logs, report, compare),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins),
 }

@@ -211,7 +211,7 @@ def describe_difference(
     """How the candidate compares with the baseline on the same rows, in numbers and as a sentence."""
     comparison = compare_paired(baseline.scores, candidate.scores)
     low, high = sorted((display.factor * comparison.low, display.factor * comparison.high))
-    interval = f"{_signed(low, display)} to {_signed(high, display)}"
+    interval = f"{signed(low, display)} to {signed(high, display)}"
     outcome, p_value = _judge(comparison, baseline, candidate)
     amount = display.factor * comparison.difference
     size = f"{abs(amount):.{display.decimals}f}"
@@ -227,7 +227,7 @@ def describe_difference(
     return ShownDifference(
         title=f"{whom} → {who}",
         outcome=outcome,
-        difference=f"{_signed(amount, display)}{display.difference_unit}",
+        difference=f"{signed(amount, display)}{display.difference_unit}",
         interval=interval,
         p_value=format_p_value(comparison),
         sentence=f"On the same {len(candidate.scores):,} {display.rows}, the {display.title} of {who} is "
@@ -255,7 +255,8 @@ def format_p_value(comparison: Comparison) -> str:
     return "p > 0.999" if comparison.p_value > 0.999 else f"p = {comparison.p_value:.3f}"
 
 
-def _signed(value: float, display: ScoreDisplay) -> str:
+def signed(value: float, display: ScoreDisplay) -> str:
+    """A difference with its sign, rounded as the scores are."""
     text = f"{abs(value):.{display.decimals}f}"
     return text if float(text) == 0 else f"{'+' if value > 0 else '−'}{text}"
 

@@ -45,6 +45,8 @@ def write_stored_run(
     """
     settings = small_settings(**overrides)
     own = {name: settings.pop(name) for name in ("node", "run")}
+    settings["model"]["path"] = str(store / settings["model"]["path"])  # a run keeps absolute paths
+    settings["data"] = {name: str(store / path) for name, path in settings["data"].items()}
     config = Config.model_validate(settings)
     name, _, run_id = run.rpartition("-")
     steps = {"step_000002": [0.0, 1.0], "step_000004": [1.0, 1.0]}
