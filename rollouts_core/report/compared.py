@@ -32,8 +32,11 @@ from rollouts_core.report.results import (
     ScoreDisplay,
     ShownScore,
     choose_display,
+    estimate_measures,
     format_p_value,
     load_evaluation,
+    measure_display,
+    shared_measures,
     show_score,
     signed,
 )
@@ -107,6 +110,8 @@ class ScoreTest:
     runs: tuple[int, int]
     """Places of the baseline and of the candidate."""
     models: tuple[str, str]
+    measure: str
+    """accuracy, loss, mean reward, pass@8, ..."""
     num_shared: int
     comparison: Comparison
     """With a two-sided p-value."""
@@ -120,6 +125,18 @@ class ScoreTest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedMeasure:
+    """pass@k or majority@k of the final models."""
+
+    title: str
+    scored: tuple[Scored, ...]
+    """Of each run, with the numbers per prompt as scores."""
+    shown: tuple[ShownScore, ...]
+    tests: tuple[ScoreTest, ...]
+    """Of other runs against the first one, if they share prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
     """Everything that is said about some runs, except their curves and answers."""
 
@@ -130,6 +147,8 @@ class RunComparison:
     ticks: tuple[Tick, ...]
     """Places on the axis of all scores; empty if the runs have different metrics."""
     tests: tuple[ScoreTest, ...]
+    measures: tuple[ComparedMeasure, ...]
+    """Empty if a run has one completion per prompt."""
     notes: tuple[str, ...]
     """Sentences about the tests: which prompts are shared, which settings decide the scores, what a test can say."""
     facts: tuple[Difference, ...]
@@ -151,11 +170,13 @@ def compare_runs(runs: Sequence[ComparedRun]) -> RunComparison:
     settings = _differing_settings(runs)
     evaluated = [_load_scores(run) for run in runs]
     scores, ticks = _show_scores(runs, evaluated)
-    tests, notes = list[ScoreTest](), list[str]()
+    tests, notes, shared = list[ScoreTest](), list[str](), dict[int, list[tuple[int, int]]]()
     for place in range(1, len(runs)):
         pairs, sentence = _shared_rows(runs, evaluated, place)
         notes.append(sentence)
-        tests += _test_models(runs, scores, place, pairs) if pairs else []
+        if pairs:
+            shared[place] = pairs
+            tests += _test_models(runs, scores, place, pairs)
     return RunComparison(
         runs=tuple(runs),
         settings=settings,
@@ -163,6 +184,7 @@ def compare_runs(runs: Sequence[ComparedRun]) -> RunComparison:
         scores=scores,
         ticks=ticks,
         tests=tuple(tests),
+        measures=_compare_measures(runs, scores, shared),
         notes=tuple(dict.fromkeys([*notes, *_cautions(settings, tests)])),
         facts=_facts(runs),
     )
@@ -308,11 +330,11 @@ def _show_run(
 def _shared_rows(
     runs: Sequence[ComparedRun], evaluated: Sequence[Evaluated], place: int
 ) -> tuple[list[tuple[int, int]], str]:
-    """Places of the held-out rows that the first run shares with another one, and a sentence about them."""
+    """Places of the held-out rows that the first run shares with another run, with a sentence for readers."""
     names = f"{letter_of(0)} and {letter_of(place)}"
     first, other = evaluated[0], evaluated[place]
     if first.metric != other.metric:
-        return [], f"{names} are not tested: the metric of one is {first.metric}, that of the other {other.metric}."
+        return [], f"{names} are not tested: one has the metric {first.metric}, and the other {other.metric}."
     sizes = [len(each.checkpoints[0].scores) for each in (first, other)]
     jobs = [load_job_of(run.report.evaluation_dir) for run in (runs[0], runs[place])]
     data = [(job.data.digest, tuple(job.data.columns.items())) if isinstance(job, EvalJob) else None for job in jobs]
@@ -359,12 +381,36 @@ def prompt_keys(evaluation_dir: Path, num_rows: int) -> list[Hashable]:
 def _test_models(
     runs: Sequence[ComparedRun], scores: Sequence[RunScores], place: int, pairs: Sequence[tuple[int, int]]
 ) -> list[ScoreTest]:
-    """The final models of the first run and of another one against each other, then other models by the same name."""
+    """Tests of the final models of the first and another run, then of other models by the same name."""
     first, other = scores[0], scores[place]
     finals = (first.scored[-1].name, other.scored[-1].name)
     named = [each.name for each in reversed(first.scored)]
     alike = [(name, name) for name in named if any(each.name == name for each in other.scored)]
     return [_test_pair(runs, scores, place, models, pairs) for models in dict.fromkeys([finals, *alike])]
+
+
+def _compare_measures(
+    runs: Sequence[ComparedRun], scores: Sequence[RunScores], shared: Mapping[int, Sequence[tuple[int, int]]]
+) -> tuple[ComparedMeasure, ...]:
+    """The measures that the final models of all runs have, tested where prompts are shared."""
+    finals = [each.scored[-1] for each in scores]
+    compared = []
+    for title in shared_measures(finals):
+        display, measured = measure_display(title), estimate_measures(finals, title)
+        axis = padded_axis([0.0, 100.0], 0, 100)
+        alone = [RunScores(scored=(each,), shown=(), display=display) for each in measured]
+        compared.append(
+            ComparedMeasure(
+                title=title,
+                scored=tuple(measured),
+                shown=tuple(show_score(each, display, axis, label="", checkpoint="") for each in measured),
+                tests=tuple(
+                    _test_pair(runs, alone, place, (finals[0].name, finals[place].name), pairs)
+                    for place, pairs in shared.items()
+                ),
+            )
+        )
+    return tuple(compared)
 
 
 def _test_pair(
@@ -399,6 +445,7 @@ def _test_pair(
     return ScoreTest(
         runs=(0, place),
         models=models,
+        measure=display.title,
         num_shared=len(pairs),
         comparison=comparison,
         outcome=outcome,

@@ -73,13 +73,16 @@ def comparison_records(compared: RunComparison) -> Iterator[JsonObject]:
     for kind, differences in (("setting_difference", compared.settings), ("data_difference", compared.inputs)):
         for each in differences:
             yield {"kind": kind, "name": each.name, "values": dict(zip(names, each.values, strict=True))}
-    for test in compared.tests:
+    for measure in compared.measures:
+        means = [{"mean": s.mean, "low": s.low, "high": s.high} for s in measure.scored]
+        yield {"kind": "measure", "name": measure.title, "values": dict(zip(names, means, strict=True))}
+    for test in (*compared.tests, *(test for measure in compared.measures for test in measure.tests)):
         ends = {
             end: {"run": names[place], "model": model}
             for end, place, model in zip(("baseline", "candidate"), test.runs, test.models, strict=True)
         }
-        yield {"kind": "paired_test", **ends, "num_shared": test.num_shared, "outcome": test.outcome,
-               **asdict(test.comparison), "sentence": test.sentence}  # fmt: skip
+        yield {"kind": "paired_test", **ends, "measure": test.measure, "num_shared": test.num_shared,
+               "outcome": test.outcome, **asdict(test.comparison), "sentence": test.sentence}  # fmt: skip
     yield from ({"kind": "note", "message": note} for note in compared.notes)
     yield from _curve_records(compared)
     yield from _answer_records(compared)

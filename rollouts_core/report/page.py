@@ -162,7 +162,16 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
     lines += [
         f"| {show(f'{s.label} {s.checkpoint}')} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores
     ]
-    return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in results.differences)])
+    if results.measures:
+        labels = [show(score.label) for score in results.scores]
+        lines += ["", f"| Measure | {' | '.join(labels)} |", f"|---|{'---:|' * len(labels)}"]
+        cells = [
+            (measure.title, *(f"{mean} ({interval})" for mean, interval in measure.values))
+            for measure in results.measures
+        ]
+        lines += [f"| {' | '.join(row)} |" for row in cells]
+    compared = [*results.differences, *(each.difference for each in results.measures if each.difference)]
+    return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in compared)])
 
 
 def usage_code(report: ReportInput) -> str:

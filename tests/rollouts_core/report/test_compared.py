@@ -20,7 +20,7 @@ from rollouts_core.report.compared_curves import describe_same_stages, overlay_c
 from rollouts_core.report.compared_page import comparison_records, render_comparison_page
 from rollouts_core.run_directory import RunDirectory
 from tests.rollouts_core.report.made_run import ATTACK
-from tests.rollouts_core.report.test_report import TagCollector, unpack, with_losses, without_data
+from tests.rollouts_core.report.test_report import TagCollector, unpack, with_counts, with_losses, without_data
 from tests.tasks.stored_run import PROMPTS, SCORES, write_stored_run
 
 FIRST, SECOND = "small-11111111", "small-22222222"
@@ -46,6 +46,25 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     ]
     assert found.inputs == ()
     assert any("evaluation.temperature" in note and "may mean different things" in note for note in found.notes)
+
+
+def test_pass_at_k_of_the_final_models_is_shown_and_tested(tmp_path: Path) -> None:
+    found = stored(tmp_path, scores=BETTER)
+    assert found.measures == ()
+    runs = [replace(run, report=with_counts(run.report)) for run in found.runs]
+    counted = compare_runs(runs)
+    assert [measure.title for measure in counted.measures] == ["pass@1", "pass@2", "pass@4", "majority@4"]
+    [test] = counted.measures[-1].tests
+    assert (test.measure, test.num_shared) == ("majority@4", 40) and test.comparison.difference == pytest.approx(0.05)
+    assert "Several completions per prompt" in render_comparison_page(counted)
+    records = list(comparison_records(counted))
+    assert [each["measure"] for each in records if each["kind"] == "paired_test"][-1] == "majority@4"
+    assert [each["name"] for each in records if each["kind"] == "measure"] == [
+        "pass@1",
+        "pass@2",
+        "pass@4",
+        "majority@4",
+    ]
 
 
 def test_data_differ_by_their_content_and_not_by_their_path(tmp_path: Path) -> None:
@@ -119,7 +138,7 @@ def test_runs_of_other_metrics_are_shown_side_by_side_without_a_test(tmp_path: P
     first, second = (load_compared_of(tmp_path, name) for name in (FIRST, SECOND))
     found = compare_runs([first, replace(second, report=with_losses(second.report))])
     assert found.tests == () and found.ticks == ()
-    assert "the metric of one is accuracy, that of the other loss" in found.notes[0]
+    assert "one has the metric accuracy, and the other loss" in found.notes[0]
     assert "1.195" in render_comparison_page(found)
 
 
