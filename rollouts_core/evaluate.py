@@ -43,7 +43,7 @@ from rollouts_core.model.loading import (
     load_tokenizer,
     pad_token_id,
 )
-from rollouts_core.pass_at_k import majority_at_n
+from rollouts_core.pass_rates import majority_at_n
 from rollouts_core.rewards import VoteFn, grade_sample
 from rollouts_core.rollout.generate import (
     Group,

@@ -1,6 +1,6 @@
 """pass@k and majority@k of the models of an evaluation as records, for evaluation.json and the registry.
 
-Not here: the measures (rollouts_core/pass_at_k.py), how reports show them (rollouts_core/report/results.py).
+Not here: the measures (rollouts_core/pass_rates.py), how reports show them (rollouts_core/report/results.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollouts_core.comparison import compare_paired, estimate_means
-from rollouts_core.pass_at_k import measures_of
+from rollouts_core.pass_rates import measures_of
 
 JsonObject = Mapping[str, Any]  # Any: JSON
 

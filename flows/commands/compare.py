@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollouts.flows.commands.runs import load_settings_of_run, open_in_browser
+from rollouts.flows.commands.runs import load_settings_of_run, open_in_browser, refuse_evaluation
 from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit
 from rollouts.flows.shown_settings import settings_of
 from rollouts.flows.store_runs import find_named_run, lives, living_runs
@@ -81,6 +81,7 @@ def find_compared(store: Path, given: Sequence[str]) -> list[str]:
                 f"{given[names.index(name)]} and {given[place]} are the same run, {name}: name another one"
             )
         if not (store / "runs" / name / RUN_FILE).is_file():
+            refuse_evaluation(store, name)
             state = "is running" if lives(uses, living_runs(store)) else "did not come to its end"
             raise InputError(f"{name} {state}, so it has no scores to compare: name a run with a report")
     return names

@@ -45,6 +45,7 @@ from rollouts.flows.store_runs import (
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.ledger import LEDGER_FILE, StageUse
 from rollouts.tasks.spending import RUN_FILE
+from rollouts.tasks.store_paths import EVALUATION_FILE
 from rollouts_core.config import read_settings
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import InputError
@@ -326,11 +327,15 @@ def logs(
     store = store.resolve()
     uses = find_named_run(store, run)
     directory = RunDirectory(find_log_folder(store, uses, stage))
+    has_lines = False
     for lines in read_growing(
         directory.log,
         is_over=lambda: not follow or directory.result.is_file() or not lives(uses, living_runs(store)),
     ):
+        has_lines = has_lines or bool(lines)
         typer.echo(shown_lines(lines), nl=False)
+    if not has_lines:
+        typer.echo(f"{directory.log} is empty: the processes of the stage printed nothing", err=True)
 
 
 def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
@@ -380,6 +385,7 @@ def report(
     uses = find_named_run(store, run)
     path = report_path(store, uses)
     if not path.with_name(RUN_FILE).is_file() and not path.is_file():
+        refuse_evaluation(store, uses[0].run)
         state = "is running" if lives(uses, living_runs(store)) else "ended before its report"
         raise InputError(f"{uses[0].run} {state}: the last stage of a run writes the report")
     from rollouts.tasks.earlier_report import render_again  # numpy loads here, which other commands need not wait for
@@ -393,6 +399,13 @@ def report(
     typer.echo(path)
     if opens:
         open_in_browser(path)
+
+
+def refuse_evaluation(store: Path, run: str) -> None:
+    """Raise InputError for an evaluation by hand: it trained nothing and has no report."""
+    record = store / "runs" / run / EVALUATION_FILE
+    if record.is_file():
+        raise InputError(f"{run} is an evaluation by hand and has no report: its scores are in {record}")
 
 
 def open_in_browser(path: Path) -> None:

@@ -50,13 +50,16 @@ MAX_RUNS = 8
 SCORING_SETTINGS = (
     "evaluation.engine",
     "evaluation.metric",
+    "evaluation.pass_reward",
     "evaluation.samples_per_prompt",
     "evaluation.seed",
     "evaluation.temperature",
+    "rollout.engine.dtype",
+    "rollout.engine.kind",
     "rollout.environment",
     "rollout.multi_turn",
     "rollout.reward",
-    "rollout.sampling",
+    "rollout.sampling.max_new_tokens",
 )
 """Settings with these beginnings decide what a score means."""
 SCOPE = (

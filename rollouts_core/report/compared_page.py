@@ -39,7 +39,7 @@ def render_comparison_page(compared: RunComparison) -> str:
     page = templates.get_template("compare.html.jinja").render(
         compared=compared,
         letters=[letter_of(place) for place in range(len(compared.runs))],
-        answer_notes=tuple(embedded.notes) or _answer_notes(compared, has_answers=bool(embedded.blocks)),
+        answer_notes=(*embedded.notes, *_answer_notes(compared)),
         has_answers=bool(embedded.blocks),
         curve_sections=draw_overlays(compared.runs),
         same=describe_same_stages(compared.runs),
@@ -52,10 +52,9 @@ def render_comparison_page(compared: RunComparison) -> str:
     return "".join([before, *packed, after])
 
 
-def _answer_notes(compared: RunComparison, *, has_answers: bool) -> tuple[str, ...]:
-    if has_answers or all(run.report.contents.samples != "none" for run in compared.runs):
-        return ()
-    return ('The page has no answers, because report.samples is "none" in the settings of a run.',)
+def _answer_notes(compared: RunComparison) -> list[str]:
+    silent = [letter_of(i) for i, run in enumerate(compared.runs) if run.report.contents.samples == "none"]
+    return [f'The page has no answers of {", ".join(silent)}: report.samples is "none" there.'] if silent else []
 
 
 def comparison_records(compared: RunComparison) -> Iterator[JsonObject]:

@@ -170,7 +170,9 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
             for measure in results.measures
         ]
         lines += [f"| {' | '.join(row)} |" for row in cells]
-    compared = [*results.differences, *(each.difference for each in results.measures if each.difference)]
+    shown = tuple((score.mean, score.interval) for score in results.scores)  # pass@1 of rewards of 0 and 1 repeats them
+    of_measures = [each.difference for each in results.measures if each.difference and each.values != shown]
+    compared = [*results.differences, *of_measures]
     return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in compared)])
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired, estimate_means
 from rollouts_core.errors import DataError
-from rollouts_core.pass_at_k import measures_of
+from rollouts_core.pass_rates import measures_of
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
     CHART_LEFT,

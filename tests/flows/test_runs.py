@@ -174,6 +174,14 @@ def test_logs_of_a_stage_or_an_engine_without_what_a_terminal_obeys(store: Path)
     assert "has not come to a stage rll; did you mean rl?" in call(store, "logs", FIRST, "rll", code=2).stderr
 
 
+def test_an_empty_log_and_an_evaluation_without_a_report_are_said(store: Path) -> None:
+    assert "log.txt is empty: the processes of the stage printed nothing" in call(store, "logs", FIRST).stderr
+    (store / "runs" / SECOND).mkdir()
+    (store / "runs" / SECOND / "evaluation.json").write_text("{}")
+    said = " ".join(call(store, "report", SECOND, code=2).stderr.split())
+    assert f"{SECOND} is an evaluation by hand and has no report: its scores are in " in said
+
+
 def test_a_growing_log_is_read_to_its_end_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     parts = iter([b"one\ntw", b"o\n", b"\xe2\x82", b"\xac end"])

@@ -213,7 +213,11 @@ def test_a_run_that_keeps_samples_out_of_its_report_keeps_them_out_of_the_compar
     found = stored(tmp_path, report={"samples": "none"})
     assert found.runs[1].report.contents == ReportConfig(samples="none")
     page = render_comparison_page(found)
-    assert find_answers(found) == [] and "The page has no answers" in page and 'id="data-chunk-0"' not in page
+    assert (
+        find_answers(found) == []
+        and "The page has no answers of B: report.samples" in page
+        and 'id="data-chunk-0"' not in page
+    )
     assert not any(record["kind"] == "answers" for record in comparison_records(found))
 
 

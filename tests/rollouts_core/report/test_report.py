@@ -245,6 +245,7 @@ def test_pass_at_k_is_shown_with_intervals_over_prompts_and_a_paired_test(full_r
     page, summary = render_report(full_report), render_summary_markdown(full_report)
     assert "Several completions per prompt" in page and "97.5 %" in page
     assert "| pass@4 | 55.0 % (" in summary and "the pass@2 of RL is" in summary
+    assert "the majority@4 of RL is" not in summary, "as often right as the first completion, so the score says it"
 
 
 def test_without_counts_of_every_model_no_measure_is_shown(full_report: ReportInput) -> None:

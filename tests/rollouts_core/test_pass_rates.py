@@ -19,7 +19,7 @@ from rollouts_core.environments.math import MathEnvironment
 from rollouts_core.environments.multiple_choice import MultipleChoiceEnvironment
 from rollouts_core.errors import RewardError
 from rollouts_core.evaluate import outcomes_by_prompt
-from rollouts_core.pass_at_k import majority_at_n, measures_of, pass_at_k, shown_ks
+from rollouts_core.pass_rates import majority_at_n, measures_of, pass_at_k, shown_ks
 from rollouts_core.rollout.resolve import resolve_vote_fn
 from rollouts_core.types import Sample, Status
 
