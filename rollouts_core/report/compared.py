@@ -243,8 +243,11 @@ def _inputs_of(report: ReportInput) -> dict[str, tuple[Hashable, str]]:
 def _identity(given: InputModel | InputFile | InputDataset | None) -> tuple[Hashable, str]:
     assert given is not None
     path = given.model.path if isinstance(given, InputModel) else given.path
-    share = (given.max_samples, given.repeat) if isinstance(given, InputDataset) else ()
-    return (given.digest, share), f"{path} ({given.digest[:10]}…)"
+    facts = [f"{given.digest[:10]}…"]
+    if isinstance(given, InputDataset):
+        facts += [f"first {given.max_samples:,} rows"] if given.max_samples else []
+        facts += [f"× {given.repeat:g}"] if given.repeat != 1 else []
+    return (given.digest, *facts), f"{path} ({', '.join(facts)})"
 
 
 def _facts(runs: Sequence[ComparedRun]) -> tuple[Difference, ...]:

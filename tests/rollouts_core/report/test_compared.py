@@ -73,6 +73,17 @@ def test_data_differ_by_their_content_and_not_by_their_path(tmp_path: Path) -> N
     assert found.inputs[0].values == ("data/rows.jsonl (cdcdcdcdcd…)", "data/rows.jsonl (efefefefef…)")
 
 
+def test_another_share_of_the_same_data_is_a_difference(tmp_path: Path) -> None:
+    write_stored_run(tmp_path, FIRST)
+    write_stored_run(tmp_path, SECOND)
+    path = tmp_path / "stages" / "sft-2222222222222222" / "job.json"
+    job = json.loads(path.read_text())
+    job["data"][0] |= {"max_samples": 100, "repeat": 2}
+    path.write_text(json.dumps(job))
+    [data] = compared(tmp_path).inputs
+    assert (data.name, data.values[1]) == ("SFT data", "data/rows.jsonl (cdcdcdcdcd…, first 100 rows, × 2)")
+
+
 def test_equal_runs_have_no_difference_and_no_scores_to_test(tmp_path: Path) -> None:
     found = stored(tmp_path)
     assert found.settings == () and found.inputs == ()
