@@ -31,6 +31,7 @@ from rollouts.flows.assignments import check_assignments, is_assignment
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
+from rollouts.flows.commands.compare import compare
 from rollouts.flows.commands.credentials import credentials, with_credentials
 from rollouts.flows.commands.explain import explain
 from rollouts.flows.commands.fetch import pull
@@ -512,7 +513,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, init, preset, explain, validate, run, evaluate, status, finish, cancel),
-    "Runs": (runs, show, samples, logs, report),
+    "Runs": (runs, show, samples, logs, report, compare),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins),
 }

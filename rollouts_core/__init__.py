@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "model.loading": "load_hf_model load_tokenizer",
     "backends.optim": "create_adamw_optimizer create_warmup_cosine_scheduler",
     "data.packing": "pack_lengths pack_rows",
+    "pass_rates": "majority_at_n pass_at_k",
     "model.policy": "Policy compute_logprobs score_targets",
     "backends.pytorch": "PyTorchTrainingBackend create_pytorch_backend",
     "rewards": "REWARDS WeightedRewards compute_reward grade_group",

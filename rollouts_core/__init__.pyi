@@ -121,6 +121,7 @@ from rollouts_core.model.policy import (
     compute_logprobs as compute_logprobs,
     score_targets as score_targets,
 )
+from rollouts_core.pass_rates import majority_at_n as majority_at_n, pass_at_k as pass_at_k
 from rollouts_core.rewards import (
     REWARDS as REWARDS,
     WeightedRewards as WeightedRewards,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -42,7 +43,8 @@ from rollouts_core.model.loading import (
     load_tokenizer,
     pad_token_id,
 )
-from rollouts_core.rewards import grade_sample
+from rollouts_core.pass_rates import majority_at_n
+from rollouts_core.rewards import VoteFn, grade_sample
 from rollouts_core.rollout.generate import (
     Group,
     build_pending_group,
@@ -56,6 +58,7 @@ from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
 from rollouts_core.rollout.validity import InvalidWatch
 from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Prompt, Sample, Status, group_samples
+from rollouts_core.user_code.failures import describe_raised
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +179,39 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
             )
         scores.append(sum(rewards) / len(rewards))
     return scores
+
+
+def outcomes_by_prompt(
+    samples: Sequence[Sample], evaluation: EvaluationConfig, vote_fn: VoteFn | None
+) -> dict[str, Any]:  # Any: JSON
+    """Per prompt, how many of its graded samples are right, and the outcome of their vote if there is one.
+
+    The fields are those of a checkpoint in result.json, for several samples per prompt.
+
+    Raises:
+        RewardError: the vote of an environment raised.
+    """
+    groups = [list(group) for group in group_samples(samples)]
+    passed = [[sample.reward is not None and sample.reward >= evaluation.pass_reward for sample in g] for g in groups]
+    outcomes: dict[str, Any] = {
+        "samples_per_prompt": evaluation.samples_per_prompt,
+        "num_right": [sum(each) for each in passed],
+    }
+    if vote_fn is not None:
+        votes = [[_vote(vote_fn, sample) for sample in group] for group in groups]
+        outcomes["majority"] = [majority_at_n(said, right) for said, right in zip(votes, passed, strict=True)]
+    return outcomes
+
+
+def _vote(vote_fn: VoteFn, sample: Sample) -> str | None:
+    if sample.status is Status.INVALID:
+        return None
+    try:
+        vote = vote_fn(sample)
+    except (Exception, SystemExit) as error:
+        prompt = sample.metadata.get("prompt_id", "?")
+        raise RewardError(f"the vote of the environment on prompt {prompt!r} {describe_raised(error)}") from error
+    return None if vote is None else str(vote)
 
 
 @torch.inference_mode()

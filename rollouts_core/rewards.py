@@ -50,6 +50,13 @@ def last_number(sample: Sample) -> float:
     return float(found is not None and found == expected)
 
 
+VoteFn = Callable[[Sample], str | None]
+"""Returns the final answer of a completion in comparable form, or None, for majority@k."""
+VOTES: dict[str, VoteFn] = {
+    "exact_match": lambda sample: sample.response.strip() or None,
+    "last_number": lambda sample: _last_number_text(sample.response),
+}
+"""The votes of built-in rewards."""
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
 ALL_REWARDS = Registry[RewardFn]("rollouts.rewards", REWARDS, find_fault_of_callable)
 """The built-in rewards and those of installed packages."""
@@ -217,6 +224,15 @@ def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
     limits = [getattr(getattr(grader, "__self__", None), "grading_limit", None) for grader in graders]
     counts = [limit.take_count() for limit in limits if isinstance(limit, GradingLimit)]
     return {**own, "num_over_grading_limit": float(sum(counts))} if counts else own
+
+
+def _last_number_text(text: str) -> str | None:
+    """The last number in a form that is the same for equal numbers."""
+    found = _last_number(text)
+    if found is None:
+        return None
+    written = f"{found or abs(found):f}"  # minus zero is zero
+    return written.rstrip("0").rstrip(".") if "." in written else written
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -9,10 +9,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.registry import Model, models, move_model, register_model
 from rollouts.tasks.artifacts import find_checkpoint_damage
+from rollouts.tasks.measures import compare_measures
 from rollouts.tasks.model_aliases import note_in_reports
 from rollouts.tasks.records import RunScope, StageRecord
 from rollouts.tasks.retraining import Compared
@@ -122,6 +124,7 @@ def judge_candidate(
         **{key: value for key, value in asdict(comparison).items() if key in ("difference", "p_value")},
         "difference_low": comparison.low,
         "difference_high": comparison.high,
+        **({"measures": measures} if (measures := compare_measures(before, after)) else {}),
         "sentence": verdict.sentence,
     }
     return Compared(
@@ -129,16 +132,22 @@ def judge_candidate(
     )
 
 
-def render_comparison(name: str, evaluation: Mapping[str, object]) -> str:
-    """A Markdown table with the scores of a candidate and of the model that it was compared with."""
+def render_comparison(name: str, evaluation: Mapping[str, Any]) -> str:  # Any: JSON
+    """Markdown tables with the scores of a candidate and of the model that it was compared with."""
+    lines = _comparison_lines(name, evaluation)
+    for measure, figures in evaluation.get("measures", {}).items():
+        lines += _comparison_lines(name, {**figures, "against": evaluation["against"]}, f", {measure}")
+    table = "\n".join(["| model | mean score | 95 % interval |", "|---|---|---|", *lines])
+    return f"{table}\n\n{escaped(str(evaluation['sentence']))}"
+
+
+def _comparison_lines(name: str, figures: Mapping[str, Any], measure: str = "") -> list[str]:  # Any: JSON
     rows = [
-        (evaluation["against"], "against_mean", "against_low", "against_high"),
+        (figures["against"], "against_mean", "against_low", "against_high"),
         (name, "mean", "low", "high"),
         ("difference", "difference", "difference_low", "difference_high"),
     ]
-    lines = [
-        f"| {escaped(str(title))} | {evaluation[mean]:.3f} | {evaluation[low]:.3f} to {evaluation[high]:.3f} |"
+    return [
+        f"| {escaped(f'{title}{measure}')} | {figures[mean]:.3f} | {figures[low]:.3f} to {figures[high]:.3f} |"
         for title, mean, low, high in rows
     ]
-    table = "\n".join(["| model | mean score | 95 % interval |", "|---|---|---|", *lines])
-    return f"{table}\n\n{escaped(str(evaluation['sentence']))}"

@@ -14,6 +14,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rollouts.infra.foreign_text import shown_line
+from rollouts.tasks.measures import describe_measures
 from rollouts.tasks.model_names import NamedModel, find_named_model, with_heldout
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
@@ -65,6 +66,8 @@ def write_evaluation(
     """
     results = describe_results(Path(record.run_dir), {name: each.title for name, each in found.items()})
     scored = {entry["name"]: entry for entry in record.result["checkpoints"]}
+    pair = (BASELINE, MODEL) if BASELINE in found else None
+    measures = describe_measures({name: scored[name] for name in found}, pair)
     path = scope.output_dir / EVALUATION_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(
@@ -86,6 +89,7 @@ def write_evaluation(
             "comparison": asdict(compare_paired(scored[BASELINE]["scores"], scored[MODEL]["scores"]))
             if BASELINE in found
             else None,
+            **({"measures": measures} if measures else {}),
             "stage": record.model_dump(mode="json", exclude={"result"}),
             "reused_from": record.result.get("reused_from", []),
         },

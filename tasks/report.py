@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import tomli_w
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.node import NodeSettings
-from rollouts.tasks.early_end import EarlyEnd
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
-from rollouts.tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
-from rollouts_core.comparison import Verdict, judge_improvement
+from rollouts.tasks.report_input import build_report_input, judge_training
+from rollouts.tasks.spending import RUN_FILE, spending_of_records, with_spending
+from rollouts_core.comparison import Verdict
 from rollouts_core.config import Config
-from rollouts_core.report import ReportInput, StageSummary, TrainedStage, render_report, render_summary_markdown
+from rollouts_core.report import render_report, render_summary_markdown
 from rollouts_core.report.markdown import as_code
-from rollouts_core.stages import BASE, EVALUATE, is_training, label_of, selection_of, trainings_of
+from rollouts_core.stages import EVALUATE, trainings_of
 from rollouts_core.system.files import write_atomically, write_json
 
 
@@ -72,28 +69,6 @@ def write_report(
     return str(path), verdict
 
 
-def describe_how(record: StageRecord) -> str:
-    """Words for how a stage got its result, and whether a user ended the stage early."""
-    early = record.result.get("finished_early")
-    return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
-
-
-def judge_training(evaluation: StageRecord, training: StageRecord, config: Config) -> Verdict:
-    """Judge whether a training beat its start model on the held-out rows. Adds the warning of the training's record."""
-    scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
-    models = [BASE, *(place.name for place in trainings_of(config.mode))]
-    start = models[models.index(training.stage) - 1]
-    before = "the start model" if start == BASE else f"the selected {label_of(start)} checkpoint"
-    verdict = judge_improvement(
-        scores[start],
-        scores[training.stage],
-        names=(before, label_of(training.stage)),
-        max_p_value=config.evaluation.max_p_value,
-    )
-    warning = shown_line(str(training.result.get("warning") or ""))
-    return replace(verdict, sentence=f"{verdict.sentence}; {warning}") if warning else verdict
-
-
 def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
     """The settings of the run as a TOML file for `rollouts run`, without settings at their defaults."""
     settings = json.loads(config.model_dump_json(exclude_defaults=True))
@@ -102,54 +77,3 @@ def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
     reported = {"report_to": scope.report_to} if scope.report_to else {}
     run_settings = {"name": scope.run_name} | reported | (published if scope.publish else {})
     return tomli_w.dumps({**settings, "node": node_settings, "run": run_settings})
-
-
-def build_report_input(
-    by_stage: dict[str, StageRecord],
-    config: Config,
-    settings_toml: str,
-    checkpoint_path: str,
-    scope: RunScope,
-    verdict: Verdict | None,
-    spending: Spending | None,
-) -> ReportInput:
-    """The input of the report's renderer, from the records of the stages."""
-    return ReportInput(
-        run_name=scope.run_name,
-        mode=config.mode,
-        stages=tuple(
-            StageSummary(
-                name=record.stage,
-                how=describe_how(record),
-                why=record.why,
-                seconds=record.seconds,
-                run_dir=record.run_dir,
-                usd=spending.usd_by_stage[record.stage] if spending else None,
-            )
-            for record in by_stage.values()
-        ),
-        usd_outside_stages=spending.outside_stages_usd if spending else None,
-        evaluation_dir=Path(by_stage[EVALUATE.name].run_dir),
-        trainings=tuple(
-            TrainedStage(
-                name=name,
-                run_dir=Path(by_stage[name].run_dir),
-                selection_dir=Path(by_stage[selection_of(name)].run_dir),
-                selected=by_stage[selection_of(name)].result["best"],
-            )
-            for name in by_stage
-            if is_training(name)
-        ),
-        checkpoint_path=checkpoint_path,
-        settings_toml=settings_toml,
-        reproduce_command=shlex.join(
-            ["rollouts", "run", str(scope.output_dir / "config.toml"), "--store", scope.store]
-        ),
-        use_command=shlex.join(["rollouts", "serve", checkpoint_path]),
-        verdict=verdict.sentence if verdict else "",
-        is_improvement=verdict.is_improvement if verdict else None,
-        contents=config.report,
-        run_id=scope.run_id,
-        began_at=min((record.began_at for record in by_stage.values() if record.began_at), default=0.0),
-        config=config,
-    )

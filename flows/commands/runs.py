@@ -4,7 +4,7 @@
     rollouts show RUN|CONFIG               settings with their defaults and origin
     rollouts samples RUN --reward '<1'     completions, filtered
     rollouts logs RUN rl -f                output of a stage
-    rollouts report RUN --open             the report
+    rollouts report RUN --open             the report, rendered again
 
 Results go to stdout, one JSON object per line with --json; each object has a `kind` (docs/terminal.md). No server is
 asked, so all of them also work while nothing runs.
@@ -45,6 +45,8 @@ from rollouts.flows.store_runs import (
 )
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.ledger import LEDGER_FILE, StageUse
+from rollouts.tasks.spending import RUN_FILE
+from rollouts.tasks.store_paths import EVALUATION_FILE
 from rollouts_core.config import read_settings
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import InputError
@@ -334,11 +336,15 @@ def logs(
     store = store.resolve()
     uses = find_named_run(store, run)
     directory = RunDirectory(find_log_folder(store, uses, stage))
+    has_lines = False
     for lines in read_growing(
         directory.log,
         is_over=lambda: not follow or directory.result.is_file() or not lives(uses, living_runs(store)),
     ):
+        has_lines = has_lines or bool(lines)
         typer.echo(shown_lines(lines), nl=False)
+    if not has_lines:
+        typer.echo(f"{directory.log} is empty: the processes of the stage printed nothing", err=True)
 
 
 def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
@@ -383,13 +389,39 @@ def report(
     store: Store = DEFAULT_STORE,
     opens: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Print the path of a run's report."""
+    """Render the report of a finished run again, with the present code, and print its path."""
     store = store.resolve()
     uses = find_named_run(store, run)
     path = report_path(store, uses)
-    if not path.is_file():
+    if not path.with_name(RUN_FILE).is_file() and not path.is_file():
+        refuse_evaluation(store, uses[0].run)
         state = "is running" if lives(uses, living_runs(store)) else "ended before its report"
         raise InputError(f"{uses[0].run} {state}: the last stage of a run writes the report")
+    from rollouts.tasks.earlier_report import render_again  # numpy loads here, which other commands need not wait for
+
+    try:
+        render_again(store, uses[0].run)
+    except InputError as error:
+        if not path.is_file():
+            raise
+        typer.echo(f"{error}. The report is the earlier one.", err=True)
     typer.echo(path)
-    if opens and not webbrowser.open(path.as_uri()):
+    if opens:
+        open_in_browser(path)
+
+
+def refuse_evaluation(store: Path, run: str) -> None:
+    """Raise InputError for an evaluation by hand: it trained nothing and has no report."""
+    record = store / "runs" / run / EVALUATION_FILE
+    if record.is_file():
+        raise InputError(f"{run} is an evaluation by hand and has no report: its scores are in {record}")
+
+
+def open_in_browser(path: Path) -> None:
+    """Open a file in the browser of this machine.
+
+    Raises:
+        InputError: there is no browser.
+    """
+    if not webbrowser.open(path.as_uri()):
         raise InputError(f"no browser can be opened here: open {path} by hand")

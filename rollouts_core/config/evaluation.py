@@ -20,7 +20,9 @@ class EvaluationConfig(Record):
     max_prompts: int = Field(default=1024, ge=1)
     """Use only the first rows of a file, up to this number."""
     samples_per_prompt: int = Field(default=1, ge=1)
-    """Completions per prompt; their rewards are averaged."""
+    """Completions per prompt; their rewards are averaged. With 2 or more, pass@k and majority@k are computed, too."""
+    pass_reward: Finite = 1.0
+    """A completion counts as right for pass@k and majority@k if its reward is at least this."""
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 takes the most likely token."""
     seed: int = Field(default=0, ge=0)

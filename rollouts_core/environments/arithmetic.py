@@ -53,6 +53,11 @@ class ArithmeticEnvironment:
         is_right = bool(colon) and number.strip() == sample.metadata.get("answer")
         return float(is_right and sample.status is Status.COMPLETED)
 
+    def vote(self, sample: Sample) -> str | None:
+        """The number after the last colon; None without one."""
+        _, _, number = sample.response.rpartition(":")
+        return number.strip() if NUMBER.fullmatch(number.strip()) else None
+
 
 def draw_addition(rng: random.Random, *, num_digits: int) -> Addition:
     """An addition of two numbers of `num_digits` digits."""

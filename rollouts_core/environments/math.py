@@ -51,6 +51,10 @@ class MathEnvironment:
         expected = final_answer(reference) or normalise_answer(reference)
         return float(found is not None and found != "" and found == expected)
 
+    def vote(self, sample: Sample) -> str | None:
+        """The final answer in normalised form; None without one."""
+        return final_answer(sample.response) or None
+
 
 class MathVerifyEnvironment:
     """Rewards a completion whose marked final answer equals the reference mathematically.
@@ -99,6 +103,10 @@ class MathVerifyEnvironment:
         is_equal = self._verify(gold, guess, timeout_seconds=TIMEOUT_S)
         is_late = not is_equal and time.monotonic() - began > TIMEOUT_S
         return self.grading_limit.note(sample) if is_late else float(is_equal)
+
+    def vote(self, sample: Sample) -> str | None:
+        """The final answer in normalised form; None without one. Answers that are equal only as mathematics differ."""
+        return final_answer(sample.response) or None
 
 
 def check_reference(answer: str) -> None:

@@ -43,6 +43,10 @@ class MultipleChoiceEnvironment:
         """1 for the right letter, 0 for a wrong or missing one."""
         return float(chosen_letter(sample.response) == _read_letter(str(sample.metadata.get("answer", ""))))
 
+    def vote(self, sample: Sample) -> str | None:
+        """The chosen letter; None without one."""
+        return chosen_letter(sample.response)
+
 
 def _read_letter(answer: str) -> str:
     return answer.strip(" ().").upper()

@@ -95,9 +95,10 @@ class Conversation:
 class Environment(Protocol):
     """Grades completions.
 
-    Two optional members: `row_fields`, the names of fields that a row of prompts must have, and `check_row(row)`, which
-    raises ValueError for a row with invalid fields or answer, with a message for the author of the data. Every row is
-    checked before a run, so the check should be cheap.
+    Three optional members: `row_fields`, the names of fields that a row of prompts must have, `check_row(row)`, which
+    raises ValueError for a row with invalid fields or answer, with a message for the author of the data, and
+    `vote(sample)`, the final answer of a completion in comparable form, or None, for majority@k. Every row is checked
+    before a run, so the check should be cheap.
     """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:

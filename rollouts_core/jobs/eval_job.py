@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from rollouts_core.evaluate import (
     generate_samples,
     grade_completions,
     longest_prompt,
+    outcomes_by_prompt,
     score_demonstrations,
     scores_by_prompt,
 )
@@ -36,6 +38,7 @@ from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel
 from rollouts_core.jobs.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
 from rollouts_core.model.loading import describe_diverged, load_tokenizer, silence_progress_bars
+from rollouts_core.rollout.resolve import resolve_vote_fn
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.system.processors import count_processors
 from rollouts_core.types import Prompt, Sample, sample_from_json
@@ -63,7 +66,7 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
     Raises:
         DivergedError: no checkpoint gives finite numbers, or one does not and the job compares checkpoints.
     """
-    scores_of, left_out = dict[str, list[float]](), list[str]()
+    scores_of, outcomes_of, left_out = dict[str, list[float]](), dict[str, dict[str, Any]](), list[str]()
     with (
         checked_file(job.data),
         JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger,
@@ -72,21 +75,27 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
         for number, checkpoint in enumerate(job.checkpoints, start=1):
             check_model(checkpoint)
             try:
-                scores = await score_checkpoint(checkpoint, job, directory)
+                scores, outcomes = await score_checkpoint(checkpoint, job, directory)
             except DivergedError as error:
                 if not job.is_selection:
                     raise
                 left_out.append(f"{checkpoint.name} has no score and cannot be chosen: {error}")
                 logger.warning("%s", left_out[-1])
                 continue
-            scores_of[checkpoint.name] = scores
+            scores_of[checkpoint.name], outcomes_of[checkpoint.name] = scores, outcomes
             metrics_logger.log({"score": (mean := estimate_mean(scores).mean)}, number)
             events.write("scored", name=checkpoint.name, score=mean)
     if not scores_of:
         raise DivergedError(f"no checkpoint has a score; {left_out[0]}")
     estimates = dict(zip(scores_of, estimate_means(list(scores_of.values())), strict=True))
     scored = [
-        {"name": each.name, "step": each.step, "scores": scores_of[each.name], **asdict(estimates[each.name])}
+        {
+            "name": each.name,
+            "step": each.step,
+            "scores": scores_of[each.name],
+            **asdict(estimates[each.name]),
+            **outcomes_of[each.name],
+        }
         for each in job.checkpoints
         if each.name in scores_of
     ]
@@ -95,15 +104,17 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
     directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best, **warning})
 
 
-async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:
-    """One score per row; writes the completions to samples/."""
+async def score_checkpoint(
+    checkpoint: InputModel, job: EvalJob, directory: RunDirectory
+) -> tuple[list[float], dict[str, Any]]:  # Any: JSON
+    """One score per row, and what else several completions per prompt tell; writes the completions to samples/."""
     if job.evaluation.metric == "loss":
         demonstrations = load_demonstrations(checkpoint, job)
         if checkpoint is not job.checkpoints[0]:
             check_same_tokens(
                 job.checkpoints[0], load_demonstrations(job.checkpoints[0], job), checkpoint, demonstrations
             )
-        return score_demonstrations(checkpoint.model, demonstrations)
+        return score_demonstrations(checkpoint.model, demonstrations), {}
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts, columns=job.data.columns)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
@@ -111,7 +122,9 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
     samples = await complete_once(checkpoint.name, complete, directory, rollout, made_from, num_prompts=len(prompts))
     graded = await grade_completions(samples, rollout)
     directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
-    return scores_by_prompt(graded)
+    is_sampled_again = job.evaluation.samples_per_prompt > 1
+    outcomes = outcomes_by_prompt(graded, job.evaluation, resolve_vote_fn(rollout)) if is_sampled_again else {}
+    return scores_by_prompt(graded), outcomes
 
 
 def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:

@@ -65,14 +65,26 @@ def plot_script() -> str:
     return PLOT_SCRIPT.read_text(encoding="utf-8").strip()
 
 
-def make_assets(page_style: str) -> Assets:
+@cache
+def compare_script() -> str:
+    """The views of a comparison of runs, beside those of the report."""
+    return _read("compare.js")
+
+
+def compare_style() -> str:
+    """The style of a comparison of runs, beside that of the report."""
+    return _read("compare.css")
+
+
+def make_assets(page_style: str, *more_scripts: str) -> Assets:
     """The assets of a page.
 
     Args:
         page_style: CSS that every page of the project has.
+        more_scripts: scripts that the page may run beside those of the report.
     """
     style = page_style + HIDING_STYLE
-    scripts = (LOADER, viewer_script(), plot_script())
+    scripts = (LOADER, viewer_script(), plot_script(), *more_scripts)
     assert "</" + "script" not in LOADER and "</" + "style" not in style.lower()
     policy = (
         f"default-src 'none'; script-src {' '.join(map(hash_source, scripts))}; "

@@ -134,11 +134,11 @@ def embed_samples(report: ReportInput, *, room: int) -> Embedded:
     held_out = [(i, each) for i, each in enumerate(sets) if not each.is_training]
     trained = [(i, each) for i, each in enumerate(sets) if each.is_training]
     kept = _keep_held_out(held_out, vocabulary, int(room * (HELD_OUT_SHARE if trained else 1)), embedded)
-    used = sum(_room_of(step) for step in kept)
+    used = sum(room_of(step) for step in kept)
     for i, each in trained:
         kept += _keep_steps(i, each, vocabulary, (room - used) // len(trained), embedded)
     kept.sort(key=lambda step: (step.set_index, step.step))
-    _pack(sets, kept, embedded)
+    pack_kept(sets, kept, embedded)
     shown = row_tokens.union(*(group.tokens for step in kept for group in step.groups))
     embedded.blocks["vocabulary"] = pack_json(vocabulary.only(shown))
     return embedded
@@ -194,10 +194,10 @@ def _keep_steps(
         chosen = groups if share >= 1 else spread_by_reward(groups, max(2, int(share * len(groups))))
         if not chosen:
             continue
-        step = _keep(set_index, files[place].step, chosen)
-        if used + _room_of(step) > room:
+        step = keep_groups(set_index, files[place].step, chosen)
+        if used + room_of(step) > room:
             break
-        used += _room_of(step)
+        used += room_of(step)
         kept.append(step)
     num_kept = sum(len(group.rows) for step in kept for group in step.groups)
     num_samples = sum(count_lines(file.path) for file in files)
@@ -219,7 +219,7 @@ def _keep_held_out(
     prompts = sorted(set[int]().union(*rewards), key=lambda group: tuple(of.get(group, 0.0) for of in rewards))
     size = sum(_estimate_size(each.files, vocabulary) for _, each in sets)
     if size > room:
-        chosen = set(_evenly(prompts, max(1, int(len(prompts) * room / size))))
+        chosen = set(spread_evenly(prompts, max(1, int(len(prompts) * room / size))))
         embedded.notes.append(
             f"Held-out answers: {len(chosen):,} of {len(prompts):,} prompts with the answers of every model, spread "
             "evenly over the combinations of rewards."
@@ -227,12 +227,12 @@ def _keep_held_out(
     else:
         chosen = set(prompts)
     return [
-        _keep(i, 0, [group for group in _encoded(each.files[0], vocabulary) if group.group in chosen])
+        keep_groups(i, 0, [group for group in _encoded(each.files[0], vocabulary) if group.group in chosen])
         for i, each in sets
     ]
 
 
-def _keep(set_index: int, step: int, groups: Iterable[EncodedGroup]) -> KeptStep:
+def keep_groups(set_index: int, step: int, groups: Iterable[EncodedGroup]) -> KeptStep:
     """The groups with their texts compressed."""
     compressor = zlib.compressobj(DRAFT_LEVEL)
     parts, light = [], []
@@ -254,15 +254,16 @@ def _without_text(group: EncodedGroup) -> EncodedGroup:
     )
 
 
-def _room_of(step: KeptStep) -> int:
+def room_of(step: KeptStep) -> int:
+    """Bytes that the groups take in a page, about."""
     return embedded_size(step.draft) + INDEX_BYTES_PER_SAMPLE * sum(len(group.rows) for group in step.groups)
 
 
 def _estimate_size(files: Sequence[StepFile], vocabulary: Vocabulary) -> int:
     """Bytes that all groups of the files would take in a page, from what a few files take."""
     sizes = [file.path.stat().st_size for file in files]
-    probed = _evenly(range(len(files)), NUM_PROBED)
-    taken = sum(_room_of(_keep(0, 0, _encoded(files[place], vocabulary))) for place in probed)
+    probed = spread_evenly(range(len(files)), NUM_PROBED)
+    taken = sum(room_of(keep_groups(0, 0, _encoded(files[place], vocabulary))) for place in probed)
     return int(taken * sum(sizes) / max(1, sum(sizes[place] for place in probed)))
 
 
@@ -298,10 +299,10 @@ def count_lines(path: Path) -> int:
 def spread_by_reward(groups: Sequence[EncodedGroup], count: int) -> list[EncodedGroup]:
     """`count` groups at even distances in the order of their mean reward, in the order in which they came."""
     places = sorted(range(len(groups)), key=lambda place: groups[place].reward)
-    return [groups[place] for place in sorted(_evenly(places, count))]
+    return [groups[place] for place in sorted(spread_evenly(places, count))]
 
 
-def _evenly(values: Sequence[int], count: int) -> list[int]:
+def spread_evenly(values: Sequence[int], count: int) -> list[int]:
     """At most `count` of the values at even distances, with the first and the last one."""
     if count >= len(values):
         return list(values)
@@ -323,7 +324,7 @@ def spread_order(count: int) -> list[int]:
     return order[:count]
 
 
-def _pack(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Embedded) -> None:
+def pack_kept(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Embedded) -> None:
     """Put index and chunks into blocks."""
     first_groups, chunk, num_groups, size = [0], list[JsonObject](), 0, 0
     for step in kept:

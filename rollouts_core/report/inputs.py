@@ -79,6 +79,8 @@ class ReportInput:
     """The flow run's id; empty if it is not known."""
     written_at: float = 0.0
     """When the report is written, seconds since 1970; 0 if it is not known."""
+    ended_at: float = 0.0
+    """When the run ended, of a report that is written again later; 0 if the report is written at the run's end."""
     began_at: float = 0.0
     """When the run came to its first stage, seconds since 1970; 0 if it is not known."""
     config: Config | None = None

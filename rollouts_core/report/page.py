@@ -162,7 +162,18 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
     lines += [
         f"| {show(f'{s.label} {s.checkpoint}')} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores
     ]
-    return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in results.differences)])
+    if results.measures:
+        labels = [show(score.label) for score in results.scores]
+        lines += ["", f"| Measure | {' | '.join(labels)} |", f"|---|{'---:|' * len(labels)}"]
+        cells = [
+            (measure.title, *(f"{mean} ({interval})" for mean, interval in measure.values))
+            for measure in results.measures
+        ]
+        lines += [f"| {' | '.join(row)} |" for row in cells]
+    shown = tuple((score.mean, score.interval) for score in results.scores)  # pass@1 of rewards of 0 and 1 repeats them
+    of_measures = [each.difference for each in results.measures if each.difference and each.values != shown]
+    compared = [*results.differences, *of_measures]
+    return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in compared)])
 
 
 def usage_code(report: ReportInput) -> str:

@@ -36,8 +36,9 @@ class Setting(NamedTuple):
 def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
     """(what, text) pairs; what the run directories do not record is left out."""
     facts = [("Run", report.run_id), ("Report written", format_time(report.written_at))]
-    if report.began_at and report.written_at > report.began_at:
-        facts.append(("Whole wall time", format_seconds(report.written_at - report.began_at)))
+    ended_at = report.ended_at or report.written_at
+    if report.began_at and ended_at > report.began_at:
+        facts.append(("Whole wall time", format_seconds(ended_at - report.began_at)))
     facts += _machines(report)
     facts.append(("Parameters", count_parameters(Path(report.checkpoint_path))))
     facts += [(f"Tokens of {label_of(name)}", text) for name, text in _tokens(report)]

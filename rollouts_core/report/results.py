@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired, estimate_means
 from rollouts_core.errors import DataError
+from rollouts_core.pass_rates import measures_of
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
     CHART_LEFT,
@@ -85,6 +86,18 @@ class ShownDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownMeasure:
+    """pass@k or majority@k of the checkpoints as texts, in percent."""
+
+    title: str
+    """pass@8."""
+    values: tuple[tuple[str, str], ...]
+    """Mean and interval of each checkpoint."""
+    difference: ShownDifference | None
+    """The final checkpoint against the one it started from; None for a single checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """The held-out results, ready to be laid out."""
 
@@ -95,6 +108,8 @@ class Results:
     differences: tuple[ShownDifference, ...]
     finding: str
     """The sentence of the last comparison: the final checkpoint against the one it started from."""
+    measures: tuple[ShownMeasure, ...] = ()
+    """pass@k and majority@k; empty with one completion per prompt."""
 
 
 class Scored(NamedTuple):
@@ -106,6 +121,8 @@ class Scored(NamedTuple):
     mean: float
     low: float
     high: float
+    measures: Mapping[str, list[float]] = MappingProxyType({})
+    """pass@k and majority@k by name, a number per row."""
 
 
 class Evaluated(NamedTuple):
@@ -129,7 +146,15 @@ def load_evaluation(directory: Path) -> Evaluated:
     # The record's own intervals may come from several evaluations, which chose a method each.
     estimates = estimate_means([entry["scores"] for entry in entries])
     checkpoints = [
-        Scored(entry["name"], entry["step"], entry["scores"], estimate.mean, estimate.low, estimate.high)
+        Scored(
+            name=entry["name"],
+            step=entry["step"],
+            scores=entry["scores"],
+            mean=estimate.mean,
+            low=estimate.low,
+            high=estimate.high,
+            measures=measures_of(entry),
+        )
         for entry, estimate in zip(entries, estimates, strict=True)
     ]
     return Evaluated(metric=result["metric"], checkpoints=checkpoints, best=result["best"])
@@ -167,6 +192,38 @@ def describe_results(
         ticks=axis_ticks(axis, max_ticks=5),
         differences=differences,
         finding=differences[len(found) - 2].sentence if differences else "Only one checkpoint was evaluated.",
+        measures=tuple(show_measure(title, found, labels) for title in shared_measures(found)),
+    )
+
+
+def shared_measures(found: Sequence[Scored]) -> list[str]:
+    """The measures that all checkpoints have: scores that an older version computed have none."""
+    return [title for title in found[0].measures if all(title in scored.measures for scored in found)]
+
+
+def estimate_measures(found: Sequence[Scored], title: str) -> list[Scored]:
+    """The checkpoints with a measure in place of their scores, and its mean and interval over prompts."""
+    estimates = estimate_means([scored.measures[title] for scored in found])
+    return [
+        scored._replace(scores=scored.measures[title], mean=estimate.mean, low=estimate.low, high=estimate.high)
+        for scored, estimate in zip(found, estimates, strict=True)
+    ]
+
+
+def measure_display(title: str) -> ScoreDisplay:
+    """How pass@k and majority@k are shown."""
+    return ScoreDisplay(title=title, rows="prompts", factor=100, unit=" %", difference_unit=" points", decimals=1)
+
+
+def show_measure(title: str, found: Sequence[Scored], labels: Mapping[str, str]) -> ShownMeasure:
+    """A measure of all checkpoints, and a paired test of the last two on their numbers per prompt."""
+    display, measured = measure_display(title), estimate_measures(found, title)
+    axis = padded_axis([0.0, 100.0], 0, 100)
+    shown = [show_score(scored, display, axis, label="", checkpoint="") for scored in measured]
+    return ShownMeasure(
+        title=title,
+        values=tuple((score.mean, score.interval) for score in shown),
+        difference=describe_difference(measured[-2], measured[-1], display, labels) if len(measured) > 1 else None,
     )
 
 
@@ -211,7 +268,7 @@ def describe_difference(
     """How the candidate compares with the baseline on the same rows, in numbers and as a sentence."""
     comparison = compare_paired(baseline.scores, candidate.scores)
     low, high = sorted((display.factor * comparison.low, display.factor * comparison.high))
-    interval = f"{_signed(low, display)} to {_signed(high, display)}"
+    interval = f"{signed(low, display)} to {signed(high, display)}"
     outcome, p_value = _judge(comparison, baseline, candidate)
     amount = display.factor * comparison.difference
     size = f"{abs(amount):.{display.decimals}f}"
@@ -227,7 +284,7 @@ def describe_difference(
     return ShownDifference(
         title=f"{whom} → {who}",
         outcome=outcome,
-        difference=f"{_signed(amount, display)}{display.difference_unit}",
+        difference=f"{signed(amount, display)}{display.difference_unit}",
         interval=interval,
         p_value=format_p_value(comparison),
         sentence=f"On the same {len(candidate.scores):,} {display.rows}, the {display.title} of {who} is "
@@ -255,7 +312,8 @@ def format_p_value(comparison: Comparison) -> str:
     return "p > 0.999" if comparison.p_value > 0.999 else f"p = {comparison.p_value:.3f}"
 
 
-def _signed(value: float, display: ScoreDisplay) -> str:
+def signed(value: float, display: ScoreDisplay) -> str:
+    """A difference with its sign, rounded as the scores are."""
     text = f"{abs(value):.{display.decimals}f}"
     return text if float(text) == 0 else f"{'+' if value > 0 else '−'}{text}"
 

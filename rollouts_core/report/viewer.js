@@ -576,7 +576,7 @@
           el("article", { class: "card conversation" }, group.turns.map((turn) => turnNode(turn, kind.css)), said.map((turn) => turnNode(turn, kind.css)),
             group.answer ? el("div", { class: "turn reference" }, el("div", { class: "role" }, "reference answer"), textNodes(group.answer)) : ""),
           el("aside", { class: "card", "aria-label": "Facts about the sample" }, facts(row, sample), el("p", { class: "links" }, el("a", { href: `#group/${address}` }, `All ${size} of the group`), el("a", { href: `#prompt/${index.groups.prompt[number_]}` }, "This prompt across steps")))),
-        el("h3", {}, "Tokens"), el("div", { class: "card" }, tokens));
+        view.tokens.length ? el("h3", {}, "Tokens") : "", view.tokens.length ? el("div", { class: "card" }, tokens) : "");
     },
   };
 
@@ -985,6 +985,12 @@
     document.body.dataset.shown = location.hash;
   }
 
+  /** Run a script that changes views of this page, as compare.js does, with the parts that it needs. */
+  async function runBeside(block) {
+    window.viewerParts = { $, VIEWS, el, field, debounced, count, loadJson, curveState, smoothed, valueRange, tick, exact };
+    await window.runBlock(block);
+  }
+
   async function start() {
     const [read, words] = await Promise.all([loadJson("index"), loadJson("vocabulary")]);
     if (read) index = prepareIndex(read);
@@ -994,6 +1000,7 @@
     const entries = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Samples"], ["held-out", "Held-out"], ["sft-rows", "SFT rows"], ["run", "Run"]];
     $("views").append(...entries.filter(([name]) => $(`view-${VIEWS[name].page || VIEWS[name].root}`) && (name !== "sft-rows" || $("data-rows"))).map(([name, title]) => el("a", { href: `#${name}` }, title)));
     $("views").hidden = false;
+    if ($("data-compare")) await runBeside("compare");
     addEventListener("hashchange", route);
     addEventListener("keydown", (event) => {
       if (event.key !== "/" || event.ctrlKey || event.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) return;

@@ -15,7 +15,7 @@ from rollouts_core.environments.tools import find_schema_problem
 from rollouts_core.errors import ConfigError, RolloutsError
 from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
 from rollouts_core.reward_services import REWARD_SERVICES
-from rollouts_core.rewards import ALL_REWARDS, RewardFn, WeightedRewards
+from rollouts_core.rewards import ALL_REWARDS, VOTES, RewardFn, VoteFn, WeightedRewards
 from rollouts_core.types import Sample
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -175,6 +175,21 @@ def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
     if reward.name == "":
         return resolve_environment(config).grade
     return resolve_function(reward.name, ALL_REWARDS, setting="rollout.rewards")
+
+
+def resolve_vote_fn(config: RolloutConfig) -> VoteFn | None:
+    """The vote of the first reward that has one: an environment's method `vote`, or a built-in reward's.
+
+    None if no reward tells the final answer of a completion.
+    """
+    rewards = [each.name for each in config.rewards if each.kind == "function"]
+    for reward in rewards if config.rewards else [config.reward_fn]:
+        if isinstance(reward, str) and reward in VOTES:
+            return VOTES[reward]
+        vote = getattr(resolve_environment(config), "vote", None) if reward == "" else None
+        if callable(vote):
+            return cast(VoteFn, vote)
+    return None
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:

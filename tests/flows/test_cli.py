@@ -85,6 +85,7 @@ SURFACE = {
     ],
     "logs": ["RUN", "[STAGE]", "--store", "--follow"],
     "report": ["RUN", "--store", "--open"],
+    "compare": ["RUN...", "--store", "--open", "--json"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
 

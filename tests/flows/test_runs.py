@@ -20,6 +20,7 @@ from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
 from tests.small_pipeline import write_small_pipeline
+from tests.tasks.stored_run import write_stored_run
 
 FIRST, SECOND = "small-11111111", "small-22222222"
 
@@ -173,6 +174,14 @@ def test_logs_of_a_stage_or_an_engine_without_what_a_terminal_obeys(store: Path)
     assert "has not come to a stage rll; did you mean rl?" in call(store, "logs", FIRST, "rll", code=2).stderr
 
 
+def test_an_empty_log_and_an_evaluation_without_a_report_are_said(store: Path) -> None:
+    assert "log.txt is empty: the processes of the stage printed nothing" in call(store, "logs", FIRST).stderr
+    (store / "runs" / SECOND).mkdir()
+    (store / "runs" / SECOND / "evaluation.json").write_text("{}")
+    said = " ".join(call(store, "report", SECOND, code=2).stderr.split())
+    assert f"{SECOND} is an evaluation by hand and has no report: its scores are in " in said
+
+
 def test_a_growing_log_is_read_to_its_end_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     parts = iter([b"one\ntw", b"o\n", b"\xe2\x82", b"\xac end"])
@@ -189,7 +198,9 @@ def test_a_growing_log_is_read_to_its_end_by_whole_lines(tmp_path: Path) -> None
 
 
 def test_the_report_is_a_path_on_stdout(store: Path) -> None:
-    assert call(store, "report", FIRST).stdout == f"{store / 'runs' / FIRST / 'report.html'}\n"
+    result = call(store, "report", FIRST)
+    assert result.stdout == f"{store / 'runs' / FIRST / 'report.html'}\n"
+    assert result.stderr.endswith("The report is the earlier one.\n"), "its run.json has a verdict alone"
     assert f"{SECOND} ended before its report" in call(store, "report", SECOND, code=2).stderr
 
 
@@ -229,3 +240,10 @@ def test_a_run_that_an_earlier_version_ended_shows_its_settings(store: Path) -> 
 def test_other_lists_for_programs_are_objects_with_a_kind(store: Path, command: tuple[str, ...]) -> None:
     os.environ.pop("PREFECT_API_URL", None)
     assert all(each["kind"] for each in records(call(store, *command, "--json")))
+
+
+def test_the_report_is_rendered_again(tmp_path: Path) -> None:
+    folder = write_stored_run(tmp_path, FIRST)
+    result = call(tmp_path, "report", FIRST)
+    assert (result.stdout, result.stderr) == (f"{folder / 'report.html'}\n", "")
+    assert f"the verdict of {FIRST}" in (folder / "report.html").read_text()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollouts.tasks.records import RunScope, StageRecord
-from rollouts.tasks.report import build_report_input, judge_training
+from rollouts.tasks.report_input import build_report_input, judge_training
 from rollouts_core.config import Config
 from tests.small_pipeline import small_settings
 

@@ -341,8 +341,12 @@ def test_evaluation_by_accuracy_keeps_what_every_model_said(
         deployment=ONE_THREAD,
     )
     result = do(job, tmp_path / "eval-2")
-    assert result["checkpoints"][0]["num_rows"] == 8
-    assert len(read_json_lines(tmp_path / "eval-2/samples/base.jsonl")) == 24
+    [entry] = result["checkpoints"]
+    assert entry["num_rows"] == 8
+    samples = read_json_lines(tmp_path / "eval-2/samples/base.jsonl")
+    assert len(samples) == 24
+    right = [sum(each["reward"] == 1 for each in samples if each["group_index"] == prompt) for prompt in range(8)]
+    assert (entry["samples_per_prompt"], entry["num_right"], len(entry["majority"])) == (3, right, 8)
 
 
 def reward_that_is_away(sample: Sample) -> float:
@@ -372,7 +376,7 @@ def test_completions_of_an_attempt_that_could_not_be_graded_are_graded_by_the_ne
     (run_dir / "job.json").write_text(job.model_copy(update={"rollout": ROLLOUT}).model_dump_json())
     assert main(["eval", str(run_dir / "job.json")]) == 0
     [scored] = json.loads((run_dir / "result.json").read_text())["checkpoints"]
-    assert scored["scores"] == [float(is_whole)] * 8
+    assert scored["scores"] == [float(is_whole)] * 8 and "num_right" not in scored
     assert [line["reward"] for line in read_json_lines(kept)] == scored["scores"]
 
 

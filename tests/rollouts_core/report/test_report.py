@@ -44,7 +44,13 @@ from rollouts_core.report.assets import find_policy, hash_source
 from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_number, format_seconds
 from rollouts_core.report.curves import draw_gpu_use, load_curves, metric_points, thin_points
 from rollouts_core.report.page import usage_code
-from rollouts_core.report.results import ShownDifference, choose_display, describe_difference, load_evaluation
+from rollouts_core.report.results import (
+    ShownDifference,
+    choose_display,
+    describe_difference,
+    load_evaluation,
+    load_results,
+)
 from rollouts_core.report.transcripts import completion_text, load_transcripts, pick_different, shorten_text
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Message, Sample, Status
@@ -213,6 +219,39 @@ def test_the_page_says_what_the_run_found(full_report: ReportInput) -> None:
     for text in ("tiny run", "Improvement", "RL beats the selected SFT checkpoint.", "10.0 %", "50.0 %", "95.0 %"):
         assert text in page
     assert "the accuracy of RL is 45.0 points higher than that of SFT: better" in page
+
+
+def with_counts(report: ReportInput, *, names: Sequence[str] = ("base", "sft", "rl")) -> ReportInput:
+    """The report of an evaluation with 4 completions per prompt: right ones per prompt, and a vote."""
+    directory = RunDirectory(report.evaluation_dir)
+    result = directory.read_result()
+    assert result is not None
+    for entry in result["checkpoints"]:
+        if entry["name"] in names:
+            counts = [4 if score else i % 2 for i, score in enumerate(entry["scores"])]
+            entry |= {"samples_per_prompt": 4, "num_right": counts, "majority": entry["scores"]}
+    directory.write_result(result)
+    return report
+
+
+def test_pass_at_k_is_shown_with_intervals_over_prompts_and_a_paired_test(full_report: ReportInput) -> None:
+    """RL: 38 prompts with 4 of 4 right, 1 with 1 of 4, 1 with none: pass@1 = 38.25/40, pass@2 = 38.5/40."""
+    results = load_results(with_counts(full_report))
+    assert [measure.title for measure in results.measures] == ["pass@1", "pass@2", "pass@4", "majority@4"]
+    assert [measure.values[-1][0] for measure in results.measures] == ["95.6 %", "96.2 %", "97.5 %", "95.0 %"]
+    difference = results.measures[-1].difference
+    assert difference is not None and difference.title == "SFT → RL" and difference.difference == "+45.0 points"
+    assert "the majority@4 of RL is 45.0 points higher than that of SFT" in difference.sentence
+    page, summary = render_report(full_report), render_summary_markdown(full_report)
+    assert "Several completions per prompt" in page and "97.5 %" in page
+    assert "| pass@4 | 55.0 % (" in summary and "the pass@2 of RL is" in summary
+    assert "the majority@4 of RL is" not in summary, "as often right as the first completion, so the score says it"
+
+
+def test_without_counts_of_every_model_no_measure_is_shown(full_report: ReportInput) -> None:
+    """One model may have been scored by an older version, whose scores are reused."""
+    assert "Several completions" not in render_report(full_report)
+    assert load_results(with_counts(full_report, names=("sft", "rl"))).measures == ()
 
 
 def test_where_machines_were_rented_the_page_and_the_summary_say_what_each_stage_cost(full_report: ReportInput) -> None:

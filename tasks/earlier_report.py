@@ -1,0 +1,123 @@
+"""Read a finished run from its folder again, and render its report with the present code.
+
+    runs/<run>/run.json, config.toml   -> records of the stages, settings, verdict, cost
+    stages/<stage>/                    -> everything else, by the report itself
+
+Files of older versions lack some of this; the report leaves out what they lack. Not here: the first report of a run
+(report.py). This module does not import prefect.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.tasks.model_aliases import note_in_reports
+from rollouts.tasks.records import RunScope, StageRecord
+from rollouts.tasks.report_input import build_report_input, judge_training
+from rollouts.tasks.spending import RUN_FILE, Spending
+from rollouts.tasks.store_paths import RUNS, STAGES
+from rollouts_core.config import Config
+from rollouts_core.config.files import read_record
+from rollouts_core.errors import ConfigError, InputError
+from rollouts_core.mistakes import Mistakes
+from rollouts_core.report import ReportInput, render_report
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import EVALUATE, is_selection, trainings_of
+from rollouts_core.system.files import write_atomically
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of a file that no version of this project wrote."""
+
+
+def render_again(store: Path, run: str) -> Path:
+    """Write the report of a finished run anew; returns its path.
+
+    Args:
+        run: the name of its folder.
+
+    Raises:
+        InputError: the run has no run.json, or parts of the run are gone that the old report may still show.
+    """
+    report = load_report_input(store, run)
+    if missing := find_missing(report):
+        raise InputError(f"{run} cannot be rendered again: {', '.join(missing)} is gone")
+    path = store / RUNS / run / "report.html"
+    write_atomically(path, render_report(report))
+    with Ledger(store / LEDGER_FILE) as ledger:
+        note_in_reports(store, ledger)
+    return path
+
+
+def find_missing(report: ReportInput) -> list[str]:
+    """The folders of stages, and the checkpoint, that the report needs and the disk no longer has."""
+    stages = [Path(stage.run_dir) for stage in report.stages if stage.run_dir]
+    missing = [each for each in stages if not RunDirectory(each).result.is_file()]
+    checkpoint = Path(report.checkpoint_path)
+    return [str(each) for each in (*missing, *([] if checkpoint.is_dir() else [checkpoint]))]
+
+
+def load_report_input(store: Path, run: str) -> ReportInput:
+    """The input of the report of a finished run.
+
+    Raises:
+        InputError: the run has no run.json, or one that cannot be read.
+    """
+    folder = store / RUNS / run
+    try:
+        described = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        return _as_report_input(described, store, folder)
+    except FileNotFoundError:
+        raise InputError(f"{run} has no {RUN_FILE}: the last stage of a run writes it with the report") from None
+    except UNREADABLE as error:
+        raise InputError(f"{folder / RUN_FILE} cannot be read: {error!r}") from error
+
+
+def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) -> ReportInput:  # Any: JSON
+    scope = RunScope(run_id=described["run_id"], run_name=described["run_name"], store=str(store))
+    by_stage = {each["stage"]: _as_record(each, store, described["selected"]) for each in described["stages"]}
+    mistakes = Mistakes(ConfigError)
+    config = read_record(Config, described["config"], mistakes, source=str(folder / RUN_FILE))
+    if config is None:
+        raise InputError(f"the settings in {folder / RUN_FILE} are those of another version")
+    last = trainings_of(config.mode)[-1]
+    is_judged = last.kind.is_judged and "checkpoints" in by_stage[EVALUATE.name].result
+    verdict = judge_training(by_stage[EVALUATE.name], by_stage[last.name], config) if is_judged else None
+    settings = folder / "config.toml"
+    report = build_report_input(
+        by_stage,
+        config,
+        settings.read_text(encoding="utf-8") if settings.is_file() else "",
+        str(folder / "checkpoint"),
+        scope,
+        verdict,
+        _spending_of(described),
+    )
+    return replace(
+        report,
+        verdict=described["verdict"] or report.verdict,  # as the run said it; later versions may word it differently
+        written_at=time.time(),
+        ended_at=max((each.began_at + each.seconds for each in by_stage.values()), default=0.0),
+        config=None if mistakes else config,  # a setting of another version would be shown at a default it did not have
+    )
+
+
+def _as_record(stage: Mapping[str, Any], store: Path, selected: Mapping[str, str]) -> StageRecord:  # Any: JSON
+    """A stage of run.json with its result; its directory is in this store, which may have been moved."""
+    known = {name: value for name, value in stage.items() if name in StageRecord.model_fields}
+    run_dir = store / STAGES / Path(stage["run_dir"]).name
+    result = RunDirectory(run_dir).read_result() or {}
+    if is_selection(stage["stage"]):
+        result = {"best": selected.get(stage["stage"].partition("-")[2], ""), **result}
+    return StageRecord.model_validate({**known, "run_dir": str(run_dir), "result": result})
+
+
+def _spending_of(described: Mapping[str, Any]) -> Spending | None:  # Any: JSON
+    if not (spent := described.get("spent")):
+        return None
+    return Spending(usd_by_stage={each["stage"]: each["usd"] or 0.0 for each in described["stages"]}, **spent)
