@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollouts_core.engines.adapters import AdapterForm
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
@@ -252,6 +253,10 @@ class RoutedPool(ClosedOnExit):
     async def weights_dtype(self) -> torch.dtype | None:
         """The number format in which all engines keep weights; None if they differ, or an engine does not report it."""
         return await self.pool.weights_dtype()
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """The form in which all engines in use take adapters of this rank; empty for merged weights."""
+        return await self.pool.adapter_form(rank)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are left out.

@@ -15,6 +15,7 @@ import httpx
 import torch
 
 from rollouts_core.embedded.segments import memory_scope
+from rollouts_core.engines.adapters import AdapterForm
 from rollouts_core.engines.checksums import HeldTensors, check_same_model
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
@@ -67,6 +68,14 @@ class SGLangEngine(EngineClient):
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._connection.call("GET", "/server_info"))
         return self._weights_dtype
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """How the server takes adapters of this rank; empty if it cannot, or is away."""
+        try:
+            server = await self._connection.call("GET", "/server_info")
+        except EngineError:
+            return ""
+        return "beside" if isinstance(server, dict) and server.get("takes_adapters") else ""
 
     async def end_running(self) -> None:
         """End all requests with the tokens that they have."""

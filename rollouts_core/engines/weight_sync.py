@@ -4,6 +4,7 @@ backend.get_weights -> changed tensors, in memory, if all engines run on this ma
                     -> changed tensors, in files, if all engines are embedded ones
                     -> <weights_dir>/<version>/{model.safetensors, config.json}
                     -> a copy that is sent to each engine, if the settings say so
+backend.get_adapters: instead, if the backend trains adapters and all engines take them (adapters.py)
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.protocol import TrainingBackend, adapters_of, base_weights_of
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
+from rollouts_core.embedded.adapters import is_adapter, largest_rank, merge_published
+from rollouts_core.engines.adapters import PublishedBase, common_form
 from rollouts_core.engines.canary import Canary, backend_canary, published_canary
 from rollouts_core.engines.checksums import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
@@ -73,7 +76,7 @@ class EarlierVersion:
     number: int
     """Optimizer steps behind them."""
     file: Path
-    """The weights by their Hugging Face names, as safetensors."""
+    """The weights by their Hugging Face names, or the adapters alone, as safetensors."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +108,8 @@ class PublishTarget:
     """What engines are sent."""
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
+    base: PublishedBase = field(default_factory=PublishedBase, compare=False)
+    """The weights that published adapters belong to."""
     rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
     """How much of an update the engines' number format preserves."""
 
@@ -242,24 +247,24 @@ async def publish_weights(
     version = target.version_of(earlier.number if earlier else backend.weight_version)
     if not engines:
         return version
-    if earlier:
-        weights = await in_short_thread(partial(load_file, earlier.file))
-    else:
-        weights = dict(await backend.get_weights().result())
-    access = await common_access(engines)
-    is_whole = target.transfer != "auto" or access is SegmentAccess.NONE
-    if is_whole and not earlier:  # the weights of an earlier version are as the engines had them
-        await _round_for(engines, weights, backend, target)
     published: Weights
     canary: Canary | None = None  # tensors of segments are always compared
+    access = await common_access(engines)
+    held = await in_short_thread(partial(load_file, earlier.file)) if earlier else {}
+    adapters = await _adapters_to_publish(backend, engines, target, held, access=access)
+    weights: dict[str, Tensor] = {}
+    if not adapters:
+        weights = await _weights_to_publish(backend, engines, target, held, access=access)
+        target.base.place = None
     if target.transfer != "auto":
-        published = sent = await _copy(weights, version, target, target.transfer)
+        published = sent = await _copy(backend, weights, adapters, version, target, target.transfer)
         canary = _canary(backend, sent, target, is_earlier=earlier is not None)
     elif access is SegmentAccess.NONE:
         published = directory = await _write_directory(weights, version, target)
         canary = _canary(backend, directory, target, is_earlier=earlier is not None)
     else:
-        published = await _write_segments(weights, version, target, in_memory=access is SegmentAccess.MEMORY)
+        in_memory = access is SegmentAccess.MEMORY
+        published = await _write_segments(backend, weights, adapters, version, target, in_memory=in_memory)
     results = await sync_weights_to_engines(
         engines, published, version=version, canary=canary, timeout_s=SYNC_TIMEOUT_S + PUBLISH_MARGIN_S
     )
@@ -269,6 +274,54 @@ async def publish_weights(
     num_kept = KEPT_VERSIONS if isinstance(published, Path) else 0
     remove_old_versions(target.weights_dir, newest=version, num_kept=num_kept)
     return version
+
+
+async def _adapters_to_publish(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    target: PublishTarget,
+    held: Mapping[str, Tensor],
+    *,
+    access: SegmentAccess,
+) -> dict[str, Tensor]:
+    """The adapters, if they go to the engines as adapters; else empty.
+
+    Args:
+        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+    """
+    own = held or await adapters_of(backend).result()
+    adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
+    if not adapters:
+        return {}
+    form = await common_form(engines, largest_rank(adapters))
+    if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
+        form = ""  # a directory has merged weights
+    target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
+    return adapters if form else {}
+
+
+async def _weights_to_publish(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    target: PublishTarget,
+    held: Mapping[str, Tensor],
+    *,
+    access: SegmentAccess,
+) -> dict[str, Tensor]:
+    """All weights, with merged adapters.
+
+    Args:
+        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+    """
+    if any(map(is_adapter, held)):
+        base = await base_weights_of(backend).result()
+        return await in_short_thread(partial(merge_published, {**base, **held}))
+    if held:
+        return dict(held)
+    weights = dict(await backend.get_weights().result())
+    if target.transfer != "auto" or access is SegmentAccess.NONE:
+        await _round_for(engines, weights, backend, target)
+    return weights
 
 
 def _canary(
@@ -282,7 +335,7 @@ def _canary(
 
 
 def write_newest_version(target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve; None without engines.
+    """The file of the weights that the engines serve, or of the adapters alone if these go apart; None without engines.
 
     It is in the directory of published versions and is removed with them, so the caller must link it to keep it.
     """
@@ -290,7 +343,9 @@ def write_newest_version(target: PublishTarget) -> Path | None:
     if weights is None:
         return None
     if not isinstance(weights, Path):
-        _write_tensors(_tensors_of(weights), directory, target)
+        tensors = _tensors_of(weights)
+        adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        _write_tensors(adapters or tensors, directory, target)
     return directory / WEIGHTS_FILE
 
 
@@ -316,16 +371,38 @@ async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
 
 
 async def _write_segments(
-    weights: Mapping[str, Tensor], version: str, target: PublishTarget, *, in_memory: bool
+    backend: TrainingBackend,
+    weights: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    version: str,
+    target: PublishTarget,
+    *,
+    in_memory: bool,
 ) -> SegmentedWeights:
-    folder = _folder_with_config(target)
-    return await target.segments.publish(
-        weights, version=version, model_dir=folder, folder=None if in_memory else folder
-    )
+    with_config = _folder_with_config(target)
+    folder = None if in_memory else with_config
+    publish = partial(target.segments.publish, version=version, model_dir=with_config, folder=folder)
+    if not adapters:
+        return await publish(weights)
+    if target.base.place != ("segments", folder):
+        await publish(await base_weights_of(backend).result())
+        target.base.place = ("segments", folder)
+    return await publish(adapters, keeps_others=True)
 
 
-async def _copy(weights: Mapping[str, Tensor], version: str, target: PublishTarget, transfer: SentBy) -> SentWeights:
-    tensors = await in_short_thread(partial(target.copies.take, weights))
+async def _copy(
+    backend: TrainingBackend,
+    weights: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    version: str,
+    target: PublishTarget,
+    transfer: SentBy,
+) -> SentWeights:
+    if adapters and target.base.place != "copies":
+        await in_short_thread(partial(target.copies.take, await base_weights_of(backend).result()))
+        target.base.place = "copies"
+    take = partial(target.copies.take, adapters or weights, keeps_others=bool(adapters))
+    tensors = await in_short_thread(take)
     return SentWeights(version=version, model_dir=_folder_with_config(target), tensors=tensors, transfer=transfer)
 
 
