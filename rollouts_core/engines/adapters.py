@@ -3,23 +3,73 @@
 Not here: publishing (weight_sync.py), an engine's answer about itself (sglang.py, vllm.py).
 
     "beside"   adapters are tensors of the published version, beside the weights, which go once     the embedded engine
+    "folder"   adapters are a folder in PEFT's form, which requests name; the weights go once       SGLang, vLLM
     ""         adapters are merged into the weights, which go each time                             all engines
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollouts_core.embedded.adapters import DOWN, largest_rank, merge_published
+from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engine_kinds.spec import AdapterForm
+from rollouts_core.engines.checksums import read_config
 from rollouts_core.system.concurrency import gather
+from rollouts_core.system.files import new_directory
 
 logger = logging.getLogger(__name__)
 
-AdapterForm = Literal["", "beside"]
-"""How an engine takes adapters; empty if it takes merged weights alone."""
+
+PEFT_PREFIX = "base_model.model."
+"""PEFT's prefix for the names of a model's layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedWeights:
+    """One published version: adapters in a folder, and the directory of the weights that they belong to."""
+
+    version: str
+    """Also the name of the adapter in requests."""
+    folder: Path
+    """The adapters in PEFT's form."""
+    adapters: Mapping[str, Tensor]
+    """The same in host memory."""
+    model_dir: Path
+    """The weights."""
+    base_version: str
+    """The name of the weights without adapters."""
+
+    def write(self, directory: Path) -> None:
+        """Make `directory` the model's, with merged adapters."""
+        save_file(merge_published({**read_tensors(self.model_dir), **self.adapters}), directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(read_config(self.model_dir)), encoding="utf-8")
+
+
+def write_scaled_folder(folder: Path, adapters: Mapping[str, Tensor]) -> None:
+    """Write published adapters in PEFT's form. Their scale is in B, so alpha is the rank."""
+    rank = largest_rank(adapters)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in adapters if DOWN in name}),
+    }
+    with new_directory(folder) as directory:
+        named = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters.items()}
+        save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @runtime_checkable

@@ -27,7 +27,8 @@ import anyio
 import anyio.lowlevel
 
 from rollouts_core.config.messages import first_line
-from rollouts_core.engines.adapters import AdapterForm, common_form
+from rollouts_core.engine_kinds.spec import AdapterForm
+from rollouts_core.engines.adapters import common_form
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine

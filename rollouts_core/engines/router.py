@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollouts_core.engines.adapters import AdapterForm
+from rollouts_core.engine_kinds.spec import AdapterForm
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
@@ -255,8 +255,12 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.weights_dtype()
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which all engines in use take adapters of this rank; empty for merged weights."""
-        return await self.pool.adapter_form(rank)
+        """The form in which all engines in use take adapters of this rank; empty for merged weights.
+
+        Adapters that requests name are not used behind the router.
+        """
+        form = await self.pool.adapter_form(rank)
+        return "" if form == "folder" else form
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are left out.

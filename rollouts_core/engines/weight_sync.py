@@ -30,7 +30,7 @@ from rollouts_core.backends.protocol import TrainingBackend, adapters_of, base_w
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.adapters import is_adapter, largest_rank, merge_published
-from rollouts_core.engines.adapters import PublishedBase, common_form
+from rollouts_core.engines.adapters import AdaptedWeights, PublishedBase, common_form, write_scaled_folder
 from rollouts_core.engines.canary import Canary, backend_canary, published_canary
 from rollouts_core.engines.checksums import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
@@ -53,6 +53,8 @@ PUBLISH_MARGIN_S = 60.0
 VERSION_CHARS = 16
 """Hexadecimal digits that tell the default versions of different weights, or of different trainings, apart."""
 WEIGHTS_FILE = "model.safetensors"
+OF_CHECKPOINT = "-of-checkpoint"
+"""Ends the names of directories with adapters for a checkpoint."""
 KEPT_VERSIONS = 2
 """Published directories to keep: the newest, and the one before, which a slow engine may still be reading."""
 
@@ -120,7 +122,7 @@ class PublishTarget:
 
 async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine],
-    checkpoint_path: str | Path | SegmentedWeights | SentWeights,
+    checkpoint_path: str | Path | SegmentedWeights | SentWeights | AdaptedWeights,
     *,
     version: str = "",
     canary: Canary | None = None,
@@ -129,7 +131,7 @@ async def sync_weights_to_engines(
     """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
 
     Args:
-        checkpoint_path: a directory, segments that all engines can map, or weights to send.
+        checkpoint_path: a directory, segments that all engines can map, weights to send, or adapters in a folder.
         version: the engines' name for these weights, which must be unique. By default a directory's name with the
         digest
             of its tensors; segments and sent weights have their own versions.
@@ -256,7 +258,10 @@ async def publish_weights(
     if not adapters:
         weights = await _weights_to_publish(backend, engines, target, held, access=access)
         target.base.place = None
-    if target.transfer != "auto":
+    if adapters and target.base.form == "folder":
+        published = adapted = await _write_adapters(backend, adapters, version, target)
+        canary = _canary(backend, adapted, target, is_earlier=earlier is not None)
+    elif target.transfer != "auto":
         published = sent = await _copy(backend, weights, adapters, version, target, target.transfer)
         canary = _canary(backend, sent, target, is_earlier=earlier is not None)
     elif access is SegmentAccess.NONE:
@@ -271,8 +276,9 @@ async def publish_weights(
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
     target.newest.version, target.newest.weights = version, published
-    num_kept = KEPT_VERSIONS if isinstance(published, Path) else 0
-    remove_old_versions(target.weights_dir, newest=version, num_kept=num_kept)
+    num_kept = KEPT_VERSIONS if isinstance(published, Path | AdaptedWeights) else 0
+    base = published.base_version if isinstance(published, AdaptedWeights) else ""
+    remove_old_versions(target.weights_dir, newest=version, num_kept=num_kept, base=base)
     return version
 
 
@@ -296,6 +302,8 @@ async def _adapters_to_publish(
     form = await common_form(engines, largest_rank(adapters))
     if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
         form = ""  # a directory has merged weights
+    if form == "folder" and target.transfer != "auto":
+        form = ""  # the engine may not read the trainer's files
     target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
     return adapters if form else {}
 
@@ -325,7 +333,7 @@ async def _weights_to_publish(
 
 
 def _canary(
-    backend: TrainingBackend, published: Path | SentWeights, target: PublishTarget, *, is_earlier: bool
+    backend: TrainingBackend, published: Path | SentWeights | AdaptedWeights, target: PublishTarget, *, is_earlier: bool
 ) -> Canary:
     """The canary of published weights: the backend answers it, unless it has later weights."""
     if not is_earlier:
@@ -340,6 +348,8 @@ def write_newest_version(target: PublishTarget) -> Path | None:
     It is in the directory of published versions and is removed with them, so the caller must link it to keep it.
     """
     weights, directory = target.newest.weights, target.weights_dir / target.newest.version
+    if isinstance(weights, AdaptedWeights):  # the engine reads its own folder
+        directory = directory.with_name(f"{directory.name}{OF_CHECKPOINT}")
     if weights is None:
         return None
     if not isinstance(weights, Path):
@@ -349,7 +359,9 @@ def write_newest_version(target: PublishTarget) -> Path | None:
     return directory / WEIGHTS_FILE
 
 
-def _tensors_of(weights: SegmentedWeights | SentWeights) -> Mapping[str, Tensor]:
+def _tensors_of(weights: SegmentedWeights | SentWeights | AdaptedWeights) -> Mapping[str, Tensor]:
+    if isinstance(weights, AdaptedWeights):
+        return weights.adapters
     if isinstance(weights, SentWeights):
         return weights.tensors
     return {name: placed.segment.tensors[name] for name, placed in weights.placed.items()}
@@ -390,6 +402,22 @@ async def _write_segments(
     return await publish(adapters, keeps_others=True)
 
 
+async def _write_adapters(
+    backend: TrainingBackend, adapters: Mapping[str, Tensor], version: str, target: PublishTarget
+) -> AdaptedWeights:
+    base_version = f"{target.prefix}-base"
+    model_dir = target.weights_dir / base_version
+    if target.base.place != model_dir:
+        base = await base_weights_of(backend).result()
+        await in_short_thread(partial(_write_tensors, base, model_dir, target))
+        target.base.place = model_dir
+    folder = target.weights_dir / version
+    await in_short_thread(partial(write_scaled_folder, folder, adapters))
+    return AdaptedWeights(
+        version=version, folder=folder, adapters=adapters, model_dir=model_dir, base_version=base_version
+    )
+
+
 async def _copy(
     backend: TrainingBackend,
     weights: Mapping[str, Tensor],
@@ -427,14 +455,15 @@ def _write_tensors(weights: Mapping[str, Tensor], path: Path, target: PublishTar
         shutil.copyfile(target.model_config, directory / "config.json")
 
 
-def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS) -> None:
+def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS, base: str = "") -> None:
     """Delete published directories except the newest ones, and temporary copies of the others.
 
     Args:
         newest: the served version, which is kept whatever the clock said when directories were written.
         num_kept: number of directories to keep; 0 if engines do not read directories.
+        base: kept, too: the weights that adapters belong to.
     """
-    folders = [path for path in weights_dir.iterdir() if path.is_dir()]
+    folders = [path for path in weights_dir.iterdir() if path.is_dir() and path.name != base]
     versions = sorted(
         (path for path in folders if not path.name.startswith(".")),
         key=lambda path: (path.name == newest, path.stat().st_mtime),
@@ -443,7 +472,7 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
     for path in versions[:num_old]:
         shutil.rmtree(path)
     # An engine may be reading a copy of a version that stays. One of another consists of links that lead nowhere now.
-    kept = {path.name for path in versions[num_old:]}
+    kept = {base, *(path.name for path in versions[num_old:])}
     for path in folders:
         if (version := version_of_copy(path)) and version not in kept:
             shutil.rmtree(path, ignore_errors=True)  # its writer may be removing it at the same time

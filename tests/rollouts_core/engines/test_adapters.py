@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,7 +24,8 @@ from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyCon
 from rollouts_core.embedded.adapters import DOWN, UP, is_adapter, merge_published
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines import GenerationRequest, PublishTarget, SGLangEngine, publish_weights
+from rollouts_core.engines import GenerationRequest, PublishTarget, SGLangEngine, VLLMEngine, publish_weights
+from rollouts_core.engines.adapters import write_scaled_folder
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.errors import CheckpointError, WeightSyncError
@@ -73,7 +75,7 @@ def target_of(model: ModelConfig, tmp_path: Path, **settings: Any) -> PublishTar
     return PublishTarget(weights_dir=tmp_path / "weights", model_config=config, prefix="run", **settings)
 
 
-async def sampled_gap(engine: SGLangEngine, backend: PyTorchTrainingBackend) -> float:
+async def sampled_gap(engine: SGLangEngine | VLLMEngine, backend: PyTorchTrainingBackend) -> float:
     """The largest difference between an engine's log-probs and the float32 policy's, over some completions."""
     sampling = SamplingConfig(max_new_tokens=12)
     prompts = [random_prompt(length, seed=length) for length in (3, 9, 9, 20)]
@@ -247,6 +249,19 @@ def test_an_earlier_version_is_kept_and_published_as_adapters(base_model: ModelC
 
     with served_engine(Path(base_model.path)) as (engine, scheduler):
         asyncio.run(go_back(engine, scheduler))
+
+
+def test_peft_loads_the_folder_that_engines_get(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = trained_backend(base_model)
+    weights = published(backend.model)
+    write_scaled_folder(tmp_path / "adapter", dict(scaled_adapters(backend.model)))
+    plain = type(backend.model)(backend.model.config).float().eval()
+    plain.load_state_dict({name: tensor.float() for name, tensor in base_weights(backend.model).items()}, strict=False)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    prompt = [3, 5, 7, 9]
+    expected = logprobs_of(backend, merge_published(weights), prompt)
+    found = expected_logits(adapted, prompt).log_softmax(-1)[:-1].gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_published_weights_with_merged_adapters_are_the_trainers(base_model: ModelConfig) -> None:
