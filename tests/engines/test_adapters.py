@@ -23,7 +23,7 @@ from tests.engines.servers import START_TIMEOUT_S, make_server, started_by_hand
 from tests.rollouts_core.engines.test_adapters import TOLERANCE, sampled_gap, target_of, trained_backend
 from tests.rollouts_core.model.test_policy import take_steps
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 RANK = 5
 """No rank that a server has slots for: it takes larger ones."""
@@ -60,6 +60,7 @@ def test_vllm_samples_from_the_trained_policy_also_after_a_restart(start: SavedM
 
     async def train() -> None:
         async with VLLMEngine(server.url, restart_timeout_s=2 * START_TIMEOUT_S) as engine:
+            await engine.wait_until_ready(2 * START_TIMEOUT_S)
             await publish_and_go_on(engine, backend, target)
             server.kill()
             server.start()
@@ -67,7 +68,6 @@ def test_vllm_samples_from_the_trained_policy_also_after_a_restart(start: SavedM
 
     try:
         server.start()
-        server.wait_until_ready()
         asyncio.run(train())
     finally:
         server.kill()

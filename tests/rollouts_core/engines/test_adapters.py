@@ -16,11 +16,22 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollouts_core.algorithms.loss import create_cross_entropy_loss
+from rollouts_core.algorithms.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig, SamplingConfig
+from rollouts_core.config import (
+    LoRAConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    RLOptimConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.embedded.adapters import DOWN, UP, is_adapter, merge_published
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
@@ -30,6 +41,10 @@ from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from rollouts_core.model.lora import add_adapters, base_weights, merged_weights, scaled_adapters
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.types import RolloutBatch
 from tests.rollouts_core.embedded.tiny_models import expected_logits, make_model, random_prompt, save_model
 from tests.rollouts_core.model.test_policy import take_steps
 from tests.rollouts_core.served_engine import engine_url, served_engine
@@ -249,6 +264,46 @@ def test_an_earlier_version_is_kept_and_published_as_adapters(base_model: ModelC
 
     with served_engine(Path(base_model.path)) as (engine, scheduler):
         asyncio.run(go_back(engine, scheduler))
+
+
+def test_rl_with_adapters_samples_from_the_policy_that_it_trains(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rollout = RolloutConfig(
+        batch_size=2,
+        n_samples_per_prompt=4,
+        sampling=SamplingConfig(max_new_tokens=8),
+        reward_fn=lambda sample: sum(character in "02468" for character in sample.response) / 8,
+    )
+    training = RLTrainingConfig(num_steps=3, optim=RLOptimConfig(lr=1e-2, schedule="constant"), policy=README)
+    loss_fn = create_policy_loss(training.loss)
+    backend = create_pytorch_backend(base_model, training.optim, loss_fn, num_steps=3, policy=README, device="cpu")
+    prompts = load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl")
+    gaps: list[float] = []
+
+    def compare(step: int, batch: RolloutBatch) -> None:
+        """Before the step's update the trainer has the weights that were published."""
+        exact = merge_published(published(backend.model))
+        for sample in batch.samples:
+            assert sample.rollout_log_probs is not None
+            sampled = [place for place, trained in enumerate(sample.loss_mask) if trained]
+            expected = logprobs_of(backend, exact, sample.tokens)[torch.tensor(sampled) - 1]
+            found = torch.tensor([sample.rollout_log_probs[place] for place in sampled])
+            gaps.append(float((found - expected).abs().max()))
+
+    with served_engine(Path(base_model.path)) as (engine, _):
+        generate_fn = create_engine_generate_fn([engine], tokenizer, rollout)
+        buffer = DataBuffer(prompts)
+        manager = AsyncRolloutManager(buffer, rollout, generate_fn=generate_fn)
+        target = target_of(base_model, tmp_path)
+        history = asyncio.run(
+            run_rl_training(backend, buffer, manager, [engine], training, target=target, on_batch=compare)
+        )
+    assert len(gaps) == 3 * 8 and max(gaps) < TOLERANCE
+    changed = dict(scaled_adapters(backend.model))
+    assert any(tensor.any() for name, tensor in changed.items() if name.endswith(UP))  # it has learned
+    for metrics in history:
+        assert 0 < metrics["mismatch_mean"] <= metrics["mismatch_p99_max"] < 0.2  # the trainer's bfloat16
 
 
 def test_peft_loads_the_folder_that_engines_get(base_model: ModelConfig, tmp_path: Path) -> None:
