@@ -45,7 +45,7 @@ def find_merge_reason(training: RLTrainingConfig, rollout: RolloutConfig, deploy
     if rollout.engine.router_url or rollout.engine.router_python:
         return "requests through sglang-router name no adapters"
     if rollout.in_flight == "continue":
-        return 'a request that goes on with new weights (rollout.in_flight "continue") cannot change its adapters'
+        return 'requests under way cannot change their adapters (rollout.in_flight "continue")'
     if deployment.colocated:
         return "deployment.colocated frees the memory of the engines, adapters included"
     if not spec.rank_of_slots(rank):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Values that --max-lora-rank is given here: SGLang takes any."""
 ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers that SGLang takes adapters of, besides embedding and head, in the families that it is trained with here."""
+"""The linear layers of `LLAMA_LIKE` models."""
 LIST_ARCHITECTURES = r"""
 import importlib.util, pathlib, re
 models = pathlib.Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt/models")
@@ -58,7 +58,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
 
 
 def render_adapters(rank: int) -> list[str]:
-    """The arguments for adapters: one that is served, and room for the next while it is loaded."""
+    """The arguments for two adapters: the served one, and the next during its load."""
     if not rank:
         return []
     return [

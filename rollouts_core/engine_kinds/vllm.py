@@ -58,7 +58,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
 
 
 def _render_adapters(rank: int) -> list[str]:
-    """The arguments for adapters: one that is served, and room for the next while it is loaded."""
+    """The arguments for two adapters: the served one, and the next during its load."""
     if not rank:
         return []
     max_rank = str(VLLM.rank_of_slots(rank))

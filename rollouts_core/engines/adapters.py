@@ -1,4 +1,4 @@
-"""Decide whether adapters reach the engines as adapters, and hold the published weights that the adapters belong to.
+"""Decide whether adapters reach the engines as adapters, and remember where the frozen weights were published.
 
 Not here: publishing (weight_sync.py), an engine's answer about itself (sglang.py, vllm.py).
 
@@ -36,7 +36,7 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """One published version: adapters in a folder, and the directory of the weights that they belong to."""
+    """One published version: a folder of adapters, and the directory of the frozen weights."""
 
     version: str
     """Also the name of the adapter in requests."""
@@ -90,7 +90,7 @@ async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
 
 @dataclass(slots=True, kw_only=True)
 class PublishedBase:
-    """Where the weights lie that the published adapters belong to."""
+    """Where the frozen weights below the published adapters lie."""
 
     place: object = None
     """Equal for publications that can share them; None if they are to be published with the next adapters."""

@@ -118,7 +118,7 @@ class InFlightEngine:
     async def adapter_form(self, rank: int) -> AdapterForm:
         """How the engine takes adapters of this rank; empty for merged weights.
 
-        A request that goes on with new weights would still name the adapter that it began with.
+        A request under `continue` would name its first adapter to the end.
         """
         form = await common_form([self.engine], rank)
         return "" if form == "folder" and self.in_flight == "continue" else form

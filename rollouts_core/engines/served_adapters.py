@@ -1,4 +1,4 @@
-"""Load and unload adapters at one server that takes them in PEFT's form, and know which one requests name.
+"""Load and unload adapters at one server, and know which adapter requests name.
 
 Not here: the weights below, and the server's name of the version (vllm.py, sglang.py), proofs (delivery.py).
 """
@@ -44,7 +44,7 @@ class ServedAdapters:
         return [str(each["id"]) for each in listed if each.get("parent")]
 
     async def explain(self, error: EngineError, adapter: str) -> EngineError:
-        """The error of a request that named an adapter: a server that was started anew has lost it."""
+        """The error of a request with an adapter. A restarted server has lost its adapters, and can get them again."""
         if not adapter or isinstance(error, EngineUnavailableError) or adapter in await self.names():
             return error
         return EngineUnavailableError(f"{self._connection.url} has no adapters {adapter}: {error}")
