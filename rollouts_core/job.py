@@ -162,6 +162,8 @@ class RLJob(TrainingJob):
     """Settings of sampling, grading and filtering."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
+    sends_adapters: bool = False
+    """Adapters reach the engines as adapters if these can take them, instead of merged into the weights."""
     engines: tuple[EngineAddress, ...] = Field((), json_schema_extra=PLACEMENT)
     """The engines that generate completions."""
 
@@ -260,6 +262,8 @@ class ServeJob(Record):
     """Highest number of prompt and completion tokens of one request."""
     engine: EngineConfig = EngineConfig()
     """Kind and settings of the server."""
+    adapter_rank: int = Field(0, ge=0)
+    """Highest rank of adapters that the server must take; 0 if it gets weights alone."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 

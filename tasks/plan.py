@@ -13,6 +13,7 @@ from rollouts.infra.session import LOOPBACK
 from rollouts.tasks.early_end import is_left_behind
 from rollouts.tasks.leases import ENGINE, FOLLOWER
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
+from rollouts_core.checks.adapter_form import sends_adapters
 from rollouts_core.config import (
     Config,
     EngineConfig,
@@ -48,7 +49,9 @@ def plan_training(name: str, start: InputModel, config: Config, scope: RunScope,
     """
     job: TrainingJob = load(kind_of(name).plan)(start, config)
     if isinstance(job, RLJob) and node.engine_nodes:
-        job = job.model_copy(update={"rollout": with_engines_elsewhere(job.rollout)})
+        rollout = with_engines_elsewhere(job.rollout)
+        is_sent = job.sends_adapters and sends_adapters(job.training, rollout, job.deployment)
+        job = job.model_copy(update={"rollout": rollout, "sends_adapters": is_sent})
     return build_stage(name, job, scope, node, num_steps=job.training.num_steps)
 
 
@@ -107,6 +110,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         port=port,
         context_length=rollout.engine_context(rollout.max_prompt_tokens),
         engine=installed_on(node, rollout.engine),
+        adapter_rank=rl_job.training.policy.lora.rank if rl_job.sends_adapters else 0,
         deployment=deployment.of_engine(index % deployment.num_engines),
     )
     return Stage(

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 MAX_LOG_WEIGHT = 20.0
 """|log w| is clamped to this before exp, so that an outlier gives a large number instead of infinity."""
+LARGE_GAP_NATS = 0.1
+"""Log-probs of engine and trainer that differ by more are far apart: number formats explain a tenth of that."""
+HIGH_QUANTILE = 0.99
 
-
-MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max")
+MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max", "mismatch_mean", "mismatch_p99_max", "mismatch_beyond_share")
 """Metrics of every update that compare engine and trainer. In a step's later updates they are valid only if the
 trainer's log-probs from before the first update are known."""
 ENGINE_METRICS = ("kl_rollout_policy", *MISMATCH_METRICS)
@@ -62,12 +64,17 @@ def describe_mismatch(
     """How far trainer and engine differ: (B, T) tensors to average over tokens, and scalars named `.._max`.
 
     mismatch_kl: the k3 estimate of KL(engine || trainer). mismatch_ratio_max: the maximum of w and 1/w over tokens.
+    mismatch_mean, mismatch_p99_max: mean and 99th percentile of |log w|. mismatch_beyond_share: share of tokens with
+    |log w| above `LARGE_GAP_NATS`.
     mismatch_masked_share, mismatch_clamped_share: share of tokens whose weight is 0, or was moved to a limit.
     """
     limited_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     described = {
         "mismatch_kl": torch.expm1(limited_BT) - limited_BT,
         "mismatch_ratio_max": limited_BT.abs().max().exp(),
+        "mismatch_mean": limited_BT.abs(),
+        "mismatch_p99_max": _high_quantile(limited_BT.abs(), batch),
+        "mismatch_beyond_share": (limited_BT.abs() > LARGE_GAP_NATS).float(),
     }
     if config.weight != "none" or config.mask != "none":
         described["mismatch_masked_share"] = (weights_BT == 0).float()
@@ -75,6 +82,14 @@ def describe_mismatch(
         raw_BT = _weight_of(log_weight_BT, batch, config.weight)
         described["mismatch_clamped_share"] = ((weights_BT != raw_BT) & (weights_BT != 0)).float()
     return described
+
+
+def _high_quantile(values_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """The value that a share of `HIGH_QUANTILE` of the trained tokens do not exceed; does not wait for a GPU."""
+    is_trained_BT = batch.loss_mask_BT > 0
+    rising = torch.where(is_trained_BT, values_BT, -1.0).flatten().sort().values
+    num_above = (is_trained_BT.sum() * (1 - HIGH_QUANTILE)).long()
+    return rising.gather(0, (len(rising) - 1 - num_above)[None])[0].clamp(min=0.0)
 
 
 def sum_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:

@@ -62,7 +62,14 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.model.loading import check_vocabulary, count_token_ids, load_tokenizer
-from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merge_each, reset_adapters
+from rollouts_core.model.lora import (
+    adapters_off,
+    base_weights,
+    is_adapter_weight,
+    merge_each,
+    reset_adapters,
+    scaled_adapters,
+)
 from rollouts_core.model.policy import Policy
 from rollouts_core.seeds import derive_seed
 
@@ -146,6 +153,8 @@ class FSDPTrainingBackend:
             "optim_step": lambda _: self._steps.take(),
             "look": lambda _: self._steps.look(),
             "gather_weights": self._gather_weights,
+            "gather_adapters": self._gather_adapters,
+            "gather_base": self._gather_base,
             "load_weights": self._load_weights,
             "release_cache": lambda _: torch.cuda.empty_cache(),
             "gather_checkpoint": self._gather_checkpoint,
@@ -272,13 +281,29 @@ class FSDPTrainingBackend:
         """The whole weights by Hugging Face name, tied ones once, adapters merged in, in host memory."""
         return future_of(lambda: self._together("gather_weights"))
 
+    def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
+        """Copies of the whole adapters in host memory, as engines take them; empty if all weights are trained."""
+        return future_of(lambda: self._together("gather_adapters"))
+
+    def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """The whole weights that the adapters belong to, in host memory; training does not change them."""
+        return future_of(lambda: self._together("gather_base"))
+
     def release_cache(self) -> TrainFuture[None]:
         """Free unused cached memory of every rank's GPU."""
         return future_of(lambda: self._together("release_cache"))
 
     def _gather_weights(self, _: None) -> dict[str, Tensor]:
-        whole = self._gather(merge_each(self.model))
-        return {name: tensor.to("cpu") for name, tensor in whole if self.ranks.is_leader}
+        return self._gather_to_leader(merge_each(self.model))
+
+    def _gather_adapters(self, _: None) -> dict[str, Tensor]:
+        return self._gather_to_leader(scaled_adapters(self.model))
+
+    def _gather_base(self, _: None) -> dict[str, Tensor]:
+        return self._gather_to_leader(base_weights(self.model).items())
+
+    def _gather_to_leader(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensor.to("cpu") for name, tensor in self._gather(tensors) if self.ranks.is_leader}
 
     def _gather(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on every rank, one after another, so that only one needs room at a time."""

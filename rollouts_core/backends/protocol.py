@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -124,9 +124,9 @@ class TrainingBackend(Protocol):
     `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of a step's micro-batches
     are summed.
 
-    Two optional members: with `save_model_config(path)`, which writes the model's config.json, RL needs no
+    Optional members: with `save_model_config(path)`, which writes the model's config.json, RL needs no
     `PublishTarget`. With `start_sample`, the `sample_weights` of the start weights, RL reports how much of an update
-    survives rounding in engines.
+    survives rounding in engines. A backend that also `TrainsAdapters` can publish them without the other weights.
     """
 
     @property
@@ -186,3 +186,31 @@ class TrainingBackend(Protocol):
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
         """Load a checkpoint; returns the `state` that was saved with it."""
         ...
+
+
+@runtime_checkable
+class TrainsAdapters(Protocol):
+    """A backend that may train low-rank adapters alone."""
+
+    def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
+        """Copies of the adapters in host memory; empty if all weights are trained.
+
+        Named `<layer>.lora_A.weight` (rank, inputs) and `<layer>.lora_B.weight` (outputs, rank). A layer adds B (A x),
+        so B includes the adapters' scale.
+        """
+        ...
+
+    def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """The weights that the adapters belong to, by Hugging Face name; training does not change them."""
+        ...
+
+
+def adapters_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
+    """A backend's adapters; empty if it trains none."""
+    return backend.get_adapters() if isinstance(backend, TrainsAdapters) else ImmediateTrainFuture({})
+
+
+def base_weights_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
+    """The weights that a backend's adapters belong to."""
+    assert isinstance(backend, TrainsAdapters), f"{type(backend).__name__} has no adapters"
+    return backend.get_base_weights()

@@ -59,6 +59,7 @@ from rollouts_core.model.lora import (
     is_adapter_weight,
     merged_weights,
     replace_weights,
+    scaled_adapters,
 )
 from rollouts_core.model.policy import Policy, create_policy
 
@@ -177,6 +178,14 @@ class PyTorchTrainingBackend:
         """The weights by Hugging Face name, tied ones once. With adapters these are merged into copies in host memory;
         other weights are views."""
         return ImmediateTrainFuture(merged_weights(self.model))
+
+    def get_adapters(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
+        """Copies of the adapters in host memory, as engines take them; empty if all weights are trained."""
+        return ImmediateTrainFuture({name: tensor.cpu() for name, tensor in scaled_adapters(self.model)})
+
+    def get_base_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
+        """The weights that the adapters belong to, which training does not change."""
+        return ImmediateTrainFuture(base_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights; the optimizer keeps its state, and adapters are reset.

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import Metrics, TokenScores
-from rollouts_core.backends.protocol import TrainFuture, TrainingBackend, TrainingState
+from rollouts_core.backends.protocol import (
+    TrainFuture,
+    TrainingBackend,
+    TrainingState,
+    adapters_of,
+    base_weights_of,
+)
 from rollouts_core.batch import TrainBatch
 
 T = TypeVar("T")
@@ -118,6 +124,14 @@ class ThreadedBackend:
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
         """The weights by Hugging Face name."""
         return self._relay(self._backend.get_weights)
+
+    def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
+        """The backend's adapters as engines take them; empty without any."""
+        return self._relay(lambda: adapters_of(self._backend))
+
+    def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """The weights that the adapters belong to."""
+        return self._relay(lambda: base_weights_of(self._backend))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights; the optimizer keeps its state."""

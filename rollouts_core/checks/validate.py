@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollouts_core.checks.adapter_form import describe_adapter_form
 from rollouts_core.checks.answers import COMPARE_BY_LOSS, check_answers
 from rollouts_core.checks.compared_rows import check_held_out, check_num_rows, check_other_rows, warn_of_repeated_rows
 from rollouts_core.checks.cpu_formats import warn_of_slow_bfloat16
@@ -176,6 +177,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
         findings += [
             *find_settings_without_effect(config),
             *check_learning_rates(config),
+            *describe_adapter_form(config),
             *(warn_of_slow_bfloat16(config) if trains_here else ()),
         ]
     with mistakes.at("rollout"):

@@ -196,6 +196,7 @@ async def _server_info(model: ServedModel, _: Request) -> Response:
             "num_threads": torch.get_num_threads(),
             "version": ENGINE_VERSION,
             "memory_scope": memory_scope(),
+            "takes_adapters": True,
             "internal_states": [
                 {
                     "num_running_reqs": load.num_running,

@@ -99,7 +99,7 @@ def load_architecture(
         CheckpointError: no readable config.json.
         UnsupportedModelError: a model that the decoders would compute wrongly.
     """
-    config = _read_json(model_dir / "config.json")
+    config = read_json(model_dir / "config.json")
     try:
         names = config["architectures"]
         if unsupported := _find_unsupported(names[0], config):
@@ -148,9 +148,9 @@ def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
         CheckpointError: one of them cannot be read; there need be no generation_config.json.
     """
     generation_file = model_dir / "generation_config.json"
-    generation_config = _read_json(generation_file) if generation_file.exists() else {}
+    generation_config = read_json(generation_file) if generation_file.exists() else {}
     token_ids: set[int] = set()
-    for source in (_read_json(model_dir / "config.json"), generation_config):
+    for source in (read_json(model_dir / "config.json"), generation_config):
         value = source.get("eos_token_id")
         token_ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(token_ids))
@@ -245,7 +245,8 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:  # Any: JSON
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
+def read_json(path: Path) -> dict[str, Any]:  # Any: JSON
+    """The JSON object in a file; raises CheckpointError."""
     try:
         content = json.loads(read_file(path, max_bytes=MAX_CONFIG_BYTES))
     except FileNotFoundError as error:

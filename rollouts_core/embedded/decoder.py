@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollouts_core.config.messages import first_line
+from rollouts_core.embedded.adapters import Place, adapter_projections, adapter_shapes, is_adapter, place_adapters
 from rollouts_core.embedded.architecture import (
     Architecture,
     UnsupportedModelError,
@@ -86,6 +87,8 @@ class ModelWeights:
     norm: Tensor
     head: Projection
     by_name: dict[str, Tensor]
+    places: dict[str, Place]
+    """Layers that adapters can belong to."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -145,6 +148,8 @@ class Decoder:
         self.num_slots = num_slots
         self.dtype = dtype
         self._weights = _allocate_weights(self.architecture, dtype)
+        self._adapters: dict[str, Tensor] = {}
+        """Published adapters beside the weights, by name."""
         self._file_dtypes: dict[str, torch.dtype] = {}
         self._segment_ids: dict[str, str] = {}
         """Which segment each tensor came from; empty if they came from a model directory."""
@@ -204,17 +209,28 @@ class Decoder:
         self._segment_ids = {}
 
     def _replace_weights(self, tensors: Mapping[str, Tensor], *, source: str, kept: Collection[str] = ()) -> None:
-        """Replace all weights but those that are kept, after all checks."""
+        """Replace all weights and adapters but those that are kept, after all checks."""
         views = self._weights.by_name
+        adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        others = {name: tensor for name, tensor in tensors.items() if name not in adapters}
         shapes = {name: tuple(view.shape) for name, view in views.items() if name not in kept}
         if self.architecture.ties_embeddings and HEAD in tensors:
             if EMBEDDING in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
                 raise CheckpointError(f"{source}: {HEAD} differs from {EMBEDDING}, the loaded model ties them")
             shapes[HEAD] = shapes[EMBEDDING]
-        check_tensors(tensors, shapes, source=source)
-        for name in views.keys() & tensors.keys():
-            views[name].copy_(tensors[name])
-        self._weights_changed()
+        kept_adapters = {name: tensor for name, tensor in self._adapters.items() if name in kept}
+        all_adapters = kept_adapters | adapters
+        check_tensors(others, shapes, source=source)
+        check_tensors(all_adapters, adapter_shapes(all_adapters, self._weights.places), source=source)
+        for name in views.keys() & others.keys():
+            views[name].copy_(others[name])
+        if others:
+            self._weights_changed()
+        if adapters or len(kept_adapters) < len(self._adapters):
+            self._adapters = kept_adapters | {name: tensor.clone() for name, tensor in adapters.items()}
+            place_adapters(self._adapters, self._weights.places)
+            projections = self._weights.projections
+            self.row_step = find_row_step([*projections, *adapter_projections(projections)])
         kept_dtypes = {name: dtype for name, dtype in self._file_dtypes.items() if name in kept}
         self._file_dtypes = kept_dtypes | {name: tensor.dtype for name, tensor in tensors.items()}
 
@@ -230,7 +246,7 @@ class Decoder:
 
     def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
         """A digest per tensor of the weights in use, under the names and in the number format of their file, if any."""
-        views = {**self._weights.by_name, HEAD: self._weights.head.weight_NK}
+        views = {**self._weights.by_name, **self._adapters, HEAD: self._weights.head.weight_NK}
         return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()}, digest)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -538,6 +554,7 @@ def _checked_context_length(architecture: Architecture, wanted: int | None, mode
 def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWeights:
     shapes = tensor_shapes(architecture)
     by_name: dict[str, Tensor] = {}
+    places: dict[str, Place] = {}
 
     def allocate(*names: str) -> Tensor:
         """One tensor that holds the named ones stacked by rows; each name becomes a view of it."""
@@ -550,7 +567,13 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
         biases = [f"{name}.bias" for name in names]
         bias = allocate(*biases) if biases[0] in shapes else None
         weight = allocate(*(f"{name}.weight" for name in names))
-        return Projection(weight, bias, choose_library(weight))
+        projection = Projection(weight, bias, choose_library(weight))
+        begin = 0
+        for name in names:
+            end = begin + len(by_name[f"{name}.weight"])
+            places[name] = Place(projection=projection, begin=begin, end=end)
+            begin = end
+        return projection
 
     def allocate_qk_norm(prefix: str) -> Tensor | None:
         """A row per head; those of the first query head and of the first key head have the checkpoint's names."""
@@ -577,4 +600,4 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
     norm = allocate("model.norm.weight")
     head_weight = embedding if architecture.ties_embeddings else allocate(HEAD)
     head = Projection(head_weight, None, choose_library(head_weight))
-    return ModelWeights(embedding=embedding, layers=layers, norm=norm, head=head, by_name=by_name)
+    return ModelWeights(embedding=embedding, layers=layers, norm=norm, head=head, by_name=by_name, places=places)

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,13 @@ ONEDNN_MIN_WEIGHTS = 2**18
 12 us by itself."""
 
 
+class SmallProducts(NamedTuple):
+    """The two matrices of an adapter, which adds up(down(rows)) to a product."""
+
+    down: Projection
+    up: Projection
+
+
 class Projection:
     """A matrix, its bias, and the packed copy that products are computed with.
 
@@ -53,6 +60,8 @@ class Projection:
         self.weight_NK = weight_NK
         self.bias_N = bias_N
         self.library = library
+        self.adapter: SmallProducts | None = None
+        """Added to each row's result, in the adapter's number format."""
         self._packed: Tensor | None = None
 
     @property
@@ -65,7 +74,14 @@ class Projection:
         self._packed = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows @ weight.T + bias, over the last dimension."""
+        """rows @ weight.T + bias, over the last dimension, and what an adapter adds."""
+        product = self._multiply(rows)
+        if self.adapter is None:
+            return product
+        added = self.adapter.up(self.adapter.down(rows.to(self.adapter.down.weight_NK.dtype)))
+        return product.add_(added.to(product.dtype))
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         if self.library is None:
             return F.linear(rows, self.weight_NK, self.bias_N)
         if self._packed is None:

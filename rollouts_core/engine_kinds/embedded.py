@@ -12,4 +12,5 @@ EMBEDDED = EngineSpec(
     resume_paths=SGLANG.resume_paths,
     transfers=("auto", "gloo"),
     reserved_tokens=1,
+    adapter_form="beside",
 )

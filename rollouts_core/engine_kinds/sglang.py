@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts_core.engine_kinds.spec import (
+    LLAMA_LIKE,
     EngineBuild,
     EngineSpec,
     LaunchPart,
@@ -19,6 +20,10 @@ from rollouts_core.engine_kinds.spec import (
 if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
 
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)
+"""Values that --max-lora-rank is given here: SGLang takes any."""
+ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of `LLAMA_LIKE` models."""
 LIST_ARCHITECTURES = r"""
 import importlib.util, pathlib, re
 models = pathlib.Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt/models")
@@ -41,6 +46,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
+        arguments += render_adapters(job.adapter_rank)
         return LaunchPart(arguments=tuple(arguments), env={})
     on_cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -49,6 +55,16 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
     ]
     env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(job.deployment.engine_threads)}
     return LaunchPart(arguments=(*arguments, *on_cpu), env=env)
+
+
+def render_adapters(rank: int) -> list[str]:
+    """The arguments for two adapters: the served one, and the next during its load."""
+    if not rank:
+        return []
+    return [
+        *("--enable-lora", "--max-lora-rank", str(SGLANG.rank_of_slots(rank)), "--max-loras-per-batch", "2"),
+        *("--lora-target-modules", *ADAPTED_LAYERS),
+    ]
 
 
 def render_key(api_key: str, folder: Path) -> LaunchPart:
@@ -86,6 +102,10 @@ SGLANG = EngineSpec(
         min_driver=(580, 65, 6),
     ),
     list_architectures=LIST_ARCHITECTURES,
+    adapter_form="folder",
+    adapts_on_cpu=False,  # it wants pinned memory for adapters, which torch has with a GPU alone
+    adapter_ranks=ADAPTER_RANKS,
+    adapted_architectures=LLAMA_LIKE,
     render=render,
     render_key=render_key,
     memory_argument="--mem-fraction-static",

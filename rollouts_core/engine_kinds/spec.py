@@ -9,10 +9,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
+
+
+AdapterForm = Literal["", "beside", "folder"]
+"""How an engine takes adapters: beside the weights, or as a folder that requests name. Empty: merged weights alone."""
+LLAMA_LIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose linear layers are those of attention and of one feed-forward part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,18 @@ class EngineSpec:
     """Variables that NCCL must have in the trainer to hand memory over as this engine does."""
     scoring: ScoringAPI | None = None
     """How it serves reward models; None if it serves none."""
+    adapter_form: AdapterForm = ""
+    """How it takes adapters."""
+    adapter_ranks: tuple[int, ...] = ()
+    """Values of its argument for the highest rank of adapters; empty if it takes adapters without an argument."""
+    adapts_on_cpu: bool = True
+    """Whether it takes adapters on a machine without a GPU; else it gets merged weights there."""
+    adapted_architectures: tuple[str, ...] = ()
+    """Architectures of models of which it is known to take adapters of all layers; empty if of all that it serves."""
+
+    def rank_of_slots(self, rank: int) -> int:
+        """The smallest of `adapter_ranks` that adapters of a rank fit; 0 without adapters, or if none fits."""
+        return min((each for each in self.adapter_ranks if each >= rank > 0), default=0)
 
     @property
     def is_own(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts_core.engine_kinds.spec import (
+    LLAMA_LIKE,
     EngineBuild,
     EngineSpec,
     LaunchPart,
@@ -26,6 +27,8 @@ GATE = "rollouts_gate.Gate"
 """Our middleware for vLLM's server: vLLM's own key leaves the development endpoints open."""
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that tokens are sampled from, with the temperature."""
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py)."""
 CPU_CACHE_GIB = 1
 """Memory for keys and values of an engine on a CPU, which is for small models."""
 
@@ -40,8 +43,10 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         *(["--enable-sleep-mode"] if job.deployment.colocated else []),
         *("--middleware", GATE),
         *(["--worker-extension-cls", RECEIVER] if job.engine.weight_transfer != "auto" else []),
+        *_render_adapters(job.adapter_rank),
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PARTS)}
+    env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if job.adapter_rank else {}
     if on_gpu:
         return LaunchPart(arguments=tuple(arguments), env=env)
     on_cpu = {
@@ -50,6 +55,14 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         "OMP_NUM_THREADS": str(job.deployment.engine_threads),
     }
     return LaunchPart(arguments=(*arguments, "--enforce-eager"), env={**env, **on_cpu})  # compiling takes minutes
+
+
+def _render_adapters(rank: int) -> list[str]:
+    """The arguments for two adapters: the served one, and the next during its load."""
+    if not rank:
+        return []
+    max_rank = str(VLLM.rank_of_slots(rank))
+    return ["--enable-lora", "--max-lora-rank", max_rank, "--max-loras", "1", "--max-cpu-loras", "2"]
 
 
 def render_key(api_key: str, folder: Path) -> LaunchPart:
@@ -93,6 +106,9 @@ VLLM = EngineSpec(
     has_router=False,
     is_local_only=True,  # its development endpoints replace weights and run code
     needs_own_head=True,
+    adapter_form="folder",
+    adapter_ranks=ADAPTER_RANKS,
+    adapted_architectures=LLAMA_LIKE,
     # /pooling, unlike /classify, is there for models with scores at each token, too.
     scoring=ScoringAPI(path="/pooling", render=_render_scoring, read=_read_scoring, num_reserved=0),
 )

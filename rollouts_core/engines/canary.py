@@ -22,6 +22,7 @@ from rollouts_core.backends.threaded import ThreadedBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineUnavailableError, WeightSyncError
@@ -56,7 +57,9 @@ class Canary:
     """Token ids from here on are left out of the distribution; None leaves out none."""
 
 
-def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, temperature: float) -> Canary:
+def backend_canary(
+    backend: TrainingBackend, weights: Path | SentWeights | AdaptedWeights, *, temperature: float
+) -> Canary:
     """A canary answered by a backend, as long as it has the weights of its creation and is not training.
 
     Args:
@@ -80,7 +83,9 @@ def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, tem
     return Canary(temperature=temperature, score=score, num_tokens=num_tokens)
 
 
-def published_canary(weights: Path | SentWeights, *, temperature: float = 1.0, num_tokens: int | None = None) -> Canary:
+def published_canary(
+    weights: Path | SentWeights | AdaptedWeights, *, temperature: float = 1.0, num_tokens: int | None = None
+) -> Canary:
     """A canary that a forward pass of what was published answers, on the CPU."""
     if isinstance(weights, Path):
         return checkpoint_canary(weights, temperature=temperature, num_tokens=num_tokens)

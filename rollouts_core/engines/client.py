@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from rollouts_core.embedded.architecture import read_end_token_ids
+from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.checksums import HeldTensors
 from rollouts_core.engines.completion import Completion, GenerationRequest
@@ -215,6 +216,19 @@ class EngineClient(ClosedOnExit):
             WeightSyncError: the server refused, or takes no segments.
         """
         raise WeightSyncError(f"{self.name} takes no segments: publish {version} as a model directory")
+
+    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
+        """Load adapters beside the weights that are served, use them from now on, and set the version.
+
+        If loading fails, the server goes on with what it served.
+
+        Raises:
+            WeightSyncError: the server refused, or takes no adapters.
+        """
+        raise WeightSyncError(f"{self.name} takes no adapters: publish {version} as merged weights")
+
+    async def drop_adapters(self, *, kept: str) -> None:
+        """Let the server forget all adapters but one."""
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
         """Load weights that are sent once and set the version; running requests end before that, on the old weights.

@@ -5,6 +5,7 @@ When weights are delivered is decided in recovery.py; servers' endpoints are in 
     segments in shared memory   digests of all tensors                       -> compared
     a directory, or tensors     checksums, if they can be compared           -> compared
     that are sent               else: checksums of changed tensors differ    -> and a canary's log-probs are right
+    adapters in a folder        the weights below as above, once             -> and a canary's log-probs are right
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.canary import Canary, prove, published_canary
 from rollouts_core.engines.checksums import (
     EMPTY_DIGEST,
@@ -82,6 +85,14 @@ class ServerCalls(Protocol):
         """Send weights, except those that the server has, and check the version; raises WeightSyncError."""
         ...
 
+    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
+        """Load adapters beside the weights, use them from now on, and set the version; raises WeightSyncError."""
+        ...
+
+    async def drop_adapters(self, *, kept: str) -> None:
+        """Let the server forget all adapters but one."""
+        ...
+
     async def hand_over(self) -> None:
         """Free weights and cache."""
         ...
@@ -134,6 +145,8 @@ class WeightDelivery:
                 check_digests(self.server.name, served.version, digests, await served.weights.digests())
             elif isinstance(served.weights, SentWeights):
                 await self._send(served.weights, served, await self._find_kept(served.weights, before), can_sample)
+            elif isinstance(served.weights, AdaptedWeights):
+                await self._deliver_adapters(served.weights, served, before, can_sample)
             else:
                 held = await self.server.take_weights(served.weights, served.version)
                 await self._prove(served.weights, served, held, can_sample)
@@ -148,6 +161,35 @@ class WeightDelivery:
         except Exception as error:  # torch's, for want of memory or of a port, and safetensors' have no common root
             problem = f"{type(error).__name__}: {first_line(error)}"
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {problem}") from error
+
+    async def _deliver_adapters(
+        self,
+        weights: AdaptedWeights,
+        served: ServedWeights,
+        before: ServedWeights | None,
+        can_sample: Callable[[], bool],
+    ) -> None:
+        """Deliver the weights below unless the server has them, then the adapters, and ask a canary."""
+        if not can_sample():
+            raise WeightSyncError(
+                f"{self.server.name} must sample to prove the adapters of {served.version}, and it is paused: set "
+                'rollout.in_flight = "finish" or "abort"'
+            )
+        if not await self._has_base(weights, before):
+            held = await self.server.take_weights(weights.model_dir, weights.base_version)
+            base = await in_short_thread(partial(read_tensors, weights.model_dir))
+            await in_short_thread(partial(find_unproven, self.server.name, base, weights.base_version, held))
+        await self.server.take_adapters(weights, served.version)
+        gap = await prove(self.server.name, self.server.complete, served.canary or published_canary(weights))
+        logger.info("%s: the log-probs of adapters %s are %.2g nats off", self.server.name, served.version, gap)
+        await self.server.drop_adapters(kept=served.version)
+
+    async def _has_base(self, weights: AdaptedWeights, before: ServedWeights | None) -> bool:
+        """True if the server serves the same weights with other adapters, and was not started anew since then."""
+        if before is None or not isinstance(before.weights, AdaptedWeights):
+            return False
+        is_same = (before.weights.model_dir, before.weights.base_version) == (weights.model_dir, weights.base_version)
+        return is_same and await self.server.weight_version() == before.version
 
     async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
         """The tensors that the server has already: it was proved, and was not started anew since then."""

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import anyio
 
 from rollouts_core.config import InFlight
+from rollouts_core.engine_kinds.spec import AdapterForm
+from rollouts_core.engines.adapters import common_form
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.protocol import InferenceEngine
@@ -112,6 +114,14 @@ class InFlightEngine:
     async def weights_dtype(self) -> torch.dtype | None:
         """The number format of the engine's weights; None if it does not say."""
         return await common_dtype([self.engine])
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """How the engine takes adapters of this rank; empty for merged weights.
+
+        A request under `continue` would name its first adapter to the end.
+        """
+        form = await common_form([self.engine], rank)
+        return "" if form == "folder" and self.in_flight == "continue" else form
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights, after the requests under way were dealt with.

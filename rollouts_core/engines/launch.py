@@ -115,8 +115,16 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
     render = job.engine.spec.render
     assert render is not None, "the embedded engine has no command"
     dtype = weights_dtype(job.engine, model_dir, on_gpu=on_gpu)
-    part = render(job, model_dir, dtype=dtype, on_gpu=on_gpu)
+    part = render(_without_unknown_adapters(job, model_dir), model_dir, dtype=dtype, on_gpu=on_gpu)
     return LaunchCommand(argv=(python, *part.arguments, *job.engine.extra_args), env=part.env)
+
+
+def _without_unknown_adapters(job: ServeJob, model_dir: Path) -> ServeJob:
+    """The job, without adapters if the engine is not known to take those of this model: it might not start."""
+    known = job.engine.spec.adapted_architectures
+    if not job.adapter_rank or not known or (read_config(model_dir).get("architectures") or ["?"])[0] in known:
+        return job
+    return job.model_copy(update={"adapter_rank": 0})
 
 
 def _scratch_folder() -> dict[str, str]:

@@ -27,6 +27,8 @@ import anyio
 import anyio.lowlevel
 
 from rollouts_core.config.messages import first_line
+from rollouts_core.engine_kinds.spec import AdapterForm
+from rollouts_core.engines.adapters import common_form
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
@@ -161,6 +163,10 @@ class EnginePool(ClosedOnExit):
         Includes quarantined engines, because they get the same weights.
         """
         return await common_dtype([member.engine for member in self._members])
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """The form in which all engines in use take adapters of this rank; empty for merged weights."""
+        return await common_form([member.engine for member in self._members if not member.quarantined], rank)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are quarantined.

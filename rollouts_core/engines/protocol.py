@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 from rollouts_core.engines.completion import Completion, GenerationRequest
 
 if TYPE_CHECKING:
+    from rollouts_core.engines.adapters import AdaptedWeights
     from rollouts_core.engines.canary import Canary
     from rollouts_core.engines.segments import SegmentedWeights
     from rollouts_core.engines.sent import SentWeights
 
-    Weights = Path | SegmentedWeights | SentWeights
+    Weights = Path | SegmentedWeights | SentWeights | AdaptedWeights
 
 
 class SegmentAccess(IntEnum):
@@ -48,7 +49,7 @@ class InferenceEngine(Protocol):
         """Load published weights, and verify that they are served; raises WeightSyncError otherwise.
 
         Args:
-            weights: a directory, segments that the engine can map, or weights to send.
+            weights: a directory, segments that the engine can map, weights to send, or adapters in a folder.
             canary: verifies tensors that cannot be compared; by default a forward pass of the directory's model.
         """
         ...

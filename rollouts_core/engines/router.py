@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollouts_core.engine_kinds.spec import AdapterForm
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
@@ -252,6 +253,14 @@ class RoutedPool(ClosedOnExit):
     async def weights_dtype(self) -> torch.dtype | None:
         """The number format in which all engines keep weights; None if they differ, or an engine does not report it."""
         return await self.pool.weights_dtype()
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """The form in which all engines in use take adapters of this rank; empty for merged weights.
+
+        Adapters that requests name are not used behind the router.
+        """
+        form = await self.pool.adapter_form(rank)
+        return "" if form == "folder" else form
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are left out.

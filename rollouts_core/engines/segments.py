@@ -120,20 +120,28 @@ class SegmentStore:
         self._folder: Path | None = None
 
     async def publish(
-        self, weights: Mapping[str, Tensor], *, version: str, model_dir: Path, folder: Path | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        version: str,
+        model_dir: Path,
+        folder: Path | None = None,
+        keeps_others: bool = False,
     ) -> SegmentedWeights:
         """Publish a new version: changed tensors are written, the others keep their place.
 
         Args:
             weights: must not change before the version's digests are computed.
             folder: for segments as files; None uses memory. With another folder than before, all tensors are written.
+            keeps_others: tensors of the previous version that are not in `weights` belong to the new one, too.
         """
         if folder != self._folder:
             self._newest, self._folder = {}, folder
             if folder is not None:
                 remove_segment_files(folder)
         on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
-        self._newest = await in_short_thread(partial(self._place, on_host))
+        placed = await in_short_thread(partial(self._place, on_host))
+        self._newest = {**self._newest, **placed} if keeps_others else placed
         return SegmentedWeights(version=version, model_dir=model_dir, placed=self._newest)
 
     def _place(self, on_host: Mapping[str, Tensor]) -> dict[str, PlacedTensor]:

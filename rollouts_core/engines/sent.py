@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollouts_core.embedded.adapters import merge_published
 from rollouts_core.engines.segments import is_same
 
 SentBy = Literal["gloo", "nccl", "tensors"]
@@ -40,8 +41,8 @@ class SentWeights:
     """How they go."""
 
     def write(self, directory: Path) -> None:
-        """Make `directory` the model's."""
-        save_file(dict(self.tensors), directory / "model.safetensors")
+        """Make `directory` the model's, with merged adapters."""
+        save_file(merge_published(self.tensors), directory / "model.safetensors")
         shutil.copyfile(self.model_dir / "config.json", directory / "config.json")
 
 
@@ -51,9 +52,14 @@ class HostCopies:
     def __init__(self) -> None:
         self._newest: Mapping[str, Tensor] = {}
 
-    def take(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copies of a new version's tensors; an unchanged tensor keeps the previous version's copy."""
-        self._newest = copy_to_host(weights, self._newest)
+    def take(self, weights: Mapping[str, Tensor], *, keeps_others: bool = False) -> Mapping[str, Tensor]:
+        """Copies of a new version's tensors; an unchanged tensor keeps the previous version's copy.
+
+        Args:
+            keeps_others: tensors of the previous version that are not in `weights` belong to the new one, too.
+        """
+        copies = copy_to_host(weights, self._newest)
+        self._newest = {**self._newest, **copies} if keeps_others else copies
         return self._newest
 
 

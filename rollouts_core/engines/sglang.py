@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import httpx
 import torch
 
 from rollouts_core.embedded.segments import memory_scope
+from rollouts_core.engine_kinds.spec import AdapterForm
+from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.checksums import HeldTensors, check_same_model
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
@@ -29,6 +33,7 @@ from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sending import WeightSender
 from rollouts_core.engines.sent import SentWeights
+from rollouts_core.engines.served_adapters import ServedAdapters
 from rollouts_core.errors import EngineAnswerError, EngineError, OtherVersionError, WeightSyncError
 
 IDLE_TIMEOUT_S = 60.0
@@ -67,6 +72,22 @@ class SGLangEngine(EngineClient):
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._connection.call("GET", "/server_info"))
         return self._weights_dtype
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """How the server takes adapters of this rank; empty if it cannot, or is away."""
+        try:
+            server = await self._connection.call("GET", "/server_info")
+        except EngineError:
+            return ""
+        if not isinstance(server, dict):
+            return ""
+        if server.get("takes_adapters"):
+            return "beside"
+        return "folder" if server.get("enable_lora") and (server.get("max_lora_rank") or 0) >= rank else ""
+
+    @cached_property
+    def _adapters(self) -> ServedAdapters:
+        return ServedAdapters(self._connection)
 
     async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
@@ -114,13 +135,25 @@ class SGLangEngine(EngineClient):
         leaves_out = any(left_out_tokens(request, self.vocab_size) for request in requests)
         is_embedded = leaves_out and await self.segment_access() is not SegmentAccess.NONE
         body = _render_requests(requests, vocab_size=self.vocab_size, is_embedded=is_embedded)
-        answers = await self._connection.sample("/generate", body)
+        if adapter := self._adapters.current:
+            body["lora_path"] = adapter
+        try:
+            answers = await self._connection.sample("/generate", body)
+        except EngineError as error:
+            raise await self._adapters.explain(error, adapter) from error
         if not isinstance(answers, list) or len(answers) != len(requests):
             raise EngineAnswerError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
-        return [
+        completions = [
             parse_completion(answer, request, self.name, self.ends)
             for answer, request in zip(answers, requests, strict=True)
         ]
+        return [self._of_adapter(each, adapter) for each in completions] if adapter else completions
+
+    def _of_adapter(self, completion: Completion, adapter: str) -> Completion:
+        """The completion, as of the adapter that its request named: the server reports the version at its end."""
+        if not {version for version, _, _ in completion.version_spans} <= {adapter, self._adapters.current}:
+            return completion
+        return replace(completion, version_spans=((adapter, 0, len(completion.tokens)),))
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
@@ -141,9 +174,30 @@ class SGLangEngine(EngineClient):
         answer = await self._connection.call("POST", "/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT)
         if not answer.get("success"):
             raise WeightSyncError(f"{self.name} refused {version}: {answer.get('message', answer)}")
+        self._adapters.current = ""
         if (served := await self.weight_version()) != version:
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
         return await self._held_tensors()
+
+    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
+        """Load adapters beside the weights that are served, use them from now on, and set the version.
+
+        If loading fails, the server goes on with what it served.
+
+        Raises:
+            WeightSyncError: the server reports another version.
+            EngineError: it refused.
+        """
+        await self._adapters.load(weights, version)
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._connection.call("POST", "/update_weight_version", json=body)
+        self._adapters.current = version
+        if (served := await self.weight_version()) != version:
+            raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
+
+    async def drop_adapters(self, *, kept: str) -> None:
+        """Unload all adapters but one."""
+        await self._adapters.drop(kept=kept)
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the `tensor_digest` of every tensor that is served then.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,9 @@ import anyio
 import httpx
 import torch
 
+from rollouts_core.engine_kinds.spec import AdapterForm
 from rollouts_core.engine_kinds.vllm import LOGPROBS_MODE, PARTS, RECEIVER
+from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.checksums import (
     EMBEDDING,
     HEAD,
@@ -43,6 +45,7 @@ from rollouts_core.engines.http import (
 )
 from rollouts_core.engines.sending_to_vllm import VLLMWeightSender, count_ranks
 from rollouts_core.engines.sent import SentWeights
+from rollouts_core.engines.served_adapters import ServedAdapters
 from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,
@@ -57,6 +60,8 @@ from rollouts_core.system.open_files import request_places
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
 """The level at which vLLM keeps no copy of the weights in host memory: it is given new ones anyway."""
+ADAPTED_LAYER = ".base_layer."
+"""vLLM inserts this into the names of weights that adapters may change."""
 MAX_BIASES = 1024
 """More fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS, vllm/v1/worker/gpu/sample/logit_bias.py); its older one
 has no limit. None are sent then, and each sample with such a token is found invalid."""
@@ -76,6 +81,20 @@ class VLLMEngine(EngineClient):
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._model_config())
         return self._weights_dtype
+
+    @cached_property
+    def _adapters(self) -> ServedAdapters:
+        return ServedAdapters(self._connection, prefix="/v1")
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """How the server takes adapters of this rank; empty if it cannot, as it was started, or is away."""
+        try:
+            info = await self._server_info()
+            settings = self._field(self._field(info, "vllm_config"), "lora_config")
+            takes_new = self._field(info, "vllm_env").get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+        except EngineError:
+            return ""
+        return "folder" if settings and takes_new and settings["max_lora_rank"] >= rank else ""
 
     async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
@@ -127,17 +146,19 @@ class VLLMEngine(EngineClient):
         """
         before = await self._version_in_turn()
         # One call per completion: vLLM takes one seed per call.
-        answers = await gather(
-            [
-                partial(self._connection.sample, "/v1/completions", _render_request(each, self.vocab_size))
-                for each in requests
-            ]
-        )
+        bodies = [_render_request(each, self.vocab_size, self._adapters.current) for each in requests]
+        answers = await gather([partial(self._sample, body) for body in bodies])
         version = before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
         return [
             _parse_completion(answer, request, self.name, version=version, ends=self.ends)
             for answer, request in zip(answers, requests, strict=True)
         ]
+
+    async def _sample(self, body: dict[str, Any]) -> Any:  # Any: JSON
+        try:
+            return await self._connection.sample("/v1/completions", body)
+        except EngineError as error:
+            raise await self._adapters.explain(error, body.get("model", "")) from error
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
@@ -163,7 +184,27 @@ class VLLMEngine(EngineClient):
         async with self._update(version), _untied(path) as loaded:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(loaded)}}
             await self._call_development("POST", "/collective_rpc", json=body, timeout=UPDATE_TIMEOUT)
+            self._adapters.current = ""
         return await self._held_tensors(version)
+
+    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
+        """Load adapters beside the weights that are served, use them from now on, and set the version.
+
+        If loading fails, the server goes on with what it served.
+
+        Raises:
+            WeightSyncError: the server reports another version.
+            EngineError: it refused.
+        """
+        await self._adapters.load(weights, version)
+        async with self._update(version):
+            self._adapters.current = version
+        if (served := await self.weight_version()) != version:
+            raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
+
+    async def drop_adapters(self, *, kept: str) -> None:
+        """Unload all adapters but one."""
+        await self._adapters.drop(kept=kept)
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
         """Load weights that are sent once and set the version; running requests end before that, on the old weights.
@@ -241,15 +282,17 @@ class VLLMEngine(EngineClient):
         by_rank = {name.rpartition(":")[::2]: str(digest) for name, digest in checksums.items()}
         if len({rank for rank, _ in by_rank}) != 1:
             return {}
-        return {name: digest for (_, name), digest in by_rank.items()}
+        return {name.replace(ADAPTED_LAYER, "."): digest for (_, name), digest in by_rank.items()}
 
     async def _model_config(self) -> dict[str, Any]:  # Any: JSON
         return await self._config_of("model_config")
 
     async def _config_of(self, part: str) -> dict[str, Any]:  # Any: JSON
-        info = await self._call_development("GET", "/server_info", params={"config_format": "json"})
-        config: dict[str, Any] = self._field(self._field(info, "vllm_config"), part)  # Any: JSON
+        config: dict[str, Any] = self._field(self._field(await self._server_info(), "vllm_config"), part)  # Any: JSON
         return config
+
+    async def _server_info(self) -> Any:  # Any: JSON
+        return await self._call_development("GET", "/server_info", params={"config_format": "json"})
 
     def _field(self, answer: Any, name: str) -> Any:  # Any: JSON
         if not isinstance(answer, dict) or name not in answer:
@@ -284,12 +327,15 @@ async def _untied(directory: Path) -> AsyncIterator[Path]:
         yield Path(target)
 
 
-def _render_request(request: GenerationRequest, vocab_size: int | None) -> dict[str, Any]:  # Any: JSON
+def _render_request(
+    request: GenerationRequest, vocab_size: int | None, adapter: str = ""
+) -> dict[str, Any]:  # Any: JSON
     left_out = left_out_tokens(request, vocab_size)
     # vLLM draws a request's numbers from its seed on, wherever its prompt ends: with the same seed, the rest of a
     # completion would be drawn by the numbers that its beginning was drawn by.
     is_rest = request.num_continued > 0
     return {
+        **({"model": adapter} if adapter else {}),
         "prompt": request.prompt_tokens,
         "max_tokens": request.sampling.max_new_tokens,
         "temperature": request.sampling.temperature,

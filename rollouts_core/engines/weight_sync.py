@@ -4,6 +4,7 @@ backend.get_weights -> changed tensors, in memory, if all engines run on this ma
                     -> changed tensors, in files, if all engines are embedded ones
                     -> <weights_dir>/<version>/{model.safetensors, config.json}
                     -> a copy that is sent to each engine, if the settings say so
+backend.get_adapters: instead, if the backend trains adapters and all engines take them (adapters.py)
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.protocol import TrainingBackend, adapters_of, base_weights_of
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
+from rollouts_core.embedded.adapters import is_adapter, largest_rank, merge_published
+from rollouts_core.engines.adapters import AdaptedWeights, PublishedBase, common_form, write_scaled_folder
 from rollouts_core.engines.canary import Canary, backend_canary, published_canary
 from rollouts_core.engines.checksums import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
@@ -50,6 +53,8 @@ PUBLISH_MARGIN_S = 60.0
 VERSION_CHARS = 16
 """Hexadecimal digits that tell the default versions of different weights, or of different trainings, apart."""
 WEIGHTS_FILE = "model.safetensors"
+OF_CHECKPOINT = "-of-checkpoint"
+"""Ends the names of directories with adapters for a checkpoint."""
 KEPT_VERSIONS = 2
 """Published directories to keep: the newest, and the one before, which a slow engine may still be reading."""
 
@@ -73,7 +78,7 @@ class EarlierVersion:
     number: int
     """Optimizer steps behind them."""
     file: Path
-    """The weights by their Hugging Face names, as safetensors."""
+    """The weights by their Hugging Face names, or the adapters alone, as safetensors."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +110,8 @@ class PublishTarget:
     """What engines are sent."""
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
+    base: PublishedBase = field(default_factory=PublishedBase, compare=False)
+    """The weights that published adapters belong to."""
     rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
     """How much of an update the engines' number format preserves."""
 
@@ -115,7 +122,7 @@ class PublishTarget:
 
 async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine],
-    checkpoint_path: str | Path | SegmentedWeights | SentWeights,
+    checkpoint_path: str | Path | SegmentedWeights | SentWeights | AdaptedWeights,
     *,
     version: str = "",
     canary: Canary | None = None,
@@ -124,7 +131,7 @@ async def sync_weights_to_engines(
     """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
 
     Args:
-        checkpoint_path: a directory, segments that all engines can map, or weights to send.
+        checkpoint_path: a directory, segments that all engines can map, weights to send, or adapters in a folder.
         version: the engines' name for these weights, which must be unique. By default a directory's name with the
         digest
             of its tensors; segments and sent weights have their own versions.
@@ -242,37 +249,91 @@ async def publish_weights(
     version = target.version_of(earlier.number if earlier else backend.weight_version)
     if not engines:
         return version
-    if earlier:
-        weights = await in_short_thread(partial(load_file, earlier.file))
-    else:
-        weights = dict(await backend.get_weights().result())
-    access = await common_access(engines)
-    is_whole = target.transfer != "auto" or access is SegmentAccess.NONE
-    if is_whole and not earlier:  # the weights of an earlier version are as the engines had them
-        await _round_for(engines, weights, backend, target)
     published: Weights
     canary: Canary | None = None  # tensors of segments are always compared
-    if target.transfer != "auto":
-        published = sent = await _copy(weights, version, target, target.transfer)
+    access = await common_access(engines)
+    held = await in_short_thread(partial(load_file, earlier.file)) if earlier else {}
+    adapters = await _adapters_to_publish(backend, engines, target, held, access=access)
+    weights: dict[str, Tensor] = {}
+    if not adapters:
+        weights = await _weights_to_publish(backend, engines, target, held, access=access)
+        target.base.place = None
+    if adapters and target.base.form == "folder":
+        published = adapted = await _write_adapters(backend, adapters, version, target)
+        canary = _canary(backend, adapted, target, is_earlier=earlier is not None)
+    elif target.transfer != "auto":
+        published = sent = await _copy(backend, weights, adapters, version, target, target.transfer)
         canary = _canary(backend, sent, target, is_earlier=earlier is not None)
     elif access is SegmentAccess.NONE:
         published = directory = await _write_directory(weights, version, target)
         canary = _canary(backend, directory, target, is_earlier=earlier is not None)
     else:
-        published = await _write_segments(weights, version, target, in_memory=access is SegmentAccess.MEMORY)
+        in_memory = access is SegmentAccess.MEMORY
+        published = await _write_segments(backend, weights, adapters, version, target, in_memory=in_memory)
     results = await sync_weights_to_engines(
         engines, published, version=version, canary=canary, timeout_s=SYNC_TIMEOUT_S + PUBLISH_MARGIN_S
     )
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
     target.newest.version, target.newest.weights = version, published
-    num_kept = KEPT_VERSIONS if isinstance(published, Path) else 0
-    remove_old_versions(target.weights_dir, newest=version, num_kept=num_kept)
+    num_kept = KEPT_VERSIONS if isinstance(published, Path | AdaptedWeights) else 0
+    base = published.base_version if isinstance(published, AdaptedWeights) else ""
+    remove_old_versions(target.weights_dir, newest=version, num_kept=num_kept, base=base)
     return version
 
 
+async def _adapters_to_publish(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    target: PublishTarget,
+    held: Mapping[str, Tensor],
+    *,
+    access: SegmentAccess,
+) -> dict[str, Tensor]:
+    """The adapters, if they go to the engines as adapters; else empty.
+
+    Args:
+        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+    """
+    own = held or await adapters_of(backend).result()
+    adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
+    if not adapters:
+        return {}
+    form = await common_form(engines, largest_rank(adapters))
+    if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
+        form = ""  # a directory has merged weights
+    if form == "folder" and target.transfer != "auto":
+        form = ""  # the engine may not read the trainer's files
+    target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
+    return adapters if form else {}
+
+
+async def _weights_to_publish(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    target: PublishTarget,
+    held: Mapping[str, Tensor],
+    *,
+    access: SegmentAccess,
+) -> dict[str, Tensor]:
+    """All weights, with merged adapters.
+
+    Args:
+        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+    """
+    if any(map(is_adapter, held)):
+        base = await base_weights_of(backend).result()
+        return await in_short_thread(partial(merge_published, {**base, **held}))
+    if held:
+        return dict(held)
+    weights = dict(await backend.get_weights().result())
+    if target.transfer != "auto" or access is SegmentAccess.NONE:
+        await _round_for(engines, weights, backend, target)
+    return weights
+
+
 def _canary(
-    backend: TrainingBackend, published: Path | SentWeights, target: PublishTarget, *, is_earlier: bool
+    backend: TrainingBackend, published: Path | SentWeights | AdaptedWeights, target: PublishTarget, *, is_earlier: bool
 ) -> Canary:
     """The canary of published weights: the backend answers it, unless it has later weights."""
     if not is_earlier:
@@ -282,19 +343,25 @@ def _canary(
 
 
 def write_newest_version(target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve; None without engines.
+    """The file of the weights that the engines serve, or of the adapters alone if these go apart; None without engines.
 
     It is in the directory of published versions and is removed with them, so the caller must link it to keep it.
     """
     weights, directory = target.newest.weights, target.weights_dir / target.newest.version
+    if isinstance(weights, AdaptedWeights):  # the engine reads its own folder
+        directory = directory.with_name(f"{directory.name}{OF_CHECKPOINT}")
     if weights is None:
         return None
     if not isinstance(weights, Path):
-        _write_tensors(_tensors_of(weights), directory, target)
+        tensors = _tensors_of(weights)
+        adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        _write_tensors(adapters or tensors, directory, target)
     return directory / WEIGHTS_FILE
 
 
-def _tensors_of(weights: SegmentedWeights | SentWeights) -> Mapping[str, Tensor]:
+def _tensors_of(weights: SegmentedWeights | SentWeights | AdaptedWeights) -> Mapping[str, Tensor]:
+    if isinstance(weights, AdaptedWeights):
+        return weights.adapters
     if isinstance(weights, SentWeights):
         return weights.tensors
     return {name: placed.segment.tensors[name] for name, placed in weights.placed.items()}
@@ -316,16 +383,54 @@ async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
 
 
 async def _write_segments(
-    weights: Mapping[str, Tensor], version: str, target: PublishTarget, *, in_memory: bool
+    backend: TrainingBackend,
+    weights: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    version: str,
+    target: PublishTarget,
+    *,
+    in_memory: bool,
 ) -> SegmentedWeights:
-    folder = _folder_with_config(target)
-    return await target.segments.publish(
-        weights, version=version, model_dir=folder, folder=None if in_memory else folder
+    with_config = _folder_with_config(target)
+    folder = None if in_memory else with_config
+    publish = partial(target.segments.publish, version=version, model_dir=with_config, folder=folder)
+    if not adapters:
+        return await publish(weights)
+    if target.base.place != ("segments", folder):
+        await publish(await base_weights_of(backend).result())
+        target.base.place = ("segments", folder)
+    return await publish(adapters, keeps_others=True)
+
+
+async def _write_adapters(
+    backend: TrainingBackend, adapters: Mapping[str, Tensor], version: str, target: PublishTarget
+) -> AdaptedWeights:
+    base_version = f"{target.prefix}-base"
+    model_dir = target.weights_dir / base_version
+    if target.base.place != model_dir:
+        base = await base_weights_of(backend).result()
+        await in_short_thread(partial(_write_tensors, base, model_dir, target))
+        target.base.place = model_dir
+    folder = target.weights_dir / version
+    await in_short_thread(partial(write_scaled_folder, folder, adapters))
+    return AdaptedWeights(
+        version=version, folder=folder, adapters=adapters, model_dir=model_dir, base_version=base_version
     )
 
 
-async def _copy(weights: Mapping[str, Tensor], version: str, target: PublishTarget, transfer: SentBy) -> SentWeights:
-    tensors = await in_short_thread(partial(target.copies.take, weights))
+async def _copy(
+    backend: TrainingBackend,
+    weights: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    version: str,
+    target: PublishTarget,
+    transfer: SentBy,
+) -> SentWeights:
+    if adapters and target.base.place != "copies":
+        await in_short_thread(partial(target.copies.take, await base_weights_of(backend).result()))
+        target.base.place = "copies"
+    take = partial(target.copies.take, adapters or weights, keeps_others=bool(adapters))
+    tensors = await in_short_thread(take)
     return SentWeights(version=version, model_dir=_folder_with_config(target), tensors=tensors, transfer=transfer)
 
 
@@ -350,14 +455,15 @@ def _write_tensors(weights: Mapping[str, Tensor], path: Path, target: PublishTar
         shutil.copyfile(target.model_config, directory / "config.json")
 
 
-def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS) -> None:
+def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS, base: str = "") -> None:
     """Delete published directories except the newest ones, and temporary copies of the others.
 
     Args:
         newest: the served version, which is kept whatever the clock said when directories were written.
         num_kept: number of directories to keep; 0 if engines do not read directories.
+        base: kept, too: the weights that adapters belong to.
     """
-    folders = [path for path in weights_dir.iterdir() if path.is_dir()]
+    folders = [path for path in weights_dir.iterdir() if path.is_dir() and path.name != base]
     versions = sorted(
         (path for path in folders if not path.name.startswith(".")),
         key=lambda path: (path.name == newest, path.stat().st_mtime),
@@ -366,7 +472,7 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
     for path in versions[:num_old]:
         shutil.rmtree(path)
     # An engine may be reading a copy of a version that stays. One of another consists of links that lead nowhere now.
-    kept = {path.name for path in versions[num_old:]}
+    kept = {base, *(path.name for path in versions[num_old:])}
     for path in folders:
         if (version := version_of_copy(path)) and version not in kept:
             shutil.rmtree(path, ignore_errors=True)  # its writer may be removing it at the same time

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: add them to a model, switch them off, merge them for export.
+"""Low-rank adapters through peft: add them to a model, switch them off, merge or scale them for publishing.
 
 Source: arXiv:2106.09685.
 """
@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rollouts_core.config import LoRAConfig
 from rollouts_core.config.messages import first_line
+from rollouts_core.embedded.adapters import DOWN, UP
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.adapter_targets import check_target_modules, is_read_past_adapters, is_target
 
@@ -102,6 +103,15 @@ def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, base in base_weights(hf_model).items():
         delta = layers[name].get_delta_weight(ADAPTER) if name in layers else None
         yield name, base if delta is None else base.float() + delta.float()
+
+
+@torch.no_grad()
+def scaled_adapters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Copies of the adapters as engines take them: a layer adds B (A x), so B includes alpha / rank."""
+    for name, layer in adapted_layers(hf_model).items():
+        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        yield name + DOWN, down.detach().clone()
+        yield name + UP, up.detach() * layer.scaling[ADAPTER]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollouts_core.checks.adapter_form import sends_adapters
 from rollouts_core.config import Config, DatasetConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.config.data import ColumnType
 from rollouts_core.config.reward import GRADING_MODELS
@@ -41,6 +42,8 @@ def rl_job(start: InputModel, config: Config) -> RLJob:
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
         rollout=config.rollout,
         plugin_digest=plugin_digest(config.rollout, config.training.rl),
+        sends_adapters=not config.data.rollouts
+        and sends_adapters(config.training.rl, config.rollout, config.deployment),
         deployment=config.deployment,
     )
 

@@ -43,6 +43,12 @@ RL = StageKind(
             "Between the engine and the policy before each update; 0 if they agree and there is one update per step.",
             min_high=0.001,
         ),
+        Curve(
+            "mismatch_mean",
+            "Engine against trainer",
+            "Mean difference of their log-probs for the same tokens and weights, in nats; number formats explain 0.02.",
+            min_high=0.01,
+        ),
         Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
         Curve(
             "staleness_mean", "Staleness", "Mean age of the sampled tokens, in publications of weights.", min_high=1.0

@@ -89,15 +89,19 @@ def engine_python(kind: EngineKind) -> Path:
     return python
 
 
-def make_server(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "") -> Server:
+def make_server(
+    kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "", adapter_rank: int = 0
+) -> Server:
     """A server of that kind for a model, not started; skips the test where it is not installed."""
     python = "" if kind == "embedded" else str(engine_python(kind))
-    way: WeightTransfer = "gloo" if kind == "vllm" else "auto"  # vLLM alone is started in another way for that
+    # vLLM alone is started in another way to be sent weights. Adapters are not sent.
+    way: WeightTransfer = "gloo" if kind == "vllm" and not adapter_rank else "auto"
     job = ServeJob(
         model=InputModel(name="base", model=ModelConfig(path=str(model_dir)), digest=""),
         port=find_free_port(LocalSession(sys.executable)),
         context_length=CONTEXT_LENGTH,
         engine=EngineConfig(kind=kind, python=python, api_key_variable=api_key_variable, weight_transfer=way),
+        adapter_rank=adapter_rank,
         deployment=DeploymentConfig(max_running_requests=16),
     )
     run_dir.mkdir()

@@ -161,6 +161,7 @@ def test_everything_at_once_adds_up_over_micro_batches(aggregation: str) -> None
     of_parts = [policy_loss(slice_scores(scores, i), slice_batch(whole, i), config)[1] for i in range(3)]
     expected, *results = read_metrics([policy_loss(scores, whole, config)[1], *of_parts])
     found = sum_metrics(results)
+    assert found.pop("mismatch_p99_max") >= expected.pop("mismatch_p99_max")  # that of the micro-batch with the largest
     assert found == pytest.approx(expected, abs=1e-5)
     assert {"value_loss", "entropy", "kl_reference", "mismatch_kl", "mismatch_ratio_max"} <= found.keys()
 

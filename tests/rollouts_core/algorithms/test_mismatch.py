@@ -4,6 +4,7 @@ Without it a limit on the wrong side, or a mean over the wrong tokens, would tra
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,9 +107,22 @@ def test_the_mismatch_is_measured_by_hand() -> None:
     # k3 of engine against trainer: w - 1 - ln w
     expected = [[w - 1 - math.log(w) if w else 0.0 for w in row] for row in W]
     assert described["mismatch_kl"].tolist() == [pytest.approx(row, abs=1e-6) for row in expected]
+    gaps = [[abs(math.log(w)) if w else 0.0 for w in row] for row in W]
+    assert described["mismatch_mean"].tolist() == [pytest.approx(row, abs=1e-6) for row in gaps]
+    assert float(described["mismatch_p99_max"]) == pytest.approx(math.log(4.0))  # of so few, the largest
+    assert described["mismatch_beyond_share"].tolist() == [[float(gap > 0.1) for gap in row] for row in gaps]
     # 0.25 is masked, 4 was moved to 2
     assert described["mismatch_masked_share"].tolist()[0] == [1.0, 0.0, 0.0]
     assert described["mismatch_clamped_share"].tolist()[0] == [0.0, 0.0, 1.0]
+
+
+def test_the_high_quantile_is_of_trained_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gaps_BT = torch.randperm(1000, generator=generator).reshape(10, 100) / 1000
+    mask_BT = (gaps_BT < 0.5).float()  # the larger ones are not trained
+    batch = replace(make_batch(), loss_mask_BT=mask_BT)
+    described = describe_mismatch(-gaps_BT, torch.ones_like(gaps_BT), batch, MismatchConfig())
+    assert float(described["mismatch_p99_max"]) == pytest.approx(0.494)  # 5 of 500 are larger
 
 
 @pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo", "dppo"])

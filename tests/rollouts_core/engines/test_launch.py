@@ -67,6 +67,19 @@ def test_every_setting_reaches_the_servers_command_line(
     assert argv[-2:] == ("--seed", "3")
 
 
+def test_servers_are_started_for_adapters_of_models_that_they_are_known_to_adapt(tmp_path: Path) -> None:
+    def arguments(kind: str, architecture: str, *, on_gpu: bool = True) -> tuple[str, ...]:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "dtype": "bfloat16"}))
+        job = job_of({"kind": kind}).model_copy(update={"adapter_rank": 20})
+        return render_launch(job, tmp_path, on_gpu=on_gpu).argv
+
+    for kind in ("sglang", "vllm"):
+        assert "--enable-lora" not in arguments(kind, "MixtralForCausalLM")
+        assert option(arguments(kind, "Qwen3ForCausalLM"), "--max-lora-rank") == "32"
+    assert "--enable-lora" in arguments("vllm", "Qwen3ForCausalLM", on_gpu=False)
+    assert "--enable-lora" not in arguments("sglang", "Qwen3ForCausalLM", on_gpu=False)
+
+
 def test_vllm_gives_the_logprobs_of_what_it_samples_from_and_takes_updates() -> None:
     command = render_launch(job_of({"kind": "vllm", "dtype": "float16"}), Path("/models/m"), on_gpu=True)
     assert option(command.argv, "--logprobs-mode") == "processed_logprobs"

@@ -17,6 +17,7 @@ from torch import Tensor
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.embedded.adapters import merge_published
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.protocol import SegmentAccess
@@ -66,7 +67,8 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def weights_of(decoder: Decoder) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in decoder._weights.by_name.items()}
+    served = {**decoder._weights.by_name, **decoder._adapters}
+    return {name: tensor.float() for name, tensor in merge_published(served).items()}
 
 
 def share_of(change: dict[str, Tensor], intended: dict[str, Tensor]) -> float:

@@ -1,0 +1,66 @@
+"""Tell before RL whether its adapters reach the engines as adapters or merged into the weights, and why.
+
+Not here: the engines' own answer, which decides (engines/adapters.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollouts_core.config import Config, DeploymentConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.embedded.architecture import read_json
+from rollouts_core.errors import CheckpointError
+from rollouts_core.findings import Caution
+
+
+def describe_adapter_form(config: Config) -> list[str]:
+    """How adapters of RL reach the engines; empty without adapters, or without engines."""
+    if not config.training.rl.policy.lora.rank or not config.is_graded or config.data.rollouts:
+        return []
+    reason = find_merge_reason(config.training.rl, config.rollout, config.deployment)
+    if reason := reason or find_unknown_architecture(config.rollout, Path(config.model.path)):
+        return [
+            Caution(
+                "training.rl.policy.lora: adapters are merged into the weights that the engines get, because "
+                f"{reason}; engines in bfloat16 round small updates away (`update_arrived_share` in the metrics)"
+            )
+        ]
+    spec = config.rollout.engine.spec
+    limit = "" if spec.adapts_on_cpu else f" (merged into the weights for {spec.title} without a GPU)"
+    return [f"training.rl.policy.lora: adapters are sent to the engines as adapters{limit}"]
+
+
+def sends_adapters(training: RLTrainingConfig, rollout: RolloutConfig, deployment: DeploymentConfig) -> bool:
+    """True if RL trains adapters and the settings let engines take them as adapters."""
+    return training.policy.lora.rank > 0 and not find_merge_reason(training, rollout, deployment)
+
+
+def find_merge_reason(training: RLTrainingConfig, rollout: RolloutConfig, deployment: DeploymentConfig) -> str:
+    """The setting for which the engines get merged weights; empty if they get adapters."""
+    spec, rank = rollout.engine.spec, training.policy.lora.rank
+    if spec.adapter_form != "folder":
+        return "" if spec.adapter_form else f"{spec.title} takes no adapters"
+    if rollout.engine.weight_transfer != "auto":
+        return f'rollout.engine.weight_transfer "{rollout.engine.weight_transfer}" sends weights alone'
+    if rollout.engine.router_url or rollout.engine.router_python:
+        return "requests through sglang-router name no adapters"
+    if rollout.in_flight == "continue":
+        return 'requests under way cannot change their adapters (rollout.in_flight "continue")'
+    if deployment.colocated:
+        return "deployment.colocated frees the memory of the engines, adapters included"
+    if not spec.rank_of_slots(rank):
+        return f"{spec.title} takes adapters up to rank {max(spec.adapter_ranks)}"
+    return ""
+
+
+def find_unknown_architecture(rollout: RolloutConfig, folder: Path) -> str:
+    """Why an engine is not known to take adapters of a local model; empty if it is, or if the folder is not here."""
+    known = rollout.engine.spec.adapted_architectures
+    if not known or not (folder / "config.json").is_file():
+        return ""
+    try:
+        architecture = str((read_json(folder / "config.json").get("architectures") or ["?"])[0])
+    except CheckpointError:  # the model's own checks name the problem
+        return ""
+    title = rollout.engine.spec.title
+    return "" if architecture in known else f"{title} is not known to take adapters of {architecture}"

@@ -1,0 +1,94 @@
+"""Low-rank adapters beside the matrices of the embedded engine, as a trainer publishes them.
+
+Not here: the products (projection.py), training (model/lora.py).
+
+    model.layers.0.self_attn.q_proj.lora_A.weight   [R, K]      matrices that share an input are one matrix (qkv), and
+    model.layers.0.self_attn.q_proj.lora_B.weight   [N, R]      so are their adapters: A's stacked, B's on the diagonal
+
+Published adapters are already scaled: a layer adds B (A x). R rank, K inner dimension, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollouts_core.embedded.projection import Projection, SmallProducts, choose_library
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""Name endings of an adapter's two matrices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The rows of one named layer in a matrix."""
+
+    projection: Projection
+    begin: int
+    end: int
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of a published adapter's tensor."""
+    return name.endswith((DOWN, UP))
+
+
+def largest_rank(adapters: Mapping[str, Tensor]) -> int:
+    """The rank of the adapters, or the largest of their ranks."""
+    return max(len(tensor) for name, tensor in adapters.items() if name.endswith(DOWN))
+
+
+def adapter_shapes(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
+    """The shapes that adapters must have, both matrices of each adapted layer that the model has."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in _layers_of(adapters):
+        down = adapters.get(layer + DOWN)
+        if layer in places and down is not None and down.dim() == 2:
+            num_in, rank = places[layer].projection.shape_NK[1], len(down)
+            shapes |= {layer + DOWN: (rank, num_in), layer + UP: (places[layer].end - places[layer].begin, rank)}
+    return shapes
+
+
+def place_adapters(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+    """Give every matrix the adapters of its layers, and none to the others."""
+    parts: dict[int, list[tuple[Place, Tensor, Tensor]]] = {}
+    for layer in _layers_of(adapters):
+        place = places[layer]
+        parts.setdefault(id(place.projection), []).append((place, adapters[layer + DOWN], adapters[layer + UP]))
+    for projection in {id(place.projection): place.projection for place in places.values()}.values():
+        projection.adapter = _join(projection, parts[id(projection)]) if id(projection) in parts else None
+
+
+def adapter_projections(projections: Iterable[Projection]) -> list[Projection]:
+    """The matrices of all adapters."""
+    return [each for projection in projections if projection.adapter for each in projection.adapter]
+
+
+def merge_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Published weights with their adapters merged in, as float32; all others as they are."""
+    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    for layer in _layers_of(tensors):
+        delta = tensors[layer + UP].float() @ tensors[layer + DOWN].float()
+        merged[f"{layer}.weight"] = merged[f"{layer}.weight"].float() + delta
+    return merged
+
+
+def _layers_of(adapters: Iterable[str]) -> list[str]:
+    """The names of adapted layers, in the order of the tensors."""
+    return list(dict.fromkeys(name.removesuffix(DOWN).removesuffix(UP) for name in adapters if is_adapter(name)))
+
+
+def _join(projection: Projection, parts: list[tuple[Place, Tensor, Tensor]]) -> SmallProducts:
+    """One pair of matrices for the adapters of one matrix."""
+    down_RK = torch.cat([down for _, down, _ in parts])
+    up_NR = down_RK.new_zeros(projection.shape_NK[0], len(down_RK))
+    first = 0
+    for place, down, up in parts:
+        up_NR[place.begin : place.end, first : first + len(down)] = up
+        first += len(down)
+    return SmallProducts(
+        Projection(down_RK, None, choose_library(down_RK)), Projection(up_NR, None, choose_library(up_NR))
+    )

@@ -1,0 +1,108 @@
+"""Decide whether adapters reach the engines as adapters, and remember where the frozen weights were published.
+
+Not here: publishing (weight_sync.py), an engine's answer about itself (sglang.py, vllm.py).
+
+    "beside"   adapters are tensors of the published version, beside the weights, which go once     the embedded engine
+    "folder"   adapters are a folder in PEFT's form, which requests name; the weights go once       SGLang, vLLM
+    ""         adapters are merged into the weights, which go each time                             all engines
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollouts_core.embedded.adapters import DOWN, largest_rank, merge_published
+from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engine_kinds.spec import AdapterForm
+from rollouts_core.engines.checksums import read_config
+from rollouts_core.system.concurrency import gather
+from rollouts_core.system.files import new_directory
+
+logger = logging.getLogger(__name__)
+
+
+PEFT_PREFIX = "base_model.model."
+"""PEFT's prefix for the names of a model's layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedWeights:
+    """One published version: a folder of adapters, and the directory of the frozen weights."""
+
+    version: str
+    """Also the name of the adapter in requests."""
+    folder: Path
+    """The adapters in PEFT's form."""
+    adapters: Mapping[str, Tensor]
+    """The same in host memory."""
+    model_dir: Path
+    """The weights."""
+    base_version: str
+    """The name of the weights without adapters."""
+
+    def write(self, directory: Path) -> None:
+        """Make `directory` the model's, with merged adapters."""
+        save_file(merge_published({**read_tensors(self.model_dir), **self.adapters}), directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(read_config(self.model_dir)), encoding="utf-8")
+
+
+def write_scaled_folder(folder: Path, adapters: Mapping[str, Tensor]) -> None:
+    """Write published adapters in PEFT's form. Their scale is in B, so alpha is the rank."""
+    rank = largest_rank(adapters)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in adapters if DOWN in name}),
+    }
+    with new_directory(folder) as directory:
+        named = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters.items()}
+        save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that may take adapters as such."""
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """How its server takes adapters of this rank; empty if it cannot, or is away."""
+        ...
+
+
+async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
+    """The form in which all engines take adapters of this rank; empty if one takes none, or they differ."""
+    known = [engine for engine in engines if isinstance(engine, TakesAdapters)]
+    forms = set(await gather([partial(engine.adapter_form, rank) for engine in known]))
+    return forms.pop() if len(forms) == 1 and len(known) == len(engines) else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishedBase:
+    """Where the frozen weights below the published adapters lie."""
+
+    place: object = None
+    """Equal for publications that can share them; None if they are to be published with the next adapters."""
+    form: AdapterForm | None = None
+    """The form of the last publication of adapters; None before the first."""
+
+    def note_form(self, form: AdapterForm, *, num_bytes: int) -> None:
+        """Write into the log how adapters go, once and after each change."""
+        if form == self.form:
+            return
+        self.form = form
+        if form:
+            logger.info("adapters are sent as adapters: %.3g MB in each publication", num_bytes / 1e6)
+        else:
+            logger.info("adapters are merged into the weights for the engines, which take no adapters")

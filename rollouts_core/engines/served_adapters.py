@@ -1,0 +1,54 @@
+"""Load and unload adapters at one server, and know which adapter requests name.
+
+Not here: the weights below, and the server's name of the version (vllm.py, sglang.py), proofs (delivery.py).
+"""
+
+from __future__ import annotations
+
+from rollouts_core.engines.adapters import AdaptedWeights
+from rollouts_core.engines.http import UPDATE_TIMEOUT, EngineConnection
+from rollouts_core.errors import EngineError, EngineUnavailableError
+
+
+class ServedAdapters:
+    """The adapters of one server. SGLang and vLLM list, load and unload adapters in the same form.
+
+    Args:
+        prefix: of the paths that load and unload.
+    """
+
+    def __init__(self, connection: EngineConnection, *, prefix: str = "") -> None:
+        self._connection = connection
+        self._prefix = prefix
+        self.current = ""
+        """The adapter that requests name; empty for the weights without adapters."""
+
+    async def load(self, weights: AdaptedWeights, version: str) -> None:
+        """Load an adapter as `version`; what is served stays as it is."""
+        if version in await self.names():
+            await self._unload(version)  # servers refuse a name that they have
+        body = {"lora_name": version, "lora_path": str(weights.folder.resolve())}
+        path = f"{self._prefix}/load_lora_adapter"
+        await self._connection.call("POST", path, json=body, timeout=UPDATE_TIMEOUT, is_answered=False)
+
+    async def drop(self, *, kept: str) -> None:
+        """Unload all adapters but one."""
+        for name in await self.names():
+            if name != kept:
+                await self._unload(name)
+
+    async def names(self) -> list[str]:
+        """The names of loaded adapters."""
+        models = await self._connection.call("GET", "/v1/models")
+        listed = models.get("data", []) if isinstance(models, dict) else []
+        return [str(each["id"]) for each in listed if each.get("parent")]
+
+    async def explain(self, error: EngineError, adapter: str) -> EngineError:
+        """The error of a request with an adapter. A restarted server has lost its adapters, and can get them again."""
+        if not adapter or isinstance(error, EngineUnavailableError) or adapter in await self.names():
+            return error
+        return EngineUnavailableError(f"{self._connection.url} has no adapters {adapter}: {error}")
+
+    async def _unload(self, name: str) -> None:
+        path = f"{self._prefix}/unload_lora_adapter"
+        await self._connection.call("POST", path, json={"lora_name": name}, timeout=UPDATE_TIMEOUT, is_answered=False)
