@@ -1,9 +1,11 @@
 """Live pages about the runs of a store: curves, samples, events, money.
 
-Not here: what a page shows (rollouts_core/report/live.py), which stages a run came to (store_runs.py).
+Not here: what a page shows (rollouts_core/report/live.py, live_blocks.py), which stages a run came to (store_runs.py).
 
-    GET /             the runs, the latest first
-    GET /runs/<run>   a run; the page asks for itself again every few seconds; /runs/<run>/report when there is one
+    GET /                           the runs, the latest first
+    GET /runs/<run>                 a run; the page asks for itself again every few seconds
+    GET /runs/<run>/blocks/<name>   curves, and samples in pages of bounded size, as the page asks for them
+    GET /runs/<run>/report          the report, when there is one
 
 Served on loopback, by what `rollouts up` started or by `rollouts watch`, with the password of the store's Prefect
 server. Nothing can be changed through it. The port is kept from one start to the next, so that links stay good.
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rollouts.flows.own_server.password import basic_authorization, own_password
 from rollouts.flows.store_runs import (
@@ -38,8 +40,9 @@ from rollouts.infra.ledger import StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
-from rollouts_core.report.assets import find_policy
-from rollouts_core.report.live import render_live, render_runs
+from rollouts_core.report.assets import asset_blocks, find_policy
+from rollouts_core.report.live import live_assets, render_live, render_runs
+from rollouts_core.report.live_blocks import StepCache, find_block
 from rollouts_core.system.files import write_json
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ MAX_RUNS = 50
 """So many are listed; the others have their pages too, for links that were given out."""
 END_S = 10.0
 MAX_LOOKS = 5
+NO_SCRIPTS = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'"
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +113,16 @@ def find_live_pages(store: Path) -> LiveAddress | None:
 def live_app(store: Path) -> Starlette:
     """The pages of a store; every request must carry the password."""
     from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, PlainTextResponse
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
     wanted = basic_authorization(own_password(store / "prefect"))
 
-    def respond(page: str, *, nonce: str = "", policy: str = "") -> Response:
-        script = f"script-src 'nonce-{nonce}'; connect-src 'self'" if nonce else "script-src 'none'"
-        policy = policy or f"default-src 'none'; style-src 'unsafe-inline'; {script}"
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+    common = {"Cache-Control": "no-store", "X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
+    static, cache, policy_of_live = asset_blocks(), StepCache(), live_assets().policy
+
+    def respond(page: str, policy: str) -> Response:
+        headers = {**common, "Content-Security-Policy": policy}
         return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half an emoji cannot be encoded
 
     def refused(request: Request) -> Response | None:
@@ -126,7 +132,7 @@ def live_app(store: Path) -> Starlette:
         return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
 
     def runs(request: Request) -> Response:
-        return refused(request) or respond(render_runs(list_runs(store)))
+        return refused(request) or respond(render_runs(list_runs(store)), NO_SCRIPTS)
 
     def run(request: Request) -> Response:
         if answer := refused(request):
@@ -134,9 +140,20 @@ def live_app(store: Path) -> Starlette:
         uses = find_run(store, request.path_params["run"])
         if uses is None:
             return PlainTextResponse("there is no such run, or it has not come to a stage yet", 404)
-        nonce = secrets.token_urlsafe(16)
-        page = looked_again(lambda: render_live(load_run(store, uses), script_nonce=nonce, now=time.time()))
-        return respond(page, nonce=nonce)
+        page = looked_again(lambda: render_live(load_run(store, uses), now=time.time()))
+        return respond(page, policy_of_live)
+
+    def block(request: Request) -> Response:
+        if answer := refused(request):
+            return answer
+        name, uses = request.path_params["name"], find_run(store, request.path_params["run"])
+        packed = static.get(name)
+        if packed is None and uses is not None:
+            packed = looked_again(lambda: find_block(load_run(store, uses), name, cache))
+        if packed is None:
+            return PlainTextResponse("the run has no such block", 404, headers=common)
+        headers = {**common, "Content-Encoding": "gzip"}
+        return Response(packed, media_type="text/plain; charset=utf-8", headers=headers)
 
     def report(request: Request) -> Response:
         if answer := refused(request):
@@ -146,13 +163,20 @@ def live_app(store: Path) -> Starlette:
         if path is None or not path.is_file():
             return PlainTextResponse("there is no such run, or it has not come to its report yet", 404)
         page = path.read_text(encoding="utf-8", errors="replace")
-        return respond(page, policy=find_policy(page))
+        return respond(page, find_policy(page))
 
-    return Starlette(routes=[Route("/", runs), Route("/runs/{run}", run), Route("/runs/{run}/report", report)])
+    return Starlette(
+        routes=[
+            Route("/", runs),
+            Route("/runs/{run}", run),
+            Route("/runs/{run}/report", report),
+            Route("/runs/{run}/blocks/{name:path}", block),
+        ]
+    )
 
 
-def looked_again(render: Callable[[], str]) -> str:
-    """A page, made anew where a file is gone that was there a moment ago: RL removes samples, and prune stages."""
+def looked_again(render: Callable[[], Made]) -> Made:
+    """A page or block, made anew if a file vanished meanwhile: RL removes samples, and prune stages."""
     for _ in range(MAX_LOOKS - 1):
         with suppress(FileNotFoundError):
             return render()

@@ -165,6 +165,8 @@ def run_stages(
         rivals: further models that are evaluated on the same prompts, by name.
     """
     config = with_choice_of(config, machine)
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.note_plan(scope.output_dir.name, [place.name for place in stages_of(config.mode)])
     models = {BASE: base_model(config)}
     records: list[StageRecord] = []
     for name, kind in stages_of(config.mode):
