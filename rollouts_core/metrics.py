@@ -99,11 +99,11 @@ class EventLog:
         append_line(self._file, line)
         os.fsync(self._file.fileno())
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, **details: Any) -> None:  # Any: JSON
         """Append a warning and log it; an empty message does nothing."""
         if message:
             logger.warning("%s", message)
-            self.write("warning", message=message)
+            self.write("warning", message=message, **details)
 
     def close(self) -> None:
         """Close the file."""

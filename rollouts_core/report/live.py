@@ -24,12 +24,14 @@ from rollouts_core.report.live_blocks import live_sets, version_of
 from rollouts_core.report.live_run import UNREADABLE, LiveRun, LiveStage
 from rollouts_core.report.page import bare_style, page_templates
 from rollouts_core.report.results import describe_found
+from rollouts_core.report.warnings import list_warnings
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import is_training, kind_of
 from rollouts_core.stopping import describe_stop
 
 REFRESH_S = 3.0
 MAX_EVENTS = 8
+MAX_WARNINGS = 20
 PACE_STEPS = 20
 """The time left is told from as many steps as these."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
@@ -51,6 +53,8 @@ class ShownStage:
     """About how long the rest of its steps takes; empty if nothing can be said."""
     numbers: tuple[tuple[str, str], ...] = ()
     events: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Of its latest attempt, the newest first."""
     run_dir: str = ""
 
     @property
@@ -141,6 +145,7 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
         if kind is None
         else tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
         events=tuple(describe_event(event) for event in events[: -MAX_EVENTS - 1 : -1]),
+        warnings=tuple(list_warnings(events)[: -MAX_WARNINGS - 1 : -1]),
         run_dir=str(stage.run_dir),
     )
 

@@ -38,6 +38,7 @@ SERVE = (
     "import sys, time; from pathlib import Path; from rollouts.flows.live import served_live_pages\n"
     "with served_live_pages(Path(sys.argv[1])) as live:\n    print(live.port, flush=True)\n    time.sleep(600)"
 )
+WARNING = "step 31: tokens are <b>9</b> publications old"
 MAX_BLOCK_BYTES = 3_000_000
 MAX_HEAP_MB, MAX_NODES = 100, 6_000
 MAX_SERVER_MB = 400
@@ -190,10 +191,15 @@ def test_ten_updates_keep_focus_selection_scroll_and_folds(served: Served, direc
     for step in range(31, 41):
         write_step(directory, step)
         served.await_refreshes(2)
+    warned = {"event": "warning", "rule": "staleness", "message": WARNING, "attempt": 1, "time": time.time()}
+    directory.events.write_text(json.dumps(warned) + "\n")
+    served.await_refreshes(2)
     page.get_by_text("804 of 804 samples").wait_for()
     assert page.evaluate(read) == before, "200 rows came in above"
     page.locator("#views").get_by_role("link", name="Overview").click()
     assert page.locator("details[id=stage-rl-1-events]").get_attribute("open") is not None
+    assert page.locator("#warned").inner_text() == "rl: 1 warning"
+    assert page.locator("#warnings").inner_text() == f"rl {WARNING}"
     assert "step 40 of 100" in page.locator("[id=stage-rl-1-state]").inner_text()
     assert page.locator("#stages li").all_inner_texts() == [
         "✓ sft",
