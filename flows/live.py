@@ -2,7 +2,7 @@
 
 Not here: what a page shows (rollouts_core/report/live.py, live_blocks.py), which stages a run came to (store_runs.py).
 
-    GET /                           the runs, the latest first
+    GET /                           the runs, the latest first; /?q=small&state=running filters them
     GET /runs/<run>                 a run; the page asks for itself again every few seconds
     GET /runs/<run>/blocks/<name>   curves, and samples in pages of bounded size, as the page asks for them
     GET /runs/<run>/report          the report, when there is one
@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollouts.flows.own_server.password import basic_authorization, own_password
 from rollouts.flows.store_runs import (
-    describe_run_state,
     find_run,
     lives,
     living_runs,
@@ -35,14 +34,17 @@ from rollouts.flows.store_runs import (
     report_path,
     runs_by_use,
     stage_name,
+    summarize_run,
 )
 from rollouts.infra.ledger import StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
 from rollouts_core.report.assets import asset_blocks, find_policy
-from rollouts_core.report.live import live_assets, render_live, render_runs
+from rollouts_core.report.live import ListedRun, draw_spark, live_assets, render_live, render_runs
 from rollouts_core.report.live_blocks import StepCache, find_block
+from rollouts_core.report.live_run import UNREADABLE
+from rollouts_core.stages import is_training
 from rollouts_core.system.files import write_json
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ MAX_RUNS = 50
 """So many are listed; the others have their pages too, for links that were given out."""
 END_S = 10.0
 MAX_LOOKS = 5
-NO_SCRIPTS = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'"
+POLICY_OF_LIST = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'; form-action 'self'; base-uri 'none'"
 Made = TypeVar("Made")
 
 
@@ -132,7 +134,11 @@ def live_app(store: Path) -> Starlette:
         return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
 
     def runs(request: Request) -> Response:
-        return refused(request) or respond(render_runs(list_runs(store)), NO_SCRIPTS)
+        if answer := refused(request):
+            return answer
+        query, state = (request.query_params.get(name, "") for name in ("q", "state"))
+        listed, is_cut = list_runs(store, query, state)
+        return respond(render_runs(listed, query=query, state=state, is_cut=is_cut), POLICY_OF_LIST)
 
     def run(request: Request) -> Response:
         if answer := refused(request):
@@ -183,18 +189,45 @@ def looked_again(render: Callable[[], Made]) -> Made:
     return render()
 
 
-def list_runs(store: Path) -> list[dict[str, str]]:
-    """The lines of the list of runs."""
-    listed = runs_by_use(store)[:MAX_RUNS]
-    living = living_runs(store)
-    return [describe_run(store, uses, is_alive=lives(uses, living)) for uses in listed]
+def list_runs(store: Path, query: str = "", state: str = "") -> tuple[list[ListedRun], bool]:
+    """The lines of the latest runs with this in their names and in this state, and whether there are more."""
+    living, found = living_runs(store), list[ListedRun]()
+    for uses in runs_by_use(store):
+        if query.casefold() not in uses[0].run.casefold():
+            continue
+        line = describe_run(store, uses, living)
+        if state and line.state != state:
+            continue
+        if len(found) == MAX_RUNS:
+            return found, True
+        found.append(line)
+    return found, False
 
 
-def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
-    """A run's line in the list."""
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
-    state = describe_run_state(store, uses, is_alive=is_alive)
-    return {"key": uses[0].run, "name": uses[0].run, "stage": stage_name(uses[-1]), "state": state, "began": began}
+def describe_run(store: Path, uses: Sequence[StageUse], living: Collection[str]) -> ListedRun:
+    """A run's line in the list; only what is known of one with files of another version."""
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(use.began_at for use in uses)))
+    key, is_alive = uses[0].run, lives(uses, living)
+    try:
+        run = summarize_run(store, uses, living=living)
+        training = next((use for use in reversed(uses) if is_training(stage_name(use))), None)
+        curve, title = draw_spark(stage_name(training), store / "stages" / training.stage) if training else ("", "")
+    except UNREADABLE:
+        return ListedRun(key=key, state="running" if is_alive else "stopped", stage=stage_name(uses[-1]), began=began)
+    return ListedRun(
+        key=key,
+        state=run.state,
+        stage=f"{run.training} {run.step:,}/{run.num_steps:,}" if run.training and is_alive else run.stage,
+        began=began,
+        score=f"{run.score.mean:.3f}" if run.score else "",
+        interval=f"{run.score.low:.3f} to {run.score.high:.3f}" if run.score else "",
+        change="" if run.change is None else f"{run.change:+.3f}".replace("-", "−"),
+        direction="" if not run.change else "up" if run.change > 0 else "down",
+        cost="" if run.usd is None else f"{run.usd:.2f} USD",
+        has_report=bool(run.report),
+        curve=curve,
+        curve_title=title,
+    )
 
 
 def _listener(port: int) -> socket.socket:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.config.messages import first_line
-from rollouts_core.metrics import metrics_by_step, read_last_lines
+from rollouts_core.metrics import metrics_by_step, read_last_lines, read_some_lines
 from rollouts_core.report.assets import Assets, make_assets
-from rollouts_core.report.charts import format_number, format_seconds
+from rollouts_core.report.charts import Axis, axis_place, format_number, format_seconds, line_path, padded_axis
+from rollouts_core.report.curves import metric_points
 from rollouts_core.report.live_blocks import live_sets, version_of
 from rollouts_core.report.live_run import UNREADABLE, LiveRun, LiveStage
 from rollouts_core.report.page import bare_style, page_templates
@@ -30,6 +31,9 @@ from rollouts_core.stages import is_training, kind_of
 from rollouts_core.stopping import describe_stop
 
 REFRESH_S = 3.0
+RUN_STATES = ("running", "done", "cancelled", "failed", "stopped")
+SPARK_LINES = 40
+"""So many lines of metrics make the small curve of a run in the list."""
 MAX_EVENTS = 8
 MAX_WARNINGS = 20
 PACE_STEPS = 20
@@ -63,6 +67,31 @@ class ShownStage:
         return Path(self.run_dir).name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """A line of the list of runs."""
+
+    key: str
+    """The name of its folder of results, which names it in addresses."""
+    state: str
+    """One of `RUN_STATES`."""
+    stage: str
+    """The last stage that it came to, or the step of its last training."""
+    began: str
+    score: str = ""
+    """That of the last model that was scored."""
+    interval: str = ""
+    change: str = ""
+    """The difference to the start model, on held-out rows."""
+    direction: str = ""
+    """up or down."""
+    cost: str = ""
+    has_report: bool = False
+    curve: str = ""
+    """The reward or loss of its last training, as a path."""
+    curve_title: str = ""
+
+
 def live_assets() -> Assets:
     """Style, script and policy of the page."""
     return make_assets(bare_style(page_templates()), is_served=True)
@@ -88,9 +117,29 @@ def render_live(run: LiveRun, *, now: float) -> str:
     )
 
 
-def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
-    """The list of runs; each has a key for its address, a name, its last stage, its state, and when it began."""
-    return page_templates().get_template("live_runs.html.jinja").render(runs=runs)
+def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", is_cut: bool = False) -> str:
+    """The list of runs.
+
+    Args:
+        query: the part of their names that was asked for.
+        state: the state that was asked for, one of `RUN_STATES`.
+        is_cut: there are more.
+    """
+    template = page_templates().get_template("live_runs.html.jinja")
+    return template.render(runs=runs, query=query, state=state, states=RUN_STATES, is_cut=is_cut)
+
+
+def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:
+    """The first curve of a training as a small path, and as text; empty without one."""
+    curve = kind_of(stage).curves[0]
+    lines = metrics_by_step(read_some_lines(RunDirectory(run_dir).metrics, SPARK_LINES))
+    points = metric_points(lines, curve.metric)
+    if len(points) < 2:
+        return "", ""
+    steps, values = zip(*points, strict=True)
+    x_axis, y_axis = Axis(min(steps), max(steps), 2, 98), padded_axis(values, 22, 2)
+    path = line_path([(axis_place(x_axis, step), axis_place(y_axis, value)) for step, value in points])
+    return path, f"{curve.title} {format_number(values[0])} → {format_number(values[-1])}"
 
 
 def describe_versions(run: LiveRun) -> dict[str, str]:

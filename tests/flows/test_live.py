@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,16 +247,48 @@ def test_a_stage_that_stopped_by_itself_says_which_step_is_saved(store: Path, vi
     assert "stopped: step 5 is saved" in visitor.get("/runs/mine-01234567").text
 
 
+def listed_states(visitor: httpx.Client, query: str = "") -> list[str]:
+    return re.findall(r'<span class="chip (\w+)">', visitor.get(f"/{query}").text)
+
+
+def test_the_list_shows_scores_and_curves_and_is_filtered(store: Path, visitor: httpx.Client) -> None:
+    scored = [
+        {"name": name, "scores": [], "mean": mean, "low": mean - 0.1, "high": mean + 0.1, "num_rows": 10}
+        for name, mean in (("base", 0.25), ("rl", 0.75))
+    ]
+    (store / "stages/evaluate-1").mkdir()
+    result = {"format": 1, "metric": "accuracy", "checkpoints": scored, "best": "rl"}
+    (store / "stages/evaluate-1/result.json").write_text(json.dumps(result))
+    with Ledger(store / LEDGER_FILE) as ledger:
+        ledger.note_use("evaluate-1", "0123456789abcdef", run="mine-01234567", num_steps=2)
+        ledger.note_use("rl-gone", "aaaaaaaaaaaaaaaa", run=f"{HOSTILE}-aaaaaaaa")
+    page = visitor.get("/").text
+    assert "<b>0.750</b><small>0.650 to 0.850</small>" in page and '<td class="num up">+0.500</td>' in page
+    assert page.count('<svg class="spark"') == 2 and "<title>Reward 0.1 → 0.5</title>" in page
+    assert HOSTILE not in page and page.count("&lt;script&gt;alert(1)") >= 1
+    assert "form-action 'self'" in visitor.get("/").headers["content-security-policy"]
+    assert len(listed_states(visitor)) == 3 and len(listed_states(visitor, "?q=MINE")) == 1
+    assert listed_states(visitor, "?state=running") == [] == listed_states(visitor, "?q=%3Cnothing")
+    assert (
+        "No run fits the filter" in visitor.get("/?q=%22%3E%3Cb%3E").text
+        and '"><b>' not in visitor.get("/?q=%22%3E%3Cb%3E").text
+    )
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("fedcba9876543210"):
+        assert listed_states(visitor, "?state=running") == ["running"]
+        assert "rl 5/10" in visitor.get("/?state=running").text
+        assert listed_states(visitor, "?state=running&q=mine") == []
+
+
 def test_a_run_without_a_process_or_an_exit_record_tells_no_time_left(store: Path, visitor: httpx.Client) -> None:
     page = visitor.get("/runs/mine-01234567").text
     assert "step 5 of 10" in page and "no process of the run is left" in page and "about 50" not in page
     assert "<b>not running, no report</b>" in page
-    assert visitor.get("/").text.count("<td>not running, no report</td>") == 2
+    assert listed_states(visitor) == ["stopped", "stopped"]
     (store / "runs/mine-01234567").mkdir(parents=True)
     (store / "runs/mine-01234567/report.html").touch()
-    assert "<td>has a report</td>" in visitor.get("/").text
+    assert listed_states(visitor) == ["done", "stopped"]
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("0123456789abcdef"):
-        assert "<td>running</td>" in visitor.get("/").text
+        assert listed_states(visitor) == ["running", "stopped"]
         assert "<b>running</b> · rl: about 50.0 s left" in visitor.get("/runs/mine-01234567").text
 
 
