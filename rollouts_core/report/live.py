@@ -181,7 +181,9 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     kind = kind_of(stage.name) if is_training(stage.name) else None
     is_finished = files.result.is_file()
     state = describe_state(stage, metrics, events, is_finished=is_finished, now=now)
-    is_running = not is_finished and stage.is_followed and not stage.ended
+    latest_attempt = max((int(each.get("attempt", 0)) for each in events), default=0)
+    has_ended = bool(stage.ended) and stage.ended_attempt >= latest_attempt
+    is_running = not is_finished and stage.is_followed and not has_ended
     left_s = seconds_left(metrics, stage.num_steps) if metrics and is_running else None
     return ShownStage(
         name=stage.name,

@@ -75,6 +75,7 @@ class StepCache:
     def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
         self.max_bytes = max_bytes
         self.lock = threading.Lock()
+        self._held_out: tuple[str, list[KeptStep], list[str]] = ("", [], [])
         self._held: OrderedDict[tuple[Any, ...], KeptStep] = OrderedDict()  # Any: path and versions of files
 
     @property
@@ -90,6 +91,15 @@ class StepCache:
         while self.num_bytes > self.max_bytes and len(self._held) > 1:
             self._held.popitem(last=False)
         return step
+
+    def load_held_out(self, sets: Sequence[SampleSet], vocabulary: Vocabulary) -> tuple[list[KeptStep], list[str]]:
+        """The held-out answers of all models, and what is said about them; read only if a file changed."""
+        held_out = [(place, each) for place, each in enumerate(sets) if not each.is_training]
+        key = " ".join(f"{place} {file.path} {version_of(file)}" for place, each in held_out for file in each.files)
+        if self._held_out[0] != key:
+            notes = list[str]()
+            self._held_out = (key, keep_held_out(held_out, vocabulary, PAGE_BYTES, notes), notes)
+        return self._held_out[1:]
 
 
 def _size_of(step: KeptStep) -> int:
@@ -206,8 +216,7 @@ def find_page(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObjec
     """
     sets, vocabulary = live_sets(run), vocabulary_of(run.stages)
     if parts[0] == HELD_OUT:
-        notes = list[str]()
-        kept = _held_out(sets, vocabulary, notes)
+        kept, notes = cache.load_held_out(sets, vocabulary)
         return describe_page(sets, kept, vocabulary, notes=notes, about={"name": f"page/{HELD_OUT}", "set": HELD_OUT})
     chosen = _first(each for each in sets if each.key == parts[0])
     step = chosen.files[-1].step if parts[1] == "last" else int(parts[1])
@@ -276,7 +285,7 @@ def find_chunk(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObje
         step = cache.load(file, vocabulary)
     else:
         place = sets.index(chosen)
-        step = _first(each for each in _held_out(sets, vocabulary, []) if each.set_index == place)
+        step = _first(each for each in cache.load_held_out(sets, vocabulary)[0] if each.set_index == place)
     if parts[2].startswith("g"):
         step = only_groups(step, set(map(int, parts[2][1:].split("+"))))
         return read_chunk([text for _, texts in split_chunks([step]) for text in texts])
@@ -286,11 +295,6 @@ def find_chunk(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObje
 def _find_file(sets: Sequence[SampleSet], parts: Sequence[str]) -> tuple[SampleSet, StepFile]:
     chosen = _first(each for each in sets if each.key == parts[0])
     return chosen, _first(file for file in chosen.files if file.step == int(parts[1]))
-
-
-def _held_out(sets: Sequence[SampleSet], vocabulary: Vocabulary, notes: list[str]) -> list[KeptStep]:
-    held_out = [(place, each) for place, each in enumerate(sets) if not each.is_training]
-    return keep_held_out(held_out, vocabulary, PAGE_BYTES, notes)
 
 
 def _first(found: Iterable[Found]) -> Found:

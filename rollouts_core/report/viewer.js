@@ -729,12 +729,26 @@
   };
 
   const stepView = {
-    async show(root, [set, step]) {
-      const groups = index ? index.groups.step.flatMap((each, group) => (each === Number(step) && setOf(group).key === set ? [group] : [])) : [];
+    /** The way to the steps around a step. */
+    crumbs(set, step) {
       const steps = index ? [...new Set(index.groups.step.filter((_, group) => setOf(group).key === set))] : [], at = steps.indexOf(Number(step));
       const page = (index && index.page) || {}, before = steps[at - 1] ?? page.before, after = steps[at + 1] ?? page.after;
       const go = (to, rel, text) => (at >= 0 && to !== undefined && to !== null ? el("a", { href: `#step/${set}/${to}`, rel }, text) : "");
-      const crumbs = el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${set}${isLive() ? `&at=${step}` : ""}` }, "samples"), el("span", {}, `step ${step}`), el("span", { class: "push" }), go(before, "prev", `← step ${before}`), go(after, "next", `step ${after} →`));
+      return el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${set}${isLive() ? `&at=${step}` : ""}` }, "samples"), el("span", {}, `step ${step}`), el("span", { class: "push" }), go(before, "prev", `← step ${before}`), go(after, "next", `step ${after} →`));
+    },
+
+    /** A step after the one in sight is written later. */
+    async update() {
+      const [set, step] = parseHash().parts, crumbs = document.querySelector("#view-detail > .crumbs");
+      if (loading || !index || !crumbs || crumbs.querySelector("[rel=next]")) return;
+      await takePage(index.page.name);
+      const fresh = this.crumbs(set, step).querySelector("[rel=next]");
+      if (fresh && parseHash().parts.join() === [set, step].join()) crumbs.append(fresh);
+    },
+
+    async show(root, [set, step]) {
+      const groups = index ? index.groups.step.flatMap((each, group) => (each === Number(step) && setOf(group).key === set ? [group] : [])) : [];
+      const crumbs = this.crumbs(set, step);
       if (!groups.length) return root.replaceChildren(crumbs, el("h2", {}, `Step ${step}`), el("p", { class: "note" }, isLive() ? "The run directory has no samples of the step." : "This report holds no sample of the step. The run directory has all samples."));
       root.replaceChildren(crumbs, el("h2", {}, `Step ${step}: ${count(groups.length)} groups`), ...(await groupsTable(groups, "Prompt", (group) => index.prompts[index.groups.prompt[group]])));
     },

@@ -259,6 +259,45 @@ def test_a_sample_of_any_step_its_tokens_and_its_prompt_across_steps(served: Ser
     page.get_by_role("heading", name="Step 12: 5 groups").wait_for()
 
 
+def test_views_appear_when_the_run_comes_to_them(served: Served, directory: RunDirectory) -> None:
+    page = served.open("step/rl/30")
+    page.get_by_role("heading", name="Step 30: 5 groups").wait_for()
+    page.evaluate("document.body.dataset.refreshMs = 200")
+    assert page.locator("#views a").all_inner_texts() == ["Overview", "Curves", "Samples"]
+    write_step(directory, 31)
+    page.get_by_role("link", name="step 31 →").click()
+    page.get_by_role("heading", name="Step 31: 5 groups").wait_for()
+    rows = [
+        {"source": "a", "row": 1, "outcome": "trained", "reason": "", "tokens": [0, 3, 4, 2], "loss_mask": [0, 0, 1, 1]}
+    ]
+    described = {
+        "num_rows": 1,
+        "num_dropped": 0,
+        "max_length": 8,
+        "length_counts": [1],
+        "trained_share": 0.5,
+        "rows": rows,
+    }
+    RunDirectory(served.store / "stages/sft-1").rows.write_text(json.dumps(described))
+    evaluation = RunDirectory(served.store / "stages/evaluate-1")
+    evaluation.root.mkdir()
+    for place, name in enumerate(("base", "rl")):
+        answers = [rollout(1, group, (group + place) % 2, prompt=f"held {group}") for group in range(8)]
+        evaluation.write_samples(name, answers, temperature=1.0)
+    with Ledger(served.store / LEDGER_FILE) as ledger:
+        ledger.note_use("evaluate-1", RUN_ID, run=RUN, num_steps=2)
+    page.locator("#views").get_by_role("link", name="Held-out").click()
+    page.get_by_role("link", name="RL better than Base: 4 prompts").click()
+    page.get_by_text("4 of 8 prompts: RL gets a higher reward than Base.").wait_for()
+    page.locator("#held-out-live tbody tr[data-place='0'] a").click()
+    page.get_by_role("heading", name="Answers side by side").wait_for()
+    assert page.locator(".group article").count() == 2
+    page.locator("#views").get_by_role("link", name="SFT rows").click()
+    page.locator("#view-sft-rows").get_by_text("one two<|end|>").wait_for()
+    page.locator("#views").get_by_role("link", name="Overview").click()
+    assert page.locator("article").first.get_attribute("id") == "stage-evaluate-1"
+
+
 def test_a_run_of_10000_steps_takes_bounded_memory(browser: Browser, directory: RunDirectory) -> None:
     write_step(directory, 1)
     first = (directory.samples / "step_000001.jsonl").read_text()
