@@ -1,9 +1,11 @@
 """Live pages about the runs of a store: curves, samples, events, money.
 
-Not here: what a page shows (rollouts_core/report/live.py), which stages a run came to (store_runs.py).
+Not here: what a page shows (rollouts_core/report/live.py, live_blocks.py), which stages a run came to (store_runs.py).
 
-    GET /             the runs, the latest first
-    GET /runs/<run>   a run; the page asks for itself again every few seconds; /runs/<run>/report when there is one
+    GET /                           the runs, the latest first; /?q=small&state=running filters them
+    GET /runs/<run>                 a run; the page asks for itself again every few seconds
+    GET /runs/<run>/blocks/<name>   curves, and samples in pages of bounded size, as the page asks for them
+    GET /runs/<run>/report          the report, when there is one
 
 Served on loopback, by what `rollouts up` started or by `rollouts watch`, with the password of the store's Prefect
 server. Nothing can be changed through it. The port is kept from one start to the next, so that links stay good.
@@ -17,15 +19,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rollouts.flows.own_server.password import basic_authorization, own_password
 from rollouts.flows.store_runs import (
-    describe_run_state,
     find_run,
     lives,
     living_runs,
@@ -33,13 +34,17 @@ from rollouts.flows.store_runs import (
     report_path,
     runs_by_use,
     stage_name,
+    summarize_run,
 )
 from rollouts.infra.ledger import StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
-from rollouts_core.report.assets import find_policy
-from rollouts_core.report.live import render_live, render_runs
+from rollouts_core.report.assets import asset_blocks, find_policy
+from rollouts_core.report.live import ListedRun, draw_spark, live_assets, render_live, render_runs
+from rollouts_core.report.live_blocks import StepCache, find_block
+from rollouts_core.report.live_run import UNREADABLE
+from rollouts_core.stages import is_training
 from rollouts_core.system.files import write_json
 
 if TYPE_CHECKING:
@@ -52,6 +57,8 @@ MAX_RUNS = 50
 """So many are listed; the others have their pages too, for links that were given out."""
 END_S = 10.0
 MAX_LOOKS = 5
+POLICY_OF_LIST = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'; form-action 'self'; base-uri 'none'"
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +115,16 @@ def find_live_pages(store: Path) -> LiveAddress | None:
 def live_app(store: Path) -> Starlette:
     """The pages of a store; every request must carry the password."""
     from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, PlainTextResponse
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
     wanted = basic_authorization(own_password(store / "prefect"))
 
-    def respond(page: str, *, nonce: str = "", policy: str = "") -> Response:
-        script = f"script-src 'nonce-{nonce}'; connect-src 'self'" if nonce else "script-src 'none'"
-        policy = policy or f"default-src 'none'; style-src 'unsafe-inline'; {script}"
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+    common = {"Cache-Control": "no-store", "X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
+    static, cache, policy_of_live = asset_blocks(), StepCache(), live_assets().policy
+
+    def respond(page: str, policy: str) -> Response:
+        headers = {**common, "Content-Security-Policy": policy}
         return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half an emoji cannot be encoded
 
     def refused(request: Request) -> Response | None:
@@ -126,7 +134,11 @@ def live_app(store: Path) -> Starlette:
         return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
 
     def runs(request: Request) -> Response:
-        return refused(request) or respond(render_runs(list_runs(store)))
+        if answer := refused(request):
+            return answer
+        query, state = (request.query_params.get(name, "") for name in ("q", "state"))
+        listed, is_cut = list_runs(store, query, state)
+        return respond(render_runs(listed, query=query, state=state, is_cut=is_cut), POLICY_OF_LIST)
 
     def run(request: Request) -> Response:
         if answer := refused(request):
@@ -134,9 +146,20 @@ def live_app(store: Path) -> Starlette:
         uses = find_run(store, request.path_params["run"])
         if uses is None:
             return PlainTextResponse("there is no such run, or it has not come to a stage yet", 404)
-        nonce = secrets.token_urlsafe(16)
-        page = looked_again(lambda: render_live(load_run(store, uses), script_nonce=nonce, now=time.time()))
-        return respond(page, nonce=nonce)
+        page = looked_again(lambda: render_live(load_run(store, uses), now=time.time()))
+        return respond(page, policy_of_live)
+
+    def block(request: Request) -> Response:
+        if answer := refused(request):
+            return answer
+        name, uses = request.path_params["name"], find_run(store, request.path_params["run"])
+        packed = static.get(name)
+        if packed is None and uses is not None:
+            packed = looked_again(lambda: find_block(load_run(store, uses), name, cache))
+        if packed is None:
+            return PlainTextResponse("the run has no such block", 404, headers=common)
+        headers = {**common, "Content-Encoding": "gzip"}
+        return Response(packed, media_type="text/plain; charset=utf-8", headers=headers)
 
     def report(request: Request) -> Response:
         if answer := refused(request):
@@ -146,31 +169,65 @@ def live_app(store: Path) -> Starlette:
         if path is None or not path.is_file():
             return PlainTextResponse("there is no such run, or it has not come to its report yet", 404)
         page = path.read_text(encoding="utf-8", errors="replace")
-        return respond(page, policy=find_policy(page))
+        return respond(page, find_policy(page))
 
-    return Starlette(routes=[Route("/", runs), Route("/runs/{run}", run), Route("/runs/{run}/report", report)])
+    return Starlette(
+        routes=[
+            Route("/", runs),
+            Route("/runs/{run}", run),
+            Route("/runs/{run}/report", report),
+            Route("/runs/{run}/blocks/{name:path}", block),
+        ]
+    )
 
 
-def looked_again(render: Callable[[], str]) -> str:
-    """A page, made anew where a file is gone that was there a moment ago: RL removes samples, and prune stages."""
+def looked_again(render: Callable[[], Made]) -> Made:
+    """A page or block, made anew if a file vanished meanwhile: RL removes samples, and prune stages."""
     for _ in range(MAX_LOOKS - 1):
         with suppress(FileNotFoundError):
             return render()
     return render()
 
 
-def list_runs(store: Path) -> list[dict[str, str]]:
-    """The lines of the list of runs."""
-    listed = runs_by_use(store)[:MAX_RUNS]
-    living = living_runs(store)
-    return [describe_run(store, uses, is_alive=lives(uses, living)) for uses in listed]
+def list_runs(store: Path, query: str = "", state: str = "") -> tuple[list[ListedRun], bool]:
+    """The lines of the latest runs with this in their names and in this state, and whether there are more."""
+    living, found = living_runs(store), list[ListedRun]()
+    for uses in runs_by_use(store):
+        if query.casefold() not in uses[0].run.casefold():
+            continue
+        line = describe_run(store, uses, living)
+        if state and line.state != state:
+            continue
+        if len(found) == MAX_RUNS:
+            return found, True
+        found.append(line)
+    return found, False
 
 
-def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
-    """A run's line in the list."""
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
-    state = describe_run_state(store, uses, is_alive=is_alive)
-    return {"key": uses[0].run, "name": uses[0].run, "stage": stage_name(uses[-1]), "state": state, "began": began}
+def describe_run(store: Path, uses: Sequence[StageUse], living: Collection[str]) -> ListedRun:
+    """A run's line in the list; only what is known of one with files of another version."""
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(use.began_at for use in uses)))
+    key, is_alive = uses[0].run, lives(uses, living)
+    try:
+        run = summarize_run(store, uses, living=living)
+        training = next((use for use in reversed(uses) if is_training(stage_name(use))), None)
+        curve, title = draw_spark(stage_name(training), store / "stages" / training.stage) if training else ("", "")
+    except UNREADABLE:
+        return ListedRun(key=key, state="running" if is_alive else "stopped", stage=stage_name(uses[-1]), began=began)
+    return ListedRun(
+        key=key,
+        state=run.state,
+        stage=f"{run.training} {run.step:,}/{run.num_steps:,}" if run.training and is_alive else run.stage,
+        began=began,
+        score=f"{run.score.mean:.3f}" if run.score else "",
+        interval=f"{run.score.low:.3f} to {run.score.high:.3f}" if run.score else "",
+        change="" if run.change is None else f"{run.change:+.3f}".replace("-", "−"),
+        direction="" if not run.change else "up" if run.change > 0 else "down",
+        cost="" if run.usd is None else f"{run.usd:.2f} USD",
+        has_report=bool(run.report),
+        curve=curve,
+        curve_title=title,
+    )
 
 
 def _listener(port: int) -> socket.socket:

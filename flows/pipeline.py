@@ -65,7 +65,7 @@ from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.provision import provision, release, release_now, release_unknown
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
-from rollouts.tasks.stage_order import run_stages
+from rollouts.tasks.stage_order import note_plan, run_stages
 from rollouts.tasks.stage_tasks import run_task
 from rollouts.tasks.store_paths import note_named
 from rollouts.tasks.sync import publish_results, reach_stores, send_from_machine, sync_results
@@ -109,6 +109,7 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
     with known_to_live(scope):
         local = prepare(config, node, run, scope)
         data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # as it is before training
+        note_plan(local, scope)
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
             final, records = stages(machine, partial(run_on, machine, scope))

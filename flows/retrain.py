@@ -56,7 +56,7 @@ from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
 from rollouts.tasks.retraining import Answer, Compared, Rules, retrain_once
-from rollouts.tasks.stage_order import run_stages
+from rollouts.tasks.stage_order import note_plan, run_stages
 from rollouts.tasks.sync import publish_results, sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
@@ -124,6 +124,7 @@ class PipelineWork:
         local = prepare(config, self._node, self._run, scope, self._retrain)
         store = Path(scope.store)
         rivals = {"production": registered_input("production", production, config, store)} if production else {}
+        note_plan(local, scope)
         stages = partial(run_stages, local, scope, rivals=rivals)
         with machine_of_the_run(with_enough_memory(self._node, local), local, scope, stages) as machine:
             final, records = stages(machine, partial(run_on, machine, scope))

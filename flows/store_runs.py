@@ -20,7 +20,7 @@ from rollouts.tasks.store_paths import EVALUATION_FILE
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.metrics import read_last_lines
-from rollouts_core.report.live import LiveRun, LiveStage
+from rollouts_core.report.live_run import LiveRun, LiveStage
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, EVALUATE, is_selection, is_training
 
@@ -154,7 +154,15 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
         usd=usd_of(store, uses),
         has_report=path.is_file(),
         verdict=verdict_of(path.with_name(RUN_FILE)),
+        is_under_way=is_followed,
+        planned=planned_stages(store, uses[0].run),
     )
+
+
+def planned_stages(store: Path, run: str) -> tuple[str, ...]:
+    """The names of all stages of a run, in order; empty if they are not known."""
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return ledger.planned_stages(run)
 
 
 def describe_end(run_dir: Path) -> tuple[int, str]:

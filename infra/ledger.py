@@ -18,7 +18,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +188,20 @@ class Ledger(LedgerFile):
                 "SET run = excluded.run, num_steps = excluded.num_steps, used_at = excluded.used_at",
                 (stage, run_id, run, num_steps, now, now),
             )
+
+    def note_plan(self, run: str, stages: Sequence[str]) -> None:
+        """Record the names of all stages of a run, in order.
+
+        Args:
+            run: the name of the folder with the run's results.
+        """
+        with self.transaction() as database:
+            database.execute("INSERT OR REPLACE INTO run_plans (run, stages) VALUES (?, ?)", (run, " ".join(stages)))
+
+    def planned_stages(self, run: str) -> tuple[str, ...]:
+        """The names of all stages of a run, in order; empty if unknown."""
+        rows = self.read("SELECT stages FROM run_plans WHERE run = ?", (run,))
+        return tuple(str(rows[0][0]).split()) if rows else ()
 
     def stage_uses(self) -> list[StageUse]:
         columns = "stage, run_id, run, num_steps, used_at, began_at"

@@ -127,6 +127,7 @@ _MIGRATIONS = (
         "ALTER TABLE rentals ADD COLUMN believed_by TEXT NOT NULL DEFAULT 'first_use'",
     ),
     ("ALTER TABLE job_leases ADD COLUMN is_started INTEGER NOT NULL DEFAULT 1",),
+    ("CREATE TABLE run_plans (run TEXT PRIMARY KEY, stages TEXT NOT NULL) STRICT, WITHOUT ROWID",),
 )
 """Statements that migrate a ledger from each format to the next. Format 0 is an empty file."""
 _SCHEMA_VERSION = len(_MIGRATIONS)

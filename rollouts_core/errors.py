@@ -9,7 +9,8 @@
     │   │   └── DivergedError    its weights give non-finite numbers
     │   ├── RewardError          a user's function that raised or returned something unusable
     │   ├── NoMemoryError        settings that need more memory than the machine has
-    │   └── NoSignalError        training ended because rewards gave no learning signal
+    │   ├── NoSignalError        training ended because rewards gave no learning signal
+    │   └── StoppedByRuleError   training ended because of a warning that `stop_on` names
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   unreachable, restarting or overloaded: a retry may help
     │   ├── NoNumbersError       its weights give non-finite log-probs
@@ -63,6 +64,10 @@ class NoMemoryError(InputError):
 
 class NoSignalError(InputError):
     """RL without learning signal: all completions of each prompt had equal rewards for too many steps."""
+
+
+class StoppedByRuleError(InputError):
+    """RL that a warning ended, because `training.rl.stop_on` names its rule."""
 
 
 class EngineError(RolloutsError):

@@ -99,11 +99,11 @@ class EventLog:
         append_line(self._file, line)
         os.fsync(self._file.fileno())
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, **details: Any) -> None:  # Any: JSON
         """Append a warning and log it; an empty message does nothing."""
         if message:
             logger.warning("%s", message)
-            self.write("warning", message=message)
+            self.write("warning", message=message, **details)
 
     def close(self) -> None:
         """Close the file."""
@@ -149,6 +149,23 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
             file.seek(place)
             lines.append(file.readline())
     return _whole_objects(lines)
+
+
+def read_some_lines(path: Path, count: int) -> list[dict[str, Any]]:  # Any: JSON
+    """At most `count` of the objects in a file, at even distances in bytes, and the last one; reads nothing else."""
+    if not path.is_file():
+        return []
+    lines = []
+    with path.open("rb") as file:
+        size, at = file.seek(0, os.SEEK_END), -1
+        for place in range(count):
+            file.seek(size * place // count)
+            if place:
+                file.readline()  # the rest of a line that begins earlier
+            if file.tell() > at:
+                lines.append(file.readline())
+                at = file.tell() - 1
+    return _whole_objects(lines) + read_last_lines(path, LAST_BYTES // 16)[-1:]
 
 
 def read_last_lines(path: Path, max_bytes: int = LAST_BYTES) -> list[dict[str, Any]]:  # Any: JSON

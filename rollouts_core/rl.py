@@ -46,6 +46,7 @@ from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
+from rollouts_core.warning_rules import WarningWatch
 
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before training on them."""
@@ -96,6 +97,7 @@ async def run_rl_training(
         NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
         NoSignalError: too many steps in a row had no learning signal; the last one is saved.
+        StoppedByRuleError: a rule of `config.stop_on` was crossed; the step is saved.
         StoppedError: `stop` was asked.
     """
     rollout = rollout_manager.config
@@ -122,7 +124,8 @@ async def run_rl_training(
             state, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
         cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
         train = partial(train_on_rollouts, config=config, pad_id=pad_id, stop=checkpoints.stop)
-        conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
+        watch = WarningWatch(signal, config.stop_on)
+        conclude = partial(conclude_step, checkpoints, watch, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
         rounded = own_target.rounding.take_metrics()  # belongs to the saved step: the next may publish nothing
@@ -153,7 +156,7 @@ async def run_rl_training(
 
 async def conclude_step(
     checkpoints: RunCheckpoints,
-    signal: SignalWatch,
+    watch: WarningWatch,
     cursors: Callable[[], Mapping[str, Any]],  # Any: JSON
     history: list[Metrics],
     metrics_logger: MetricsLogger | None,
@@ -164,16 +167,17 @@ async def conclude_step(
 
     Raises:
         NoSignalError: too many steps in a row had no learning signal; the last one is saved.
+        StoppedByRuleError: a rule of `stop_on` was crossed; the step is saved.
         StoppedError: the training was asked to stop; the step is saved.
     """
     config = checkpoints.config
     history.append(metrics)
     if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
         metrics_logger.log(metrics, step)
-    signal.after_step(step, metrics, checkpoints.events)
-    ends_here = await checkpoints.after_step(step, metrics, cursors, is_over=signal.is_over)
+    watch.after_step(step, metrics, checkpoints.events)
+    ends_here = await checkpoints.after_step(step, metrics, cursors, is_over=watch.is_over)
     if ends_here:
-        signal.check()
+        watch.check()
     return ends_here
 
 
@@ -225,8 +229,7 @@ async def publish_version(
     """Publish the trainer's weights to the engines, tell the rollout manager, and return the version.
 
     Args:
-        events: gets the event of the publication, and one warning if engines round much of an update away. None when
-            a run starts or resumes.
+        events: gets the event of the publication. None when a run starts or resumes.
         earlier: publish this version instead.
     """
     version = earlier.number if earlier else trainer.weight_version
@@ -234,8 +237,6 @@ async def publish_version(
     rollout_manager.weights_published(version)
     if events:
         events.write("weights_published", step=step, version=name)
-        if warning := target.rounding.take_warning():  # the log has it already
-            events.write("warning", message=warning)
     return version
 
 

@@ -2,22 +2,17 @@
 
     the step had an update by rewards                           the counter is reset
     no update; every reward equals the best so far (solved)     the counter is reset
-    no update otherwise                                         +1:  10, 20, 40, ... -> event few_updates;  limit -> end
+    no update otherwise                                         +1:  10, 20, 40, ... -> a warning;  limit -> end
 
 An update by other terms of the loss (KL to the start model, entropy) is not an update by rewards.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
-from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.errors import NoSignalError
-from rollouts_core.metrics import EventLog
-
-logger = logging.getLogger(__name__)
 
 FIRST_TOLD = 10
 """Length of a series of such steps at the first warning; the next warning comes at twice the length."""
@@ -89,8 +84,8 @@ class SignalWatch:
         """True if the limit is reached."""
         return 0 < self.limit <= self.num_in_a_row
 
-    def after_step(self, step: int, metrics: Metrics, events: EventLog | None = None) -> None:
-        """Count a step by its metrics; long series are logged and written to the events."""
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Count a step by its metrics; returns a warning if the series is long."""
         if self._teaches_nothing(metrics):
             self._count(step, metrics)
         else:
@@ -98,10 +93,7 @@ class SignalWatch:
         self._has_learned = self._has_learned or not is_untaught(metrics)
         if "reward" in metrics:
             self._best = max(metrics["reward"], metrics["reward"] if self._best is None else self._best)
-        if is_time_to_tell(self.num_in_a_row):
-            logger.warning("%s", self.sentence)
-            if events:
-                events.write("few_updates", step=step, message=self.sentence)
+        return self.sentence if is_time_to_tell(self.num_in_a_row) else ""
 
     def check(self) -> None:
         """Raise NoSignalError if the limit is reached."""
@@ -119,7 +111,7 @@ class SignalWatch:
             f"{self._describe_rewards()} ({self._reason}): {REMEDIES[self._reason]}"
         )
 
-    def _teaches_nothing(self, metrics: Metrics) -> bool:
+    def _teaches_nothing(self, metrics: Mapping[str, float]) -> bool:
         if not is_untaught(metrics) or metrics["num_nonfinite"]:  # skipped updates have their own limit
             return False
         is_solved = (
@@ -130,7 +122,7 @@ class SignalWatch:
         )
         return not is_solved
 
-    def _count(self, step: int, metrics: Metrics) -> None:
+    def _count(self, step: int, metrics: Mapping[str, float]) -> None:
         self.num_in_a_row += 1
         self._step, self._reason = step, why_skipped(metrics)
         self._is_updated = self._is_updated or not metrics["skipped"]

@@ -234,8 +234,6 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
         if event["event"] == "scored" and event["attempt"] == status.attempt:
             progress.say(f"{event['name']} has score {event['score']:.3f}")
-        if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
-            progress.say(event["message"])
         if event["event"] == "warning" and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "stopped" and event["attempt"] == status.attempt:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import Node
 from rollouts.tasks.engine_choice import with_choice_of
 from rollouts.tasks.plan import plan_evaluation, plan_selection, plan_training, selected_model
@@ -20,6 +21,12 @@ from rollouts_core.stages.planning import base_model
 
 if TYPE_CHECKING:
     from rollouts.tasks.finished import RunStage
+
+
+def note_plan(config: Config, scope: RunScope) -> None:
+    """Record the names of the run's stages, so that its live page shows stages to come."""
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.note_plan(scope.output_dir.name, [place.name for place in stages_of(config.mode)])
 
 
 def run_stages(

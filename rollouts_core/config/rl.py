@@ -14,6 +14,18 @@ from rollouts_core.config.optim import RLOptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, FunctionName, Record, name_of_function
 
+StopRule = Literal[
+    "reward_halved",
+    "entropy_collapse",
+    "all_truncated",
+    "gradient_spikes",
+    "engine_mismatch",
+    "staleness",
+    "unparsed_calls",
+    "rounded_updates",
+]
+"""Names of rules in warning_rules.py. The rule no_signal has `max_steps_without_signal`."""
+
 
 class RLTrainingConfig(Record):
     """Reinforcement learning from graded completions."""
@@ -50,6 +62,9 @@ class RLTrainingConfig(Record):
     """Highest number of steps in a row without learning signal before the run ends with a checkpoint; 0 sets no limit.
     A step has no signal if the completions of each prompt have equal rewards, even if KL or entropy made an update. A
     solved task (best reward for every completion after learning) does not count. A resumed run keeps the count."""
+    stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
+    """Warnings that end the run with a checkpoint, by their names; all others only warn. A resumed run begins to
+    measure anew."""
     sync_every: int = Field(default=1, ge=1)
     """Steps between two publications of weights to the engines. Above 1, completions come from older weights than the
     trainer's, which the loss should correct, for example with ratio_base "rollout"."""

@@ -4,12 +4,11 @@ Not here: the measure (model/weight_sample.py), publishing (weight_sync.py).
 
     engines keep float32, or an unknown format    no rounding
     engines keep bfloat16                         rounds merged adapters over bfloat16 weights: half the bytes
-                                                  -> metrics of the publication, and a warning below `FEW_ARRIVED`
+                                                  -> metrics of the publication; warning_rules.py reads them
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,10 +19,9 @@ from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.model.weight_sample import Arrival, measure_arrival
 from rollouts_core.system.concurrency import gather
 
-logger = logging.getLogger(__name__)
-
 FEW_ARRIVED = 0.9
 """A training is warned if a smaller share of the update arrives in engines."""
+ROUNDING_REMEDY = 'set rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
 ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
 """The metrics of a publication to engines that round."""
 
@@ -45,12 +43,10 @@ async def common_dtype(engines: Sequence[object]) -> torch.dtype | None:
 
 
 class RoundingWatch:
-    """Knows how much of the update arrived by the last publication of a training; warns once."""
+    """Knows how much of the update arrived by the last publication of a training."""
 
     def __init__(self) -> None:
         self._last: Arrival | None = None
-        self._has_warned = False
-        self._warning = ""
 
     def round_for(self, weights: dict[str, Tensor], start: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """Round merged adapters over frozen weights of `dtype` for engines that keep `dtype`, after measuring.
@@ -62,10 +58,6 @@ class RoundingWatch:
             start: `sample_weights` of the weights that training started from.
         """
         self._last = measure_arrival(start, weights, dtype)
-        if self._last and self._last.arrived < FEW_ARRIVED and not self._has_warned:
-            self._has_warned = True
-            self._warning = describe_rounding(self._last.arrived, self._last.changed)
-            logger.warning("%s", self._warning)
         for name, before in start.items():
             if name in weights and before.dtype == dtype:
                 weights[name] = weights[name].to(dtype)
@@ -74,11 +66,6 @@ class RoundingWatch:
         """The metrics of the last publication, once; empty if nothing was measured."""
         last, self._last = self._last, None
         return {ARRIVED: last.arrived, CHANGED: last.changed} if last else {}
-
-    def take_warning(self) -> str:
-        """The warning, once; empty without one."""
-        warning, self._warning = self._warning, ""
-        return warning
 
 
 def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
@@ -92,7 +79,12 @@ def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
 
 
 def describe_rounding(arrived: float, changed: float) -> str:
-    """The warning: how much of the update is missing in engines, and how to change that.
+    """The warning: how much of the update is missing in engines, and how to change that."""
+    return f"{describe_loss(arrived, changed)}. {ROUNDING_REMEDY[0].upper()}{ROUNDING_REMEDY[1:]}"
+
+
+def describe_loss(arrived: float, changed: float) -> str:
+    """How much of the update is missing in engines.
 
     Args:
         arrived: `Arrival.arrived`.
@@ -100,6 +92,5 @@ def describe_rounding(arrived: float, changed: float) -> str:
     """
     return (
         f"{arrived:.0%} of what RL changed in the weights arrived in the engines, whose number format rounds away the "
-        f"rest: {1 - changed:.0%} of the trained weights are there what they were at the start. Set "
-        'rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
+        f"rest: {1 - changed:.0%} of the trained weights are there what they were at the start"
     )

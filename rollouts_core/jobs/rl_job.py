@@ -92,7 +92,7 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
         counts = await train_on(job, directory, events, ranks, stop)
     engines = sorted({f"{each.kind} {each.version}" for each in job.engines if each.version})
     record = {**describe_training(job, directory), **counts, **({"engines": engines} if engines else {})}
-    directory.write_result({**record, **collect_warnings(directory, events)})
+    directory.write_result({**record, **collect_warnings(directory)})
 
 
 async def train_on_recorded(
@@ -178,15 +178,14 @@ async def run_rl_loop(
         )
 
 
-def collect_warnings(directory: RunDirectory, events: EventLog) -> dict[str, str]:
+def collect_warnings(directory: RunDirectory) -> dict[str, str]:
     """The result's `warning`: many steps without an update by rewards, or engines that rounded the updates away.
 
-    The first warning is also written to the log and to events; the second was written there when it occurred.
+    While the training went on, warning_rules.py has told of both.
     """
     lines = read_metrics(directory.metrics)
     if skipped := describe_skipped_steps(lines):
         logger.warning("%s", skipped)
-        events.write("few_updates", message=skipped)
     warnings = [warning for warning in (skipped, describe_last_rounding(lines)) if warning]
     return {"warning": "; ".join(warnings)} if warnings else {}
 

@@ -1,7 +1,8 @@
 """Style and scripts of the report, and the policy by which a browser runs them and nothing else.
 
 Not here: the data (embedded.py). Scripts are allowed by their hashes, so no other script runs, not even markup that got
-into the page by mistake; nothing can be loaded and nothing can be sent, also when the page is a file.
+into the page by mistake; nothing can be loaded and nothing can be sent, also when the page is a file. A served page may
+ask its own server alone.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def viewer_script() -> str:
 
 
 @cache
+def live_script() -> str:
+    """The loader of a served page, which follows a run."""
+    return _read("live.js")
+
+
+@cache
 def plot_script() -> str:
     """uPlot, which draws curves; MIT, see uplot/LICENSE."""
     return PLOT_SCRIPT.read_text(encoding="utf-8").strip()
@@ -76,21 +83,23 @@ def compare_style() -> str:
     return _read("compare.css")
 
 
-def make_assets(page_style: str, *more_scripts: str) -> Assets:
+def make_assets(page_style: str, *more_scripts: str, is_served: bool = False) -> Assets:
     """The assets of a page.
 
     Args:
         page_style: CSS that every page of the project has.
         more_scripts: scripts that the page may run beside those of the report.
+        is_served: the page asks its server for blocks, and for itself again.
     """
-    style = page_style + HIDING_STYLE
-    scripts = (LOADER, viewer_script(), plot_script(), *more_scripts)
-    assert "</" + "script" not in LOADER and "</" + "style" not in style.lower()
+    style, loader = page_style + HIDING_STYLE, live_script() if is_served else LOADER
+    scripts = (loader, viewer_script(), plot_script(), *more_scripts)
+    assert "</" + "script" not in loader and "</" + "style" not in style.lower()
     policy = (
         f"default-src 'none'; script-src {' '.join(map(hash_source, scripts))}; "
         f"style-src {hash_source(style)} {hash_source(viewer_style())}; base-uri 'none'; form-action 'none'"
     )
-    return Assets(style=Markup(style), script=Markup(LOADER), policy=Markup(policy))
+    policy += "; connect-src 'self'" if is_served else ""
+    return Assets(style=Markup(style), script=Markup(loader), policy=Markup(policy))
 
 
 def hash_source(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.curves import gpu_minutes
-from rollouts_core.report.inputs import ReportInput, TrainedStage
+from rollouts_core.report.inputs import ReportInput
 from rollouts_core.report.results import selected_step
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import kind_of, label_of
@@ -28,22 +28,30 @@ JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edg
 
 def describe_curves(report: ReportInput) -> list[JsonObject]:
     """The curves of each training, and of its GPUs if they were sampled."""
-    sections = [each for training in report.trainings for each in _describe_training(training)]
-    return [section for section in sections if section["metrics"] or section["constant"]]
+    sections = []
+    for training in report.trainings:
+        files, mark = RunDirectory(training.run_dir), selected_step(training.selection_dir, training.selected)
+        sections += describe_training(training.name, read_metrics(files.metrics), mark=mark)
+        sections += describe_gpus(training.name, read_json_lines(files.gpu_use))
+    return sections
 
 
-def _describe_training(training: TrainedStage) -> list[JsonObject]:
-    kind, files = kind_of(training.name), RunDirectory(training.run_dir)
-    lines = read_metrics(files.metrics)
+def describe_training(training: str, lines: Sequence[Mapping[str, float]], *, mark: int | None) -> list[JsonObject]:
+    """The curves of a training; nothing without metrics.
+
+    Args:
+        mark: the step of the chosen checkpoint.
+    """
+    kind = kind_of(training)
     curves = {curve.metric: curve for curve in kind.curves}
     seconds = {name: f"{title}, seconds per step" for name, title in SECONDS.items()}
     others = sorted({name for line in lines for name in line} - set(curves) - set(seconds) - set(NO_METRICS))
     section: JsonObject = {
-        "label": label_of(training.name),
+        "label": label_of(training),
         "css": kind.name,
-        "set": training.name if kind.keeps_samples else None,
+        "set": training if kind.keeps_samples else None,
         "xName": "step",
-        "mark": selected_step(training.selection_dir, training.selected),
+        "mark": mark,
         "steps": [_short(statistics.fmean(line["step"] for line in bucket)) for bucket in _buckets(lines)],
         "metrics": [],
         "constant": {},
@@ -66,11 +74,11 @@ def _describe_training(training: TrainedStage) -> list[JsonObject]:
                     "values": values,
                 }
             )
-    return [section, *_describe_gpus(training)]
+    return [section] if section["metrics"] or section["constant"] else []
 
 
-def _describe_gpus(training: TrainedStage) -> list[JsonObject]:
-    samples = read_json_lines(RunDirectory(training.run_dir).gpu_use)
+def describe_gpus(training: str, samples: Sequence[Mapping[str, Any]]) -> list[JsonObject]:  # Any: JSON
+    """The use of GPUs by a training; nothing if they were not sampled."""
     if not samples:
         return []
     rows = list(zip(gpu_minutes(samples), samples, strict=False))
@@ -87,8 +95,8 @@ def _describe_gpus(training: TrainedStage) -> list[JsonObject]:
             metrics.append({**shown, "values": values})
     return [
         {
-            "label": f"GPUs of {label_of(training.name)}",
-            "css": kind_of(training.name).name,
+            "label": f"GPUs of {label_of(training)}",
+            "css": kind_of(training).name,
             "set": None,
             "xName": "minute",
             "mark": None,

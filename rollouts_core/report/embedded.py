@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from rollouts_core.report.rollout_codec import (
 )
 from rollouts_core.report.vocabulary import Vocabulary, load_vocabulary
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.stages import BASE, kind_of, label_of
+from rollouts_core.stages import BASE, is_training, kind_of, label_of
 
 CHUNK_CHARS = 400_000
 """About so much JSON makes a chunk: the page unpacks one in a few milliseconds."""
@@ -94,17 +94,31 @@ class Embedded:
 
 def find_sets(report: ReportInput) -> list[SampleSet]:
     """The samples of each training that keeps some, then the held-out answers of each compared model."""
+    trained = [each for training in report.trainings for each in training_sets(training.name, training.run_dir)]
+    return [*trained, *held_out_sets(report.evaluation_dir, report.labels)]
+
+
+def training_sets(name: str, run_dir: Path) -> list[SampleSet]:
+    """The samples of a training; nothing if it keeps none or has none yet."""
+    kind = kind_of(name)
+    if not kind.keeps_samples or not (files := _step_files(run_dir)):
+        return []
+    return [
+        SampleSet(key=name, label=f"{label_of(name)} training", css=kind.name, is_training=True, files=files),
+    ]
+
+
+def held_out_sets(evaluation_dir: Path, labels: Mapping[str, str]) -> list[SampleSet]:
+    """The held-out answers of each compared model that has answered.
+
+    Args:
+        labels: the titles of the models, in order.
+    """
     sets = []
-    for training in report.trainings:
-        if kind_of(training.name).keeps_samples and (files := _step_files(training.run_dir)):
-            css = kind_of(training.name).name
-            label = f"{label_of(training.name)} training"
-            sets.append(SampleSet(key=training.name, label=label, css=css, is_training=True, files=files))
-    directory = RunDirectory(report.evaluation_dir).samples
-    for name, label in report.labels.items():
-        path = directory / f"{name}.jsonl"
+    for name, label in labels.items():
+        path = RunDirectory(evaluation_dir).samples / f"{name}.jsonl"
         if path.is_file():
-            css = name if name == BASE else kind_of(name).name
+            css = kind_of(name).name if is_training(name) else BASE
             file = StepFile(0, path)
             sets.append(SampleSet(key=f"heldout-{name}", label=label, css=css, is_training=False, files=(file,)))
     return sets
@@ -133,7 +147,7 @@ def embed_samples(report: ReportInput, *, room: int) -> Embedded:
         return embedded
     held_out = [(i, each) for i, each in enumerate(sets) if not each.is_training]
     trained = [(i, each) for i, each in enumerate(sets) if each.is_training]
-    kept = _keep_held_out(held_out, vocabulary, int(room * (HELD_OUT_SHARE if trained else 1)), embedded)
+    kept = keep_held_out(held_out, vocabulary, int(room * (HELD_OUT_SHARE if trained else 1)), embedded.notes)
     used = sum(room_of(step) for step in kept)
     for i, each in trained:
         kept += _keep_steps(i, each, vocabulary, (room - used) // len(trained), embedded)
@@ -190,7 +204,7 @@ def _keep_steps(
     kept, used, num_samples, num_kept = [], 0, 0, 0
     order = spread_order(len(files)) if share < 1 else range(len(files))
     for place in order:
-        groups = list(_encoded(files[place], vocabulary))
+        groups = list(encoded_groups(files[place], vocabulary))
         chosen = groups if share >= 1 else spread_by_reward(groups, max(2, int(share * len(groups))))
         if not chosen:
             continue
@@ -209,25 +223,25 @@ def _keep_steps(
     return kept
 
 
-def _keep_held_out(
-    sets: Sequence[tuple[int, SampleSet]], vocabulary: Vocabulary, room: int, embedded: Embedded
+def keep_held_out(
+    sets: Sequence[tuple[int, SampleSet]], vocabulary: Vocabulary, room: int, notes: list[str]
 ) -> list[KeptStep]:
-    """The answers of all models to the same prompts, as many as there is room for."""
+    """The answers of all models to the same prompts, as many as there is room for; `notes` says how many."""
     if not sets:
         return []
-    rewards = [{group.group: group.reward for group in _encoded(each.files[0], vocabulary)} for _, each in sets]
+    rewards = [{group.group: group.reward for group in encoded_groups(each.files[0], vocabulary)} for _, each in sets]
     prompts = sorted(set[int]().union(*rewards), key=lambda group: tuple(of.get(group, 0.0) for of in rewards))
     size = sum(_estimate_size(each.files, vocabulary) for _, each in sets)
     if size > room:
         chosen = set(spread_evenly(prompts, max(1, int(len(prompts) * room / size))))
-        embedded.notes.append(
+        notes.append(
             f"Held-out answers: {len(chosen):,} of {len(prompts):,} prompts with the answers of every model, spread "
             "evenly over the combinations of rewards."
         )
     else:
         chosen = set(prompts)
     return [
-        keep_groups(i, 0, [group for group in _encoded(each.files[0], vocabulary) if group.group in chosen])
+        keep_groups(i, 0, [group for group in encoded_groups(each.files[0], vocabulary) if group.group in chosen])
         for i, each in sets
     ]
 
@@ -238,20 +252,8 @@ def keep_groups(set_index: int, step: int, groups: Iterable[EncodedGroup]) -> Ke
     parts, light = [], []
     for group in groups:
         parts.append(compressor.compress(group.text.encode() + b"\n"))
-        light.append(_without_text(group))
+        light.append(replace(group, text=""))
     return KeptStep(set_index=set_index, step=step, draft=b"".join([*parts, compressor.flush()]), groups=light)
-
-
-def _without_text(group: EncodedGroup) -> EncodedGroup:
-    return EncodedGroup(
-        group=group.group,
-        prompt=group.prompt,
-        preview=group.preview,
-        reward=group.reward,
-        text="",
-        rows=group.rows,
-        tokens=group.tokens,
-    )
 
 
 def room_of(step: KeptStep) -> int:
@@ -263,11 +265,11 @@ def _estimate_size(files: Sequence[StepFile], vocabulary: Vocabulary) -> int:
     """Bytes that all groups of the files would take in a page, from what a few files take."""
     sizes = [file.path.stat().st_size for file in files]
     probed = spread_evenly(range(len(files)), NUM_PROBED)
-    taken = sum(room_of(keep_groups(0, 0, _encoded(files[place], vocabulary))) for place in probed)
+    taken = sum(room_of(keep_groups(0, 0, encoded_groups(files[place], vocabulary))) for place in probed)
     return int(taken * sum(sizes) / max(1, sum(sizes[place] for place in probed)))
 
 
-def _encoded(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGroup]:
+def encoded_groups(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGroup]:
     """The groups of a file, without lines that cannot be read."""
     for records, scores in group_records(list(_lines(file))):
         try:
@@ -326,19 +328,42 @@ def spread_order(count: int) -> list[int]:
 
 def pack_kept(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Embedded) -> None:
     """Put index and chunks into blocks."""
-    first_groups, chunk, num_groups, size = [0], list[JsonObject](), 0, 0
-    for step in kept:
-        for text in zlib.decompress(step.draft).decode().splitlines():
-            if size > CHUNK_CHARS:
-                embedded.blocks[f"chunk-{len(first_groups) - 1}"] = pack_json(join_columns(chunk))
-                chunk, size = [], 0
-                first_groups.append(num_groups)
-            chunk.append(json.loads(text))
-            size += len(text)
-            num_groups += 1
-    embedded.blocks[f"chunk-{len(first_groups) - 1}"] = pack_json(join_columns(chunk))
+    first_groups = []
+    for place, (first_group, texts) in enumerate(split_chunks(kept)):
+        embedded.blocks[f"chunk-{place}"] = pack_json(read_chunk(texts))
+        first_groups.append(first_group)
     index = describe_samples(sets, kept)
     embedded.blocks["index"] = pack_json({**index, "chunks": first_groups, "notes": embedded.notes})
+
+
+def split_chunks(kept: Iterable[KeptStep]) -> Iterator[tuple[int, list[str]]]:
+    """The groups in chunks of consecutive ones: the number of the first, and the texts of all."""
+    chunk, first, num_groups, size = list[str](), 0, 0, 0
+    for step in kept:
+        for text in group_texts(step):
+            if size > CHUNK_CHARS:
+                yield first, chunk
+                chunk, first, size = [], num_groups, 0
+            chunk.append(text)
+            size += len(text)
+            num_groups += 1
+    yield first, chunk
+
+
+def group_texts(step: KeptStep) -> list[str]:
+    """The groups of a step as JSON."""
+    return zlib.decompress(step.draft).decode().splitlines()
+
+
+def read_chunk(texts: Sequence[str]) -> JsonObject:
+    """A chunk of groups as the page holds it."""
+    return join_columns([json.loads(text) for text in texts])
+
+
+def only_groups(step: KeptStep, numbers: Collection[int]) -> KeptStep:
+    """A step with some of its groups alone."""
+    chosen = [(text, each) for text, each in zip(group_texts(step), step.groups, strict=True) if each.group in numbers]
+    return keep_groups(step.set_index, step.step, [replace(each, text=text) for text, each in chosen])
 
 
 def describe_samples(sets: Sequence[SampleSet], kept: Sequence[KeptStep]) -> JsonObject:

@@ -1,121 +1,165 @@
-"""A page about a run that is under way: how far each stage is, its curves, its newest samples and events.
+"""The page of a run that is under way: how far each stage is, its newest numbers, events and warnings.
 
-Not here: serving it (flows/live.py), the report of a finished run (page.py). Like the report, the page is a function of
-the files in the run directories; here they are read while a job, or the mirror of one elsewhere, appends to them.
+Not here: curves and samples, which the page asks for (live_blocks.py), serving it (flows/live.py), the report of a
+finished run (page.py). Like the report, the page is a function of the files in the run directories; here they are read
+while a job, or the mirror of one elsewhere, appends to them.
+
+    live.html.jinja   what stands on top, in elements with ids; live.js replaces those that changed
+    viewer.js         the views of the report, which load blocks from the server
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollouts_core.config.messages import first_line
-from rollouts_core.errors import RolloutsError
-from rollouts_core.metrics import metrics_by_step, read_last_lines, read_spread_lines
-from rollouts_core.report.charts import Chart, format_number, format_seconds
-from rollouts_core.report.curves import draw_curve, draw_gpu_use, draw_seconds
-from rollouts_core.report.page import page_templates
+from rollouts_core.metrics import metrics_by_step, read_last_lines, read_some_lines
+from rollouts_core.report.assets import Assets, make_assets
+from rollouts_core.report.charts import Axis, axis_place, format_number, format_seconds, line_path, padded_axis
+from rollouts_core.report.curves import metric_points
+from rollouts_core.report.live_blocks import live_sets, version_of
+from rollouts_core.report.live_run import UNREADABLE, LiveRun, LiveStage
+from rollouts_core.report.page import bare_style, page_templates
 from rollouts_core.report.results import describe_found
-from rollouts_core.report.transcripts import ShownText, completion_text, read_without_tokens, shorten_text
+from rollouts_core.report.warnings import list_warnings
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import is_training, kind_of
 from rollouts_core.stopping import describe_stop
-from rollouts_core.types import Sample
 
 REFRESH_S = 3.0
+RUN_STATES = ("running", "done", "cancelled", "failed", "stopped")
+SPARK_LINES = 40
+"""So many lines of metrics make the small curve of a run in the list."""
 MAX_EVENTS = 8
-MAX_SAMPLES = 3
-MAX_LINES = 4_000
-"""About so many lines of metrics, and of the use of GPUs, are read for the curves, every few seconds."""
-MAX_SAMPLE_BYTES = 2_000_000
-"""So much of a file of samples is looked at, and the rest of the line there: 64,000 tokens are a longer one."""
+MAX_WARNINGS = 20
 PACE_STEPS = 20
 """The time left is told from as many steps as these."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RolloutsError)
-"""Errors of reading files that no job of ours wrote."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveStage:
-    """A stage that the run has come to."""
-
-    name: str
-    run_dir: Path
-    num_steps: int
-    """How many metric steps the job goes through; 0 for those without."""
-    began_at: float
-    """When the run came to it, in seconds since 1970."""
-    ended: str = ""
-    """How its last attempt ended, by the exit record, in a sentence; empty if there is no record."""
-    ended_attempt: int = 0
-    """The attempt of that record."""
-    is_followed: bool = True
-    """Whether a process of the run lives."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Titles of models that the stage scores, by the stage's names of them; others are called by these names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRun:
-    """A run as far as it has come."""
-
-    name: str
-    stages: tuple[LiveStage, ...]
-    state: str
-    """Whether it is running, or what it left, in a few words."""
-    usd: float | None
-    """Cost of its rented machines so far; None if none was rented."""
-    has_report: bool
-    """Whether it came to its end, and wrote its report."""
-    verdict: str = ""
-    """The verdict of a run that came to its end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownSample:
-    """A completion of the newest step."""
-
-    turns: tuple[tuple[str, ShownText], ...]
-    text: ShownText
-    reward: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownStage:
-    """A stage as texts and charts."""
+    """A stage as texts."""
 
     name: str
-    css: str
+    css: str = ""
     """The name of a training's kind, for colors; empty for stages that do not train."""
+    mark: str
+    """done, running, ended, or waiting for the stages before it."""
     state: str
-    done: float
+    done: float = 0.0
     """Share of the steps, in percent; 0 if there is nothing to say of it."""
-    numbers: tuple[tuple[str, str], ...]
-    charts: tuple[Chart, ...]
-    samples: tuple[ShownSample, ...]
-    samples_of: str
-    """Which step the samples are of."""
-    events: tuple[tuple[str, str], ...]
-    run_dir: str
+    left: str = ""
+    """About how long the rest of its steps takes; empty if nothing can be said."""
+    numbers: tuple[tuple[str, str], ...] = ()
+    events: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Of its latest attempt, the newest first."""
+    run_dir: str = ""
+
+    @property
+    def key(self) -> str:
+        """Names its elements: a run may come to two stages of a name, with other settings."""
+        return Path(self.run_dir).name
 
 
-def render_live(run: LiveRun, *, script_nonce: str, now: float) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """A line of the list of runs."""
+
+    key: str
+    """The name of its folder of results, which names it in addresses."""
+    state: str
+    """One of `RUN_STATES`."""
+    stage: str
+    """The last stage that it came to, or the step of its last training."""
+    began: str
+    score: str = ""
+    """That of the last model that was scored."""
+    interval: str = ""
+    change: str = ""
+    """The difference to the start model, on held-out rows."""
+    direction: str = ""
+    """up or down."""
+    cost: str = ""
+    has_report: bool = False
+    curve: str = ""
+    """The reward or loss of its last training, as a path."""
+    curve_title: str = ""
+
+
+def live_assets() -> Assets:
+    """Style, script and policy of the page."""
+    return make_assets(bare_style(page_templates()), is_served=True)
+
+
+def render_live(run: LiveRun, *, now: float) -> str:
     """The page of a run; it asks for itself again while it is looked at."""
-    stages = [describe_readable(stage, now=now) for stage in reversed(run.stages)]
+    stages = [describe_readable(stage, now=now) for stage in run.stages]
+    if run.is_under_way:
+        to_come = [name for name in run.planned if name not in {stage.name for stage in stages}]
+        stages += [ShownStage(name=name, mark="waiting", state="to come") for name in to_come]
+        stages.sort(key=lambda stage: run.planned.index(stage.name) if stage.name in run.planned else -1)
     return (
         page_templates()
         .get_template("live.html.jinja")
-        .render(run=run, stages=stages, nonce=script_nonce, refresh_ms=int(REFRESH_S * 1000))
+        .render(
+            run=run,
+            stages=stages,
+            versions=describe_versions(run),
+            assets=live_assets(),
+            refresh_ms=int(REFRESH_S * 1000),
+        )
     )
 
 
-def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
-    """The list of runs; each has a key for its address, a name, its last stage, its state, and when it began."""
-    return page_templates().get_template("live_runs.html.jinja").render(runs=runs)
+def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", is_cut: bool = False) -> str:
+    """The list of runs.
+
+    Args:
+        query: the part of their names that was asked for.
+        state: the state that was asked for, one of `RUN_STATES`.
+        is_cut: there are more.
+    """
+    template = page_templates().get_template("live_runs.html.jinja")
+    return template.render(runs=runs, query=query, state=state, states=RUN_STATES, is_cut=is_cut)
+
+
+def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:
+    """The first curve of a training as a small path, and as text; empty without one."""
+    curve = kind_of(stage).curves[0]
+    lines = metrics_by_step(read_some_lines(RunDirectory(run_dir).metrics, SPARK_LINES))
+    points = metric_points(lines, curve.metric)
+    if len(points) < 2:
+        return "", ""
+    steps, values = zip(*points, strict=True)
+    x_axis, y_axis = Axis(min(steps), max(steps), 2, 98), padded_axis(values, 22, 2)
+    path = line_path([(axis_place(x_axis, step), axis_place(y_axis, value)) for step, value in points])
+    return path, f"{curve.title} {format_number(values[0])} → {format_number(values[-1])}"
+
+
+def describe_versions(run: LiveRun) -> dict[str, str]:
+    """The views that have something to show, and values that change with the curves and the samples."""
+    files = [RunDirectory(stage.run_dir) for stage in run.stages if is_training(stage.name)]
+    sizes = [path.stat().st_size for each in files for path in (each.metrics, each.gpu_use) if path.is_file()]
+    sets = live_sets(run)
+    newest = [f"{each.key}/{len(each.files)}/{each.files[-1].step}/{version_of(each.files[-1])}" for each in sets]
+    has = {
+        "overview": True,
+        "curves": bool(sizes),
+        "samples": any(each.is_training for each in sets),
+        "held-out": any(not each.is_training for each in sets),
+        "sft-rows": any(each.rows.is_file() for each in files),
+    }
+    return {
+        "views": " ".join(name for name, is_there in has.items() if is_there),
+        "curves": " ".join(map(str, sizes)),
+        "samples": " ".join(newest),
+    }
 
 
 def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
@@ -123,44 +167,36 @@ def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
     try:
         return describe_stage(stage, now=now)
     except UNREADABLE as error:
-        return ShownStage(
-            name=stage.name,
-            css="",
-            state=f"its files cannot be read ({type(error).__name__}: {first_line(error)})",
-            done=0.0,
-            numbers=(),
-            charts=(),
-            samples=(),
-            samples_of="",
-            events=(),
-            run_dir=str(stage.run_dir),
-        )
+        state = f"its files cannot be read ({type(error).__name__}: {first_line(error)})"
+        return ShownStage(name=stage.name, mark="ended", state=state, run_dir=str(stage.run_dir))
 
 
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     """The state of a stage by its files."""
     files = RunDirectory(stage.run_dir)
-    metrics = metrics_by_step(read_spread_lines(files.metrics, MAX_LINES, rare="eval_loss"))
+    metrics = metrics_by_step(read_last_lines(files.metrics))
     events = read_last_lines(files.events)
     last = metrics[-1] if metrics else {}
     step = int(last.get("step", 0))
     kind = kind_of(stage.name) if is_training(stage.name) else None
     is_finished = files.result.is_file()
-    charts = [draw_curve(metrics, curve, mark_step=None) for curve in kind.curves] if kind else []
-    charts += [draw_seconds(metrics), *draw_gpu_use(read_spread_lines(files.gpu_use, MAX_LINES))] if kind else []
-    samples_of, samples = newest_samples(files.samples) if kind and kind.keeps_samples else ("", ())
+    state = describe_state(stage, metrics, events, is_finished=is_finished, now=now)
+    latest_attempt = max((int(each.get("attempt", 0)) for each in events), default=0)
+    has_ended = bool(stage.ended) and stage.ended_attempt >= latest_attempt
+    is_running = not is_finished and stage.is_followed and not has_ended
+    left_s = seconds_left(metrics, stage.num_steps) if metrics and is_running else None
     return ShownStage(
         name=stage.name,
         css=kind.name if kind else "",
-        state=describe_state(stage, metrics, events, is_finished=is_finished, now=now),
+        mark="done" if is_finished else "running" if is_running else "ended",
+        state=state,
         done=100.0 * min(1.0, step / stage.num_steps) if stage.num_steps and not is_finished else 0.0,
+        left=f"about {format_seconds(left_s)} left" if left_s else "",
         numbers=()
         if kind is None
         else tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
-        charts=tuple(chart for chart in charts if chart is not None),
-        samples=samples,
-        samples_of=samples_of,
         events=tuple(describe_event(event) for event in events[: -MAX_EVENTS - 1 : -1]),
+        warnings=tuple(list_warnings(events)[: -MAX_WARNINGS - 1 : -1]),
         run_dir=str(stage.run_dir),
     )
 
@@ -214,37 +250,8 @@ def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> floa
     return (num_steps - last["step"]) * took_s / num_done
 
 
-def newest_samples(directory: Path) -> tuple[str, tuple[ShownSample, ...]]:
-    """The newest file's name and some of its completions: the first, the best and the worst."""
-    paths = sorted(directory.glob("*.jsonl"))
-    for path in reversed(paths[-2:]):  # the newest may have no whole line yet
-        with path.open("rb") as file:
-            lines = [line for line in file.readlines(MAX_SAMPLE_BYTES) if line.endswith(b"\n")]
-        samples = list(filter(None, map(read_without_tokens, lines)))
-        if samples:
-            graded = sorted((sample for sample in samples if sample.reward is not None), key=lambda s: s.reward or 0.0)
-            chosen = [samples[0], *graded[-1:], *graded[:1]]
-            unique = list({id(sample): sample for sample in chosen}.values())[:MAX_SAMPLES]
-            return _step_name(path.stem), tuple(_show(sample) for sample in unique)
-    return "", ()
-
-
 def describe_event(event: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
     """When and what."""
     details = {key: value for key, value in event.items() if key not in ("event", "attempt", "time", "format")}
     said = " ".join(f"{key}={value}" for key, value in details.items() if not isinstance(value, dict | list))
     return time.strftime("%H:%M:%S", time.localtime(event["time"])), f"{event['event']} {said}".strip()[:200]
-
-
-def _step_name(stem: str) -> str:
-    """What step_000030 is for people."""
-    name, _, number = stem.rpartition("_")
-    return f"{name} {int(number)}" if name and number.isdigit() else stem
-
-
-def _show(sample: Sample) -> ShownSample:
-    return ShownSample(
-        turns=tuple((turn["role"], shorten_text(turn["content"])) for turn in sample.messages),
-        text=shorten_text(completion_text(sample)),
-        reward=sample.reward,
-    )

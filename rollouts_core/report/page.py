@@ -34,6 +34,7 @@ from rollouts_core.report.provenance import describe_provenance, describe_reused
 from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
+from rollouts_core.report.warnings import load_warnings
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import TRAININGS, describe_mode, is_training, kind_of
 
@@ -59,6 +60,7 @@ def render_report(report: ReportInput) -> str:
         mode=describe_mode(report.mode),
         results=results,
         trainings=describe_trainings(report),
+        warnings=load_warnings(report),
         curve_sections=load_curves(report),
         selections=load_selections(report),
         transcripts=load_transcripts(report.evaluation_dir, names) if has_samples else [],

@@ -6,6 +6,7 @@
 //     #samples?set=rl&step=10&reward=<1     the table, filtered
 //     #sample/rl/10/144/3                   set, step, group, place in the group
 //     #group/rl/10/144    #prompt/12        a group side by side; one prompt across steps
+//     #samples?set=rl&at=120                 a page about a run under way: the samples of the steps around this one
 //     #held-out?win=rl&lose=sft             prompts on which one model beats another
 //     #answers/12         #curves  #sft-rows?outcome=cut  #run
 "use strict";
@@ -33,10 +34,11 @@
 
   const chunks = new Map();
   function loadChunk(place) {
-    const held = chunks.get(place);
-    chunks.delete(place);
-    const chunk = held || loadJson(`chunk-${place}`).then((chunk) => readGroups(chunk, index.chunks[place]));
-    chunks.set(place, chunk);
+    const { chunkNames, chunks: firsts, prompts, groups } = index, name = chunkNames ? chunkNames[place] : `chunk-${place}`;
+    const held = chunks.get(name);
+    chunks.delete(name);
+    const chunk = held || loadJson(name).then((chunk) => readGroups(chunk, (group) => prompts[groups.prompt[firsts[place] + group]]));
+    chunks.set(name, chunk);
     if (chunks.size > MAX_CACHED_CHUNKS) chunks.delete(chunks.keys().next().value);
     return chunk;
   }
@@ -52,8 +54,46 @@
     return { ...read, starts, groupOf, byAddress, size: groupOf.length };
   }
 
+  // A page about a run under way holds one block of the run's samples at a time: those of neighbouring steps, of a
+  // prompt, or the held-out answers. `index.page` says which.
+  const isLive = () => document.body.dataset.views !== undefined;
+  let asked = 0, loading = 0;
+  async function takePage(name) {
+    const mine = ++asked;
+    loading++;
+    const read = await loadJson(name).finally(() => { loading--; });
+    if (!read || mine !== asked) return;
+    if (samplesView.table && index.page.name !== read.page.name) samplesView.table.clear(); // its rows are of the other block
+    index = prepareIndex(read);
+    takeWords(read.vocabulary);
+  }
+  function takeWords({ texts, special, ends }) {
+    Object.assign(vocabulary.texts, texts);
+    special.forEach((token) => vocabulary.special.add(token));
+    ends.forEach((token) => vocabulary.ends.add(token));
+  }
+  const hasStep = (set, step) => index && index.page.set === set && step >= index.page.first && (step <= index.page.last || index.page.last === index.page.newest);
+  /** Hold the samples that a view shows. */
+  async function holdFor(name, parts, query) {
+    const [set, step, group] = parts;
+    if (name === "held-out" || name === "answers" || (set || "").startsWith("heldout-") || (query.set || "").startsWith("heldout-")) {
+      if (!index || index.page.set !== "held-out") await takePage("page/held-out");
+    } else if (name === "prompt") {
+      if (!index || index.page.name !== `prompt/${parts.join("/")}`) await takePage(`prompt/${parts.join("/")}`);
+    } else if (name === "sample" || name === "group") {
+      if (!index || !index.byAddress.has(`${set}/${step}/${group}`)) await takePage(`page/${set}/${step}`);
+    } else if (name === "step") {
+      if (!hasStep(set, Number(step))) await takePage(`page/${set}/${step}`);
+    } else if (name === "samples") {
+      const named = /\d+/.exec(query.step || ""), at = named ? Number(named[0]) : query.at === undefined ? null : Number(query.at);
+      const wanted = query.set || document.body.dataset.pages.split("/")[0], isThere = index && index.page.set === wanted;
+      if (!(at === null ? isThere && index.page.last === index.page.newest : hasStep(wanted, at))) await takePage(`page/${wanted}/${at === null ? "last" : at}`);
+    }
+  }
+
   const setOf = (group) => index.sets[index.groups.set[group]];
   const addressOf = (group) => `${setOf(group).key}/${index.groups.step[group]}/${index.groups.group[group]}`;
+  const promptOf = (group) => `#prompt/${isLive() ? addressOf(group) : index.groups.prompt[group]}`;
   const hashOf = (row) => { const group = index.groupOf[row]; return `#sample/${addressOf(group)}/${row - index.starts[group]}`; };
 
   // A character for each number, as rollout_codec.py writes them.
@@ -64,7 +104,7 @@
   const logprobsOf = (text) => numbersOf(text).map((level) => -(level < 100 ? level : level < 190 ? 10 * (level - 90) : 100 * (level - 180)));
 
   /** The groups of a chunk; numbers of a sample are read when they are asked for. */
-  function readGroups(chunk, firstGroup) {
+  function readGroups(chunk, previewOf) {
     let next = 0;
     return chunk.sizes.map((size, group) => {
       const samples = [];
@@ -75,7 +115,7 @@
           get byTrainer() { return e === undefined ? null : logprobsOf(e); }, get mask() { return m ? unrolled(m) : new Array([...t].length).fill(1); },
         });
       }
-      return { turns: chunk.turns[group] || [["user", index.prompts[index.groups.prompt[firstGroup + group]]]], answer: chunk.answer[group], prefix: numbersOf(chunk.prefix[group]), samples };
+      return { turns: chunk.turns[group] || [["user", previewOf(group)]], answer: chunk.answer[group], prefix: numbersOf(chunk.prefix[group]), samples };
     });
   }
 
@@ -132,14 +172,25 @@
       new ResizeObserver(() => this.soon()).observe(this.element);
     }
 
-    setRows(rows) {
+    /** Other rows. With `isUpdate` they are the same ones and more: what is in sight, has the focus or is selected stays. */
+    setRows(rows, isUpdate = false) {
+      const place = new Map(isUpdate ? rows.map((row, i) => [row, i]) : []), top = this.element.scrollTop;
+      const first = place.get(this.rows[Math.floor(top / ROW_PX)]), active = place.get(this.rows[this.active]);
+      const drawn = [...this.drawn].flatMap(([i, line]) => (place.has(this.rows[i]) ? [[place.get(this.rows[i]), line]] : []));
+      this.drawn = new Map(drawn);
+      for (const [i, line] of drawn) { line.dataset.place = i; line.setAttribute("aria-rowindex", i + 2); }
       this.rows = rows;
-      this.drawn = new Map();
-      this.active = Math.min(this.active, Math.max(0, rows.length - 1));
-      this.element.scrollTop = 0;
+      this.active = active ?? Math.min(this.active, Math.max(0, rows.length - 1));
+      const newTop = isUpdate && top && first !== undefined ? first * ROW_PX + (top % ROW_PX) : 0;
       this.table.setAttribute("aria-rowcount", rows.length + 1);
-      this.drawHead();
-      this.draw();
+      if (!isUpdate) this.drawHead();
+      this.draw(newTop);
+      this.element.scrollTop = newTop;
+    }
+
+    clear() {
+      this.rows = [];
+      this.drawn = new Map();
     }
 
     drawHead() {
@@ -158,8 +209,8 @@
       requestAnimationFrame(() => { this.waits = false; this.draw(); });
     }
 
-    draw() {
-      const first = Math.max(0, Math.floor(this.element.scrollTop / ROW_PX) - OVERSCAN);
+    draw(top = this.element.scrollTop) {
+      const first = Math.max(0, Math.floor(top / ROW_PX) - OVERSCAN);
       const visible = Math.min(160, Math.ceil(this.element.clientHeight / ROW_PX) + 2 * OVERSCAN);
       const last = Math.min(this.rows.length, first + visible);
       const hadFocus = this.body.contains(document.activeElement);
@@ -171,8 +222,11 @@
       for (let place = first; place < last; place++) drawn.set(place, this.drawn.get(place) || this.drawRow(place));
       this.drawn = drawn;
       for (const [place, line] of drawn) line.querySelector("a").tabIndex = place === this.active ? 0 : -1;
-      this.body.replaceChildren(above, ...drawn.values(), below);
-      if (hadFocus) this.focusActive();
+      const lines = [above, ...drawn.values(), below];
+      const kept = new Set(lines);
+      for (const line of [...this.body.children]) if (!kept.has(line)) line.remove();
+      lines.forEach((line, i) => { if (this.body.children[i] !== line) this.body.insertBefore(line, this.body.children[i] || null); });
+      if (hadFocus && !this.body.contains(document.activeElement)) this.focusActive();
     }
 
     drawRow(place) {
@@ -457,8 +511,8 @@
   /** A cell that fills itself once the chunk of its row is there. */
   function previewCell(row) {
     const cell = el("span", { class: "preview" }, "");
-    const group = index.groupOf[row];
-    loadGroup(group).then((read) => { cell.textContent = completionOf(read.samples[row - index.starts[group]]).replace(/\s+/g, " ").slice(0, 160); });
+    const group = index.groupOf[row], place = row - index.starts[group];
+    loadGroup(group).then((read) => { cell.textContent = completionOf(read.samples[place]).replace(/\s+/g, " ").slice(0, 160); });
     return cell;
   }
 
@@ -480,7 +534,7 @@
   const samplesView = {
     async show(root, [], query) {
       if (!index) return root.replaceChildren(el("h2", {}, "Samples"), el("p", { class: "note" }, missingNote()));
-      if (!root.dataset.built) this.build(root);
+      if (root.dataset.built !== this.shape()) this.build(root);
       this.query = { ...query, set: query.set || index.sets[0].key };
       for (const control of this.controls) {
         const value = this.query[control.name] ?? "";
@@ -494,7 +548,7 @@
     },
 
     build(root) {
-      root.dataset.built = "1";
+      root.dataset.built = this.shape();
       const changed = debounced(() => this.changed(), 180);
       const input = (name, title, hint, size) => field(title, el("input", { name, type: name === "q" ? "search" : "text", placeholder: hint, size, autocomplete: "off", spellcheck: "false", oninput: changed }));
       const choose = (name, title, options) => field(title, el("select", { name, onchange: () => this.changed() }, options.map(([value, text]) => el("option", { value }, text))));
@@ -509,14 +563,44 @@
       this.chip = el("button", { type: "button", class: "chip", hidden: true, onclick: () => { delete this.query.prompt; this.changed(); } });
       this.said = el("p", { class: "note", role: "status" });
       this.table = new VirtualTable(sampleColumns(), { label: "Samples", open: hashOf, sorted: ["step", false], onSort: (key) => this.sort(key) });
-      root.replaceChildren(el("h2", {}, "Samples"), ...index.notes.map((note) => el("p", { class: "note sampled" }, note)), form, this.chip, this.said, this.table.element);
+      this.pager = el("p", { class: "pager note" });
+      root.replaceChildren(el("h2", {}, "Samples"), ...index.notes.map((note) => el("p", { class: "note sampled" }, note)), form, this.chip, this.pager, this.said, this.table.element);
     },
+
+    /** The steps whose samples the table has, and the way to others. */
+    page() {
+      const { page } = index, link = (at, text) => (at === null || at === undefined ? "" : el("a", { href: `#samples?${new URLSearchParams({ set: page.set, at })}` }, text));
+      const steps = (first, last) => (first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`);
+      if (!page || !page.oldest) return [];
+      const isWhole = page.first === page.oldest && page.last === page.newest;
+      return [isWhole ? `All ${steps(page.first, page.last)}.` : `The table has ${steps(page.first, page.last)} of ${count(page.oldest)} to ${count(page.newest)}; a number in the field “Step” shows others.`,
+        link(page.before, "← earlier"), link(page.after, "later →"), page.after === null ? "" : link(page.newest, "newest")];
+    },
+
+    /** More samples of the same steps, or of steps after them. */
+    async update() {
+      if (!index || !this.table) return this.open(parseHash().query);
+      if (loading) return;
+      await takePage(index.page.name);
+      if (parseHash().name !== "samples") return;
+      if ($("view-samples").dataset.built === this.shape()) await this.apply(true); else await this.show($("view-samples"), [], this.query);
+    },
+
+    /** Changes with the sets, columns and outcomes that the view offers. */
+    shape: () => JSON.stringify([index.sets.map(({ key }) => key), sampleColumns().map(({ key }) => key), [...new Set(index.status)].sort()]),
 
     changed() {
       const query = { ...this.query };
       for (const control of this.controls) if (control.value) query[control.name] = control.value; else delete query[control.name];
+      delete query.at;
       history.replaceState(null, "", `#samples?${new URLSearchParams(query)}`);
-      this.show($("view-samples"), [], query);
+      document.body.dataset.shown = location.hash;
+      this.open(query);
+    },
+
+    async open(query) {
+      if (isLive()) await holdFor("samples", [], query);
+      await this.show($("view-samples"), [], query);
     },
 
     sort(key) {
@@ -525,23 +609,25 @@
       this.changed();
     },
 
-    async apply() {
-      const { q = "", sort = "step" } = this.query;
+    async apply(isUpdate = false) {
+      const { q = "", sort = isLive() ? "-step" : "step" } = this.query;
+      const current = index;
       this.table.sorted = [sort.replace(/^-/, ""), sort.startsWith("-")];
       const all = selectRows({ set: this.query.set }).length;
       let rows = selectRows(this.query);
       searching++;
-      if (q) rows = await searchRows(rows, q, (done) => { this.said.textContent = `searching … ${Math.round(100 * done)} %`; });
-      if (rows === null) return;
+      if (q) rows = await searchRows(rows, q, (done) => { if (!isUpdate) this.said.textContent = `searching … ${Math.round(100 * done)} %`; });
+      if (rows === null || current !== index) return;
       rows = sortRows(rows, ...this.table.sorted);
       const rewards = rows.map((row) => index.reward[row]).filter((reward) => reward !== null);
       const mean = rewards.length ? `, mean reward ${number(rewards.reduce((sum, each) => sum + each, 0) / rewards.length)}` : "";
       this.said.textContent = `${count(rows.length)} of ${count(all)} samples${mean}`;
-      this.table.setRows(rows);
+      this.pager.replaceChildren(...this.page().flatMap((node) => [node, " "]));
+      this.table.setRows(rows, isUpdate);
     },
   };
 
-  const missingNote = () => document.body.dataset.samples === "none"
+  const missingNote = () => isLive() ? "The run has no samples yet." : document.body.dataset.samples === "none"
     ? "This report was written without samples (report.samples = \"none\")." : "The run directory has no samples.";
 
   // ---------------------------------------------------------------- one sample, one group, one prompt
@@ -553,7 +639,7 @@
     return row < index.starts[found + 1] ? row : null;
   }
 
-  const lost = (root) => root.replaceChildren(el("h2", {}, "Not in this file"), el("p", { class: "note" }, "This report does not hold the sample. The run directory has all samples."), el("p", {}, el("a", { href: "#samples" }, "All samples")));
+  const lost = (root) => root.replaceChildren(el("h2", {}, isLive() ? "Not there" : "Not in this file"), el("p", { class: "note" }, isLive() ? "The run directory does not have the sample." : "This report does not hold the sample. The run directory has all samples."), el("p", {}, el("a", { href: "#samples" }, "All samples")));
 
   const sampleView = {
     async show(root, [set, step, id, place]) {
@@ -575,7 +661,7 @@
         el("div", { class: "split" },
           el("article", { class: "card conversation" }, group.turns.map((turn) => turnNode(turn, kind.css)), said.map((turn) => turnNode(turn, kind.css)),
             group.answer ? el("div", { class: "turn reference" }, el("div", { class: "role" }, "reference answer"), textNodes(group.answer)) : ""),
-          el("aside", { class: "card", "aria-label": "Facts about the sample" }, facts(row, sample), el("p", { class: "links" }, el("a", { href: `#group/${address}` }, `All ${size} of the group`), el("a", { href: `#prompt/${index.groups.prompt[number_]}` }, "This prompt across steps")))),
+          el("aside", { class: "card", "aria-label": "Facts about the sample" }, facts(row, sample), el("p", { class: "links" }, el("a", { href: `#group/${address}` }, `All ${size} of the group`), el("a", { href: promptOf(number_) }, "This prompt across steps")))),
         view.tokens.length ? el("h3", {}, "Tokens") : "", view.tokens.length ? el("div", { class: "card" }, tokens) : "");
     },
   };
@@ -603,7 +689,7 @@
       };
       draw();
       root.replaceChildren(
-        el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${kind.key}` }, kind.label), el("a", { href: `#step/${kind.key}/${step}` }, `step ${step}`), el("span", {}, `group ${id}`), el("span", { class: "push" }), el("a", { href: `#prompt/${index.groups.prompt[number_]}` }, "this prompt across steps")),
+        el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${kind.key}` }, kind.label), el("a", { href: `#step/${kind.key}/${step}` }, `step ${step}`), el("span", {}, `group ${id}`), el("span", { class: "push" }), el("a", { href: promptOf(number_) }, "this prompt across steps")),
         el("h2", {}, `Step ${step}: group ${id}`),
         el("p", { class: "soft" }, `${count(group.samples.length)} completions, baseline (mean reward) ${number(mean)}${isSplit ? "" : "; all rewards are equal, so a comparison within the group teaches nothing"}`),
         promptCard(group),
@@ -632,22 +718,38 @@
   const promptCard = (group) => el("article", { class: "card conversation" }, group.turns.map((turn) => turnNode(turn, "")), group.answer ? el("div", { class: "turn reference" }, el("div", { class: "role" }, "reference answer"), textNodes(group.answer)) : "");
 
   const promptView = {
-    async show(root, [id]) {
-      const prompt = Number(id);
+    async show(root, parts) {
+      const prompt = parts.length > 1 ? 0 : Number(parts[0]); // a page about a run under way holds the one prompt
       if (!index || !(prompt >= 0 && prompt < index.prompts.length)) return lost(root);
       const groups = index.groups.prompt.flatMap((each, group) => (each === prompt ? [group] : []));
       const when = (group) => (setOf(group).isTraining ? `step ${count(index.groups.step[group])}` : `${setOf(group).label}, held-out`);
       root.replaceChildren(el("div", { class: "crumbs" }, el("a", { href: "#samples" }, "samples"), el("span", {}, "one prompt")), el("h2", {}, "One prompt across steps"),
-        promptCard(await loadGroup(groups[0])), ...(await groupsTable(groups, "When", when)));
+        ...index.notes.filter((note) => note.startsWith("The search")).map((note) => el("p", { class: "note sampled" }, note)), promptCard(await loadGroup(groups[0])), ...(await groupsTable(groups, "When", when)));
     },
   };
 
   const stepView = {
+    /** The way to the steps around a step. */
+    crumbs(set, step) {
+      const steps = index ? [...new Set(index.groups.step.filter((_, group) => setOf(group).key === set))] : [], at = steps.indexOf(Number(step));
+      const page = (index && index.page) || {}, before = steps[at - 1] ?? page.before, after = steps[at + 1] ?? page.after;
+      const go = (to, rel, text) => (at >= 0 && to !== undefined && to !== null ? el("a", { href: `#step/${set}/${to}`, rel }, text) : "");
+      return el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${set}${isLive() ? `&at=${step}` : ""}` }, "samples"), el("span", {}, `step ${step}`), el("span", { class: "push" }), go(before, "prev", `← step ${before}`), go(after, "next", `step ${after} →`));
+    },
+
+    /** A step after the one in sight is written later. */
+    async update() {
+      const [set, step] = parseHash().parts, crumbs = document.querySelector("#view-detail > .crumbs");
+      if (loading || !index || !crumbs || crumbs.querySelector("[rel=next]")) return;
+      await takePage(index.page.name);
+      const fresh = this.crumbs(set, step).querySelector("[rel=next]");
+      if (fresh && parseHash().parts.join() === [set, step].join()) crumbs.append(fresh);
+    },
+
     async show(root, [set, step]) {
       const groups = index ? index.groups.step.flatMap((each, group) => (each === Number(step) && setOf(group).key === set ? [group] : [])) : [];
-      const steps = index ? [...new Set(index.groups.step.filter((_, group) => setOf(group).key === set))] : [], at = steps.indexOf(Number(step));
-      const crumbs = el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${set}` }, "samples"), el("span", {}, `step ${step}`), el("span", { class: "push" }), steps[at - 1] !== undefined ? el("a", { href: `#step/${set}/${steps[at - 1]}`, rel: "prev" }, `← step ${steps[at - 1]}`) : "", at >= 0 && steps[at + 1] !== undefined ? el("a", { href: `#step/${set}/${steps[at + 1]}`, rel: "next" }, `step ${steps[at + 1]} →`) : "");
-      if (!groups.length) return root.replaceChildren(crumbs, el("h2", {}, `Step ${step}`), el("p", { class: "note" }, "This report holds no sample of the step. The run directory has all samples."));
+      const crumbs = this.crumbs(set, step);
+      if (!groups.length) return root.replaceChildren(crumbs, el("h2", {}, `Step ${step}`), el("p", { class: "note" }, isLive() ? "The run directory has no samples of the step." : "This report holds no sample of the step. The run directory has all samples."));
       root.replaceChildren(crumbs, el("h2", {}, `Step ${step}: ${count(groups.length)} groups`), ...(await groupsTable(groups, "Prompt", (group) => index.prompts[index.groups.prompt[group]])));
     },
   };
@@ -673,6 +775,12 @@
   }
 
   const heldOutView = {
+    async update() {
+      const size = index && index.size;
+      if (!loading) await takePage("page/held-out");
+      if (index && index.size !== size) await this.show($("held-out-live"), [], parseHash().query);
+    },
+
     async show(root, [], query) {
       const held = heldOut();
       if (!held || !held.models.length) return root.replaceChildren();
@@ -764,8 +872,9 @@
   const curvesView = {
     stages: null, plots: [],
     async show(root) {
-      if (this.stages) return this.draw();
+      if (this.stages && !isLive()) return this.draw();
       this.stages = (await loadJson("curves")) || [];
+      if (this.body) return this.draw();
       if (!this.stages.length) return root.closest("section").classList.add("no-curves");
       await window.runBlock("plot");
       const set = (change) => { Object.assign(curveState, change); this.draw(); };
@@ -781,6 +890,19 @@
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
       addEventListener("resize", debounced(() => { if (!$("view-curves").hidden) this.draw(); }, 150));
       this.draw();
+    },
+
+    /** New points for the same curves; all is drawn anew if there are other curves. */
+    async update() {
+      if (!this.body) return this.show($("curves-live"));
+      const shape = () => JSON.stringify(this.stages.map((stage) => [stage.label, stage.metrics.map(({ name }) => name), Object.keys(stage.constant)]));
+      const before = shape();
+      this.stages = (await loadJson("curves")) || this.stages;
+      if (shape() !== before) return this.draw();
+      for (const plot of this.plots) {
+        const stage = this.stages.find(({ label }) => label === plot.source.stage), metric = stage.metrics.find(({ name }) => name === plot.source.metric);
+        plot.take(stage, metric);
+      }
     },
 
     draw() {
@@ -818,16 +940,24 @@
       for (const box of root.querySelectorAll(".plot")) if (box.mountPlot) { box.mountPlot(); box.mountPlot = null; }
     },
 
-    plot(stage, metric, family, box, value) {
-      const style = getComputedStyle(document.body), ink = (name) => style.getPropertyValue(name).trim();
+    /** The points of a curve: steps, values, and the smoothed values. */
+    read(stage, metric) {
       const known = metric.values.map((each) => (curveState.isLog && each !== null && each <= 0 ? null : each));
       const isSparse = known.filter((each) => each !== null).length < 0.5 * known.length;
       const places = known.map((_, i) => i).filter((i) => !isSparse || known[i] !== null);
       const xs = places.map((i) => stage.steps[i]), raw = places.map((i) => known[i]);
-      const line = curveState.smoothing ? smoothed(raw, curveState.smoothing) : raw, color = ink(`--${stage.css}`) || ink("--accent");
       const numbers = raw.filter((each) => each !== null), ends = numbers.length ? `${exact(numbers[0])} → ${exact(numbers[numbers.length - 1])}` : "no value above 0";
-      value.textContent = ends;
-      box.setAttribute("aria-label", `${metric.title}, ${stage.label}: ${ends}; arrow keys move along the ${stage.xName}s`);
+      return { xs, raw, line: curveState.smoothing ? smoothed(raw, curveState.smoothing) : raw, isSparse, numbers, ends };
+    },
+
+    plot(stage, metric, family, box, value) {
+      const style = getComputedStyle(document.body), ink = (name) => style.getPropertyValue(name).trim(), color = ink(`--${stage.css}`) || ink("--accent");
+      let { xs, raw, line, isSparse, numbers, ends } = this.read(stage, metric);
+      const tell = () => {
+        value.textContent = ends;
+        box.setAttribute("aria-label", `${metric.title}, ${stage.label}: ${ends}; arrow keys move along the ${stage.xName}s`);
+      };
+      tell();
       const axis = { stroke: ink("--soft"), grid: { stroke: ink("--rule"), width: 1 }, ticks: { stroke: ink("--rule"), size: 4 }, font: "11px system-ui, sans-serif" };
       const faint = curveState.smoothing > 0;
       const plot = new window.uPlot({
@@ -857,9 +987,17 @@
           }],
         },
       }, faint ? [xs, raw, line] : [xs, raw], box);
+      plot.source = { stage: stage.label, metric: metric.name };
+      plot.take = (newStage, newMetric) => {
+        const isZoomed = plot.scales.x.min > xs[0] || plot.scales.x.max < xs[xs.length - 1];
+        ({ xs, raw, line, isSparse, numbers, ends } = this.read(newStage, newMetric));
+        if (plot.cursor.idx === null || plot.cursor.idx === undefined) tell();
+        plot.setData(faint ? [xs, raw, line] : [xs, raw], !isZoomed);
+        if (isZoomed) plot.redraw();
+      };
       family.push(plot);
       this.plots.push(plot);
-      const open = (i) => { if (stage.set && i !== null && i !== undefined) location.hash = `#step/${stage.set}/${xs[i]}`; };
+      const open = (i) => { if (stage.set && i !== null && i !== undefined) location.hash = `#step/${stage.set}/${Math.round(xs[i])}`; };
       let down = 0;
       plot.over.addEventListener("mousedown", (event) => { down = event.clientX; });
       plot.over.addEventListener("click", (event) => { if (Math.abs(event.clientX - down) < 4) open(plot.cursor.idx); });
@@ -883,6 +1021,7 @@
   async function loadRows() {
     if (!sftRows) {
       sftRows = await loadJson("rows");
+      if (sftRows && sftRows.vocabulary) takeWords({ ...sftRows.vocabulary, texts: { ...vocabulary.texts, ...sftRows.vocabulary.texts } });
       if (sftRows) sftRows.rows.forEach((row, place) => Object.assign(row, { place, tokens: row.t ? numbersOf(row.t) : [], mask: unrolled(row.m || []) }));
     }
     return sftRows;
@@ -981,6 +1120,7 @@
     }
     document.body.dataset.view = name;
     if (event) scrollTo(0, 0);
+    if (isLive() && chosen.view) await holdFor(name, parts, query);
     if (chosen.view) await chosen.view.show(root, parts, query);
     document.body.dataset.shown = location.hash;
   }
@@ -991,16 +1131,34 @@
     await window.runBlock(block);
   }
 
+  /** Links to the views that have something to show. */
+  function drawNav() {
+    const entries = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Samples"], ["held-out", "Held-out"], ["sft-rows", "SFT rows"], ["run", "Run"]];
+    const has = (name) => isLive() ? document.body.dataset.views.split(" ").includes(name) : $(`view-${VIEWS[name].page || VIEWS[name].root}`) && (name !== "sft-rows" || $("data-rows"));
+    const linkTo = ([name]) => $("views").querySelector(`[href="#${name}"]`);
+    entries.forEach((entry, i) => {
+      const [name, title] = entry;
+      if (has(name) && !linkTo(entry)) $("views").insertBefore(el("a", { href: `#${name}` }, title), entries.slice(i + 1).map(linkTo).find(Boolean) || null);
+    });
+    $("views").hidden = false;
+  }
+
   async function start() {
-    const [read, words] = await Promise.all([loadJson("index"), loadJson("vocabulary")]);
-    if (read) index = prepareIndex(read);
-    if (words) vocabulary = { texts: words.texts, special: new Set(words.special), ends: new Set(words.ends) };
+    if (!isLive()) {
+      const [read, words] = await Promise.all([loadJson("index"), loadJson("vocabulary")]);
+      if (read) index = prepareIndex(read);
+      if (words) takeWords(words);
+    }
     document.head.append(el("style", {}, await window.loadBlock("style")));
     document.body.classList.add("live");
-    const entries = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Samples"], ["held-out", "Held-out"], ["sft-rows", "SFT rows"], ["run", "Run"]];
-    $("views").append(...entries.filter(([name]) => $(`view-${VIEWS[name].page || VIEWS[name].root}`) && (name !== "sft-rows" || $("data-rows"))).map(([name, title]) => el("a", { href: `#${name}` }, title)));
-    $("views").hidden = false;
+    drawNav();
     if ($("data-compare")) await runBeside("compare");
+    addEventListener("newdata", async ({ detail }) => {
+      drawNav();
+      const { view } = VIEWS[parseHash().name];
+      const isShown = view === curvesView ? detail.includes("curves") : detail.includes("pages");
+      if (isShown && view && view.update) await view.update();
+    });
     addEventListener("hashchange", route);
     addEventListener("keydown", (event) => {
       if (event.key !== "/" || event.ctrlKey || event.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) return;

@@ -116,10 +116,13 @@ def live_page(page: Page, rollouts: Rollouts, run_id: str, path: str = "") -> It
 def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
     """The run links a page with curves and samples, which goes on by itself while RL does."""
     with live_page(page, rollouts, run_id) as visitor:
+        visitor.get_by_role("link", name="Curves").click()
         visitor.get_by_role("figure", name=re.compile("^Reward")).wait_for()
-        visitor.locator("#rl", has_text="Samples of step").wait_for()
-        assert visitor.locator("#sft").get_by_text("finished").is_visible()
-        state = visitor.locator("#rl > p").first
+        visitor.get_by_role("link", name="Samples").click()
+        visitor.locator("#view-samples tbody tr[data-place]").first.wait_for()
+        visitor.get_by_role("link", name="Overview").click()
+        assert visitor.locator("article[id^=stage-sft]").get_by_text("finished").is_visible()
+        state = visitor.locator("article[id^=stage-rl] > p").first
         seen = state.inner_text()
         assert re.match(r"step \d+ of 400", seen), seen
         keep_picture(visitor, "live page")

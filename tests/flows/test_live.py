@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +19,8 @@ import pytest
 from rollouts.flows.live import MAX_RUNS, find_live_pages, served_live_pages
 from rollouts.flows.own_server.password import own_password
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
-from rollouts_core.report.live import (
-    MAX_EVENTS,
-    MAX_SAMPLE_BYTES,
-    LiveStage,
-    describe_readable,
-    describe_stage,
-    newest_samples,
-    seconds_left,
-)
+from rollouts_core.report.live import MAX_EVENTS, describe_readable, describe_stage, seconds_left
+from rollouts_core.report.live_run import LiveStage
 from rollouts_core.system.gpu_use import sampled_gpu_use
 from tests.flows.conftest import Rollouts
 from tests.nvidia_smi import install_nvidia_smi
@@ -89,24 +83,44 @@ def visitor(store: Path) -> Iterator[httpx.Client]:
 
 
 def test_pages_are_for_those_who_know_the_password_alone(store: Path, visitor: httpx.Client) -> None:
-    for path in ("/", "/runs/mine-01234567", "/runs/mine-01234567/report", "/runs/nothing"):
+    run = "/runs/mine-01234567"
+    for path in ("/", run, f"{run}/report", f"{run}/blocks/page/rl/last", f"{run}/blocks/viewer", "/runs/nothing"):
         refused = httpx.get(f"{str(visitor.base_url).rstrip('/')}{path}")
         assert refused.status_code == 401 and "mine" not in refused.text
         assert httpx.get(f"{str(visitor.base_url).rstrip('/')}{path}", auth=("rollouts", "guess")).status_code == 401
     assert visitor.post("/runs/mine-01234567").status_code == 405
     assert visitor.get("/runs/..%2F..%2Fprefect%2Fpassword").status_code == 404
+    for name in (
+        "page/../4",
+        "page/rl/x",
+        "chunk/rl/4/9/v",
+        "chunk/rl/4/-9/v",
+        "prompt/rl/4/77",
+        "page",
+        "../job.json",
+    ):
+        assert visitor.get(f"/runs/mine-01234567/blocks/{name}").status_code == 404, name
 
 
-def test_a_run_is_listed_and_shown_with_what_its_model_wrote_as_text(store: Path, visitor: httpx.Client) -> None:
+def block(visitor: httpx.Client, name: str) -> Any:  # Any: JSON
+    return visitor.get(f"/runs/mine-01234567/blocks/{name}").raise_for_status().json()
+
+
+def test_a_run_is_listed_and_shown_and_its_samples_come_in_blocks(store: Path, visitor: httpx.Client) -> None:
     listed = visitor.get("/").text
     assert listed.index("/runs/mine-01234567") < listed.index("/runs/earlier-fedcba98") and listed.count("mine") == 2
     page = visitor.get("/runs/mine-01234567")
-    assert page.status_code == 200 and "step 5 of 10" in page.text and "Reward" in page.text
-    assert HOSTILE not in page.text and "&lt;script&gt;alert(1)" in page.text
+    assert page.status_code == 200 and "step 5 of 10" in page.text and "question" not in page.text
     policy = page.headers["content-security-policy"]
-    (nonce,) = [part.split("'nonce-")[1].split("'")[0] for part in policy.split(";") if "nonce" in part]
-    assert nonce and page.text.count("<script") == page.text.count(f'<script nonce="{nonce}">') == 1
-    assert visitor.get("/runs/mine-01234567").headers["content-security-policy"] != policy
+    assert "'unsafe" not in policy and "default-src 'none'" in policy and policy.endswith("connect-src 'self'")
+    assert policy.count("'sha256-") == 5 and page.text.count("<script") == 1, "loader, viewer, plot, and two styles"
+    samples = block(visitor, "page/rl/last")
+    assert samples["page"]["newest"] == 5 and samples["reward"] == [0, 0.25, 0.5, 0.75]
+    [name] = set(samples["chunkNames"])
+    assert [each["text"] for each in block(visitor, name)["rest"]] == [f"{HOSTILE} {index}" for index in range(4)]
+    [curves] = block(visitor, "curves")
+    assert [metric["name"] for metric in curves["metrics"]] == ["reward", "response_tokens"]
+    assert curves["steps"] == [1, 2, 3, 4, 5]
 
 
 def test_a_record_that_is_nested_without_end_hides_no_page(store: Path, visitor: httpx.Client) -> None:
@@ -124,7 +138,6 @@ def test_a_record_that_is_nested_without_end_hides_no_page(store: Path, visitor:
         ("metrics.jsonl", '{"step": 1e999, "attempt": 1, "time": 1}'),
         ("metrics.jsonl", '{"step": 1, "attempt": 1, "time": 1, "reward": "<b>"}'),
         ("events.jsonl", '{"event": "started", "time": 1e300}'),
-        ("samples/step_000006.jsonl", '{"prompt": 1, "response": {}}'),
     ],
 )
 def test_a_stage_whose_files_no_job_of_ours_wrote_hides_no_other(
@@ -144,25 +157,36 @@ def test_a_line_of_metrics_that_is_nested_without_end_is_passed_over(store: Path
     assert page.status_code == 200 and "its files cannot be read" not in page.text and "step 5 of 10" in page.text
 
 
-def test_half_of_a_character_in_a_completion_is_shown_as_none(store: Path, visitor: httpx.Client) -> None:
+def test_a_line_of_samples_that_no_job_of_ours_wrote_hides_no_other(store: Path, visitor: httpx.Client) -> None:
+    lines = [
+        '{"prompt": 1, "response": {}}',
+        '{"prompt": 1, "group_index": 3}',
+        json.dumps(sample(0, reward=1.0, response="good")),
+    ]
+    (store / "stages/rl-1/samples/step_000006.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert block(visitor, "page/rl/last")["reward"] == [0, 0.25, 0.5, 0.75, 1]
+
+
+def test_half_of_a_character_in_a_completion_is_sent(store: Path, visitor: httpx.Client) -> None:
     line = json.dumps(sample(0, reward=1.0, response="half \ud83d of it"))
     (store / "stages/rl-1/samples/step_000006.jsonl").write_text(f"{line}\n")
-    assert "half ? of it" in visitor.get("/runs/mine-01234567").text
+    name = block(visitor, "page/rl/6")["chunkNames"][-1]
+    assert block(visitor, name)["rest"][0]["text"] == "half \ud83d of it"
 
 
-def test_the_use_of_gpus_is_drawn_where_there_are_any(
+def test_the_use_of_gpus_has_curves_where_there_are_any(
     store: Path, visitor: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "GPU" not in visitor.get("/runs/mine-01234567").text
+    assert len(block(visitor, "curves")) == 1
     install_nvidia_smi(tmp_path / "bin", monkeypatch)
     path = store / "stages/rl-1/gpu_use.jsonl"
     with sampled_gpu_use(path, ["0", "1"], attempt=1):
         wait_until(path.is_file, what="the file of samples")
         wait_until(lambda: path.read_text().endswith("\n"), what="a sample")
-    page = visitor.get("/runs/mine-01234567").text
-    assert "<figcaption><b>GPU use</b><span>mean 97 %</span>" in page and "minutes under way" in page
-    assert "<figcaption><b>GPU memory</b><span>most 61.2 of 79.6 GiB</span>" in page
-    assert page.count('<i class="gpu-2"></i>GPU 1</span>') == 1, "it tells no use"
+    section = block(visitor, "curves")[1]
+    assert section["label"] == "GPUs of RL" and section["xName"] == "minute"
+    names = [metric["name"] for metric in section["metrics"]]
+    assert names == ["GPU 0 use, percent", "GPU 0 memory, GiB", "GPU 1 memory, GiB"], "GPU 1 tells no use"
 
 
 def test_samples_that_vanish_while_they_are_read_are_no_error(
@@ -179,8 +203,7 @@ def test_samples_that_vanish_while_they_are_read_are_no_error(
         return open_path(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", remove_and_open)
-    page = visitor.get("/runs/mine-01234567")
-    assert page.status_code == 200 and "Samples of step 4" in page.text
+    assert block(visitor, "page/rl/last")["page"]["newest"] == 5
 
 
 @pytest.mark.parametrize(
@@ -224,17 +247,49 @@ def test_a_stage_that_stopped_by_itself_says_which_step_is_saved(store: Path, vi
     assert "stopped: step 5 is saved" in visitor.get("/runs/mine-01234567").text
 
 
+def listed_states(visitor: httpx.Client, query: str = "") -> list[str]:
+    return re.findall(r'<span class="chip (\w+)">', visitor.get(f"/{query}").text)
+
+
+def test_the_list_shows_scores_and_curves_and_is_filtered(store: Path, visitor: httpx.Client) -> None:
+    scored = [
+        {"name": name, "scores": [], "mean": mean, "low": mean - 0.1, "high": mean + 0.1, "num_rows": 10}
+        for name, mean in (("base", 0.25), ("rl", 0.75))
+    ]
+    (store / "stages/evaluate-1").mkdir()
+    result = {"format": 1, "metric": "accuracy", "checkpoints": scored, "best": "rl"}
+    (store / "stages/evaluate-1/result.json").write_text(json.dumps(result))
+    with Ledger(store / LEDGER_FILE) as ledger:
+        ledger.note_use("evaluate-1", "0123456789abcdef", run="mine-01234567", num_steps=2)
+        ledger.note_use("rl-gone", "aaaaaaaaaaaaaaaa", run=f"{HOSTILE}-aaaaaaaa")
+    page = visitor.get("/").text
+    assert "<b>0.750</b><small>0.650 to 0.850</small>" in page and '<td class="num up">+0.500</td>' in page
+    assert page.count('<svg class="spark"') == 2 and "<title>Reward 0.1 → 0.5</title>" in page
+    assert HOSTILE not in page and page.count("&lt;script&gt;alert(1)") >= 1
+    assert "form-action 'self'" in visitor.get("/").headers["content-security-policy"]
+    assert len(listed_states(visitor)) == 3 and len(listed_states(visitor, "?q=MINE")) == 1
+    assert listed_states(visitor, "?state=running") == [] == listed_states(visitor, "?q=%3Cnothing")
+    assert (
+        "No run fits the filter" in visitor.get("/?q=%22%3E%3Cb%3E").text
+        and '"><b>' not in visitor.get("/?q=%22%3E%3Cb%3E").text
+    )
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("fedcba9876543210"):
+        assert listed_states(visitor, "?state=running") == ["running"]
+        assert "rl 5/10" in visitor.get("/?state=running").text
+        assert listed_states(visitor, "?state=running&q=mine") == []
+
+
 def test_a_run_without_a_process_or_an_exit_record_tells_no_time_left(store: Path, visitor: httpx.Client) -> None:
     page = visitor.get("/runs/mine-01234567").text
-    assert "step 5 of 10" in page and "no process of the run is left" in page and "about" not in page
-    assert "not running, no report · 1 stage<" in page
-    assert visitor.get("/").text.count("<td>not running, no report</td>") == 2
+    assert "step 5 of 10" in page and "no process of the run is left" in page and "about 50" not in page
+    assert "<b>not running, no report</b>" in page
+    assert listed_states(visitor) == ["stopped", "stopped"]
     (store / "runs/mine-01234567").mkdir(parents=True)
     (store / "runs/mine-01234567/report.html").touch()
-    assert "<td>has a report</td>" in visitor.get("/").text
+    assert listed_states(visitor) == ["done", "stopped"]
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("0123456789abcdef"):
-        assert "<td>running</td>" in visitor.get("/").text
-        assert "running · 1 stage<" in visitor.get("/runs/mine-01234567").text
+        assert listed_states(visitor) == ["running", "stopped"]
+        assert "<b>running</b> · rl: about 50.0 s left" in visitor.get("/runs/mine-01234567").text
 
 
 def test_a_selection_shows_which_checkpoint_was_chosen_and_an_evaluation_names_its_models(
@@ -317,9 +372,6 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     shown = describe_stage(stage, now=NOW)
     assert shown.state == "step 5 of 10, about 50.0 s left, running for 1 min 40 s, last numbers 50.0 s ago"
     assert shown.done == 50.0 and ("reward", "0.5") in shown.numbers
-    assert [chart.title for chart in shown.charts] == ["Reward", "Completion length"]
-    assert shown.samples_of == "step 4"
-    assert [each.reward for each in shown.samples] == [0.0, 0.75]
     assert len(shown.events) == MAX_EVENTS and shown.events[0][1] == "weights_published version=v19"
     with (run_dir / "events.jsonl").open("a") as events:
         events.write(json.dumps({"event": "failed", "attempt": 1, "time": NOW, "message": "no disk"}) + "\n")
@@ -338,7 +390,7 @@ def test_lines_that_a_disk_damaged_are_no_error(tmp_path: Path) -> None:
     for path in run_dir.rglob("*.jsonl"):
         path.write_bytes(b'{"half": \0\0\n' + path.read_bytes())
     shown = describe_stage(LiveStage(name="rl", run_dir=run_dir, num_steps=10, began_at=NOW), now=NOW)
-    assert shown.done == 50.0 and len(shown.samples) == 2
+    assert shown.done == 50.0
 
 
 def test_a_number_that_is_none_is_shown_as_it_is(tmp_path: Path) -> None:
@@ -346,28 +398,12 @@ def test_a_number_that_is_none_is_shown_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     shown = describe_stage(LiveStage(name="rl", run_dir=tmp_path, num_steps=10, began_at=NOW), now=NOW)
     assert shown.numbers == (("loss", "0"), ("reward", "0.5"), ("entropy", "nan"))
-    assert [chart.title for chart in shown.charts] == ["Reward"]
-
-
-def test_a_completion_of_very_many_tokens_is_shown_too(tmp_path: Path) -> None:
-    """Its line has each token with its log-prob: with 80,000 of them it is longer than what is looked at of a file."""
-    long = {
-        **sample(0, reward=1.0, response="so it goes " * 10_000),
-        "tokens": [151_643] * 80_000,
-        "loss_mask": [1] * 80_000,
-        "rollout_log_probs": [-0.12345678901234567] * 80_000,
-    }
-    lines = [json.dumps(each) for each in (long, sample(1, reward=0.0, response="short"))]
-    assert len(lines[0]) > MAX_SAMPLE_BYTES
-    (tmp_path / "step_000001.jsonl").write_text("\n".join(lines) + "\n")
-    name, shown = newest_samples(tmp_path)
-    assert name == "step 1" and shown[0].text.start.startswith("so it goes") and shown[0].reward == 1.0
 
 
 def test_a_stage_that_has_written_nothing_is_under_way(tmp_path: Path) -> None:
     stage = LiveStage(name="evaluate", run_dir=tmp_path / "none", num_steps=0, began_at=NOW - 5)
     shown = describe_stage(stage, now=NOW)
-    assert shown.state == "under way for 5.0 s" and shown.charts == () and shown.done == 0.0
+    assert shown.state == "under way for 5.0 s" and shown.done == 0.0
 
 
 def test_a_stage_of_another_version_is_shown_with_its_scores(tmp_path: Path) -> None:

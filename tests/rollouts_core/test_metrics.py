@@ -18,6 +18,7 @@ from rollouts_core.metrics import (
     read_json_lines,
     read_last_lines,
     read_metrics,
+    read_some_lines,
     read_spread_lines,
     sum_metrics,
 )
@@ -177,3 +178,17 @@ def test_metrics_of_micro_batches_are_added_up_and_maxima_are_not() -> None:
 def test_metrics_of_updates_are_averaged_and_maxima_are_not() -> None:
     results = [{"loss": 1.0, "ratio_max": 3.0}, {"loss": 2.0, "ratio_max": 2.0}]
     assert average_metrics(results) == {"loss": 1.5, "ratio_max": 3.0}
+
+
+def test_some_lines_of_a_long_file_are_whole_ones_at_even_distances(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_some_lines(path, 10) == []
+    lines = [json.dumps({"step": step, "pad": "x" * (step % 50)}) for step in range(1, 1001)]
+    path.write_text("\n".join([*lines, '{"st']))
+    steps = [line["step"] for line in read_some_lines(path, 10)]
+    assert steps[0] == 1 and steps[-1] == 1000 and len(steps) == 11 and steps == sorted(set(steps))
+    assert all(80 < after - before < 120 for before, after in itertools.pairwise(steps))
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert {line["step"] for line in read_some_lines(path, 10)} == {1, 2}
+    path.write_text('{"step": 1')
+    assert read_some_lines(path, 10) == []

@@ -269,6 +269,18 @@ def test_where_machines_were_rented_the_page_and_the_summary_say_what_each_stage
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1 and len(table) == 4
 
 
+def test_the_page_lists_what_a_training_warned_of(full_report: ReportInput) -> None:
+    assert "<h2>Warnings</h2>" not in render_report(full_report)
+    warnings = [
+        {"event": "warning", "attempt": attempt, "time": 1.0, "rule": "staleness", "message": f"<b> of {attempt}"}
+        for attempt in (1, 2)
+    ]
+    events = full_report.trainings[1].run_dir / "events.jsonl"
+    events.write_text("".join(json.dumps(line) + "\n" for line in warnings))
+    page = render_report(full_report)
+    assert '<p class="warning"><b>RL</b> &lt;b&gt; of 2</p>' in page and "of 1</p>" not in page
+
+
 def test_the_page_shows_every_part(full_report: ReportInput) -> None:
     page = render_report(full_report)
     parts = ("12,000 demonstrations", "2,000 prompts", "Learning rate", "Reward", "Completion length", "Clip share",

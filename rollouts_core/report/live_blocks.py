@@ -1,0 +1,342 @@
+"""The blocks that the page of a run under way asks for: curves, and samples in pages of bounded size.
+
+Not here: the page (live.py), the form of a rollout (rollout_codec.py), how the page reads blocks (viewer.js).
+
+    curves                       the metrics of all trainings, thinned
+    rows                         rows of SFT
+    page/rl/120, page/rl/last    the table of the samples of neighbouring steps, among them this one
+    page/held-out                the table of held-out answers
+    prompt/rl/120/7              the table of the groups of a prompt at all steps: that of group 7 of step 120
+    chunk/rl/120/0/<version>     groups of a step; chunk/rl/120/g7/<version> for those of a prompt
+
+A page has so many steps that their files have about `PAGE_BYTES`, counted from the first step: a step that is written
+later changes the last page alone. Files are encoded when a page is asked for, and the latest ones are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollouts_core.job import EvalJob, RLJob, SFTJob
+from rollouts_core.metrics import metrics_by_step, parse_line, read_spread_lines
+from rollouts_core.report.curve_data import JsonObject, describe_gpus, describe_training
+from rollouts_core.report.embedded import (
+    KeptStep,
+    SampleSet,
+    StepFile,
+    describe_rows,
+    describe_samples,
+    encoded_groups,
+    held_out_sets,
+    keep_groups,
+    keep_held_out,
+    only_groups,
+    read_chunk,
+    split_chunks,
+    training_sets,
+)
+from rollouts_core.report.live_run import UNREADABLE, LiveRun, LiveStage
+from rollouts_core.report.packed import pack_json
+from rollouts_core.report.rollout_codec import prompt_turns
+from rollouts_core.report.trainings import load_job_of
+from rollouts_core.report.vocabulary import Vocabulary, load_vocabulary
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import BASE, EVALUATE, TRAININGS, is_training, label_of
+
+PAGE_BYTES = 4_000_000
+"""Files of samples of a page have about so many bytes; a larger file is a page of its own."""
+MAX_PAGE_STEPS = 500
+MAX_CACHED_BYTES = 64_000_000
+"""Encoded steps that are kept; one of them takes a fifth of its file or less."""
+BYTES_PER_ROW = 400
+"""About so much memory a line of the table takes here."""
+MAX_LINES = 4_000
+"""About so many lines of metrics, and of the use of GPUs, are read for the curves."""
+SEARCH_BYTES = 512_000_000
+"""So much of the files of samples is searched for a prompt, from the newest step on."""
+MAX_FOUND = 400
+"""The groups of a prompt that a page shows at most; so many has viewer.js."""
+LEVEL = 4
+"""Compression of blocks that are sent once."""
+HELD_OUT = "held-out"
+Found = TypeVar("Found")
+
+
+class StepCache:
+    """Encoded files of samples; those that were used last are kept."""
+
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.lock = threading.Lock()
+        self._held_out: tuple[str, list[KeptStep], list[str]] = ("", [], [])
+        self._held: OrderedDict[tuple[Any, ...], KeptStep] = OrderedDict()  # Any: path and versions of files
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory the kept files take."""
+        return sum(map(_size_of, self._held.values()))
+
+    def load(self, file: StepFile, vocabulary: Vocabulary) -> KeptStep:
+        """The groups of a file; it is read only if it changed."""
+        key = (str(file.path), version_of(file), len(vocabulary.texts))
+        step = self._held.pop(key, None) or keep_groups(0, file.step, encoded_groups(file, vocabulary))
+        self._held[key] = step
+        while self.num_bytes > self.max_bytes and len(self._held) > 1:
+            self._held.popitem(last=False)
+        return step
+
+    def load_held_out(self, sets: Sequence[SampleSet], vocabulary: Vocabulary) -> tuple[list[KeptStep], list[str]]:
+        """The held-out answers of all models, and what is said about them; read only if a file changed."""
+        held_out = [(place, each) for place, each in enumerate(sets) if not each.is_training]
+        key = " ".join(f"{place} {file.path} {version_of(file)}" for place, each in held_out for file in each.files)
+        if self._held_out[0] != key:
+            notes = list[str]()
+            self._held_out = (key, keep_held_out(held_out, vocabulary, PAGE_BYTES, notes), notes)
+        return self._held_out[1:]
+
+
+def _size_of(step: KeptStep) -> int:
+    return len(step.draft) + BYTES_PER_ROW * sum(len(group.rows) for group in step.groups)
+
+
+def version_of(file: StepFile) -> str:
+    """Changes with the content of the files of a step."""
+    versions = []
+    for path in (file.path, file.scores):
+        try:
+            versions.append(f"{path.stat().st_mtime_ns:x}" if path else "")
+        except FileNotFoundError:
+            versions.append("")
+    return "-".join(versions)
+
+
+def find_block(run: LiveRun, name: str, cache: StepCache) -> bytes | None:
+    """A block of a run, compressed; None if the run has no such block.
+
+    Raises:
+        FileNotFoundError: a file vanished that was there a moment ago.
+    """
+    kind, *parts = name.split("/")
+    try:
+        with cache.lock:
+            block = READERS[kind](run, parts, cache)
+    except UNREADABLE:
+        return None
+    return None if block is None else pack_json(block, level=LEVEL)
+
+
+def describe_live_curves(run: LiveRun, *_: object) -> list[JsonObject]:
+    """The curves of all trainings so far, thinned."""
+    sections = []
+    for stage in run.stages:
+        if not is_training(stage.name):
+            continue
+        files = RunDirectory(stage.run_dir)
+        try:
+            metrics = metrics_by_step(read_spread_lines(files.metrics, MAX_LINES, rare="eval_loss"))
+            sections += describe_training(stage.name, metrics, mark=None)
+            sections += describe_gpus(stage.name, read_spread_lines(files.gpu_use, MAX_LINES))
+        except UNREADABLE:
+            continue
+    return sections
+
+
+def find_rows(run: LiveRun, *_: object) -> JsonObject | None:
+    """The rows of SFT with the texts of their tokens."""
+    for stage in run.stages:
+        path = RunDirectory(stage.run_dir).rows
+        if path.is_file():
+            described = json.loads(path.read_text(encoding="utf-8"))
+            tokens = {token for row in described["rows"] for token in row["tokens"]}
+            return {**describe_rows(described), "vocabulary": vocabulary_of([stage]).only(tokens)}
+    return None
+
+
+def live_sets(run: LiveRun) -> list[SampleSet]:
+    """The samples of each training so far, the latest training first, then the held-out answers."""
+    sets = []
+    for stage in reversed(run.stages):
+        if is_training(stage.name):
+            sets += training_sets(stage.name, stage.run_dir)
+    for stage in run.stages:
+        if stage.name == EVALUATE.name:
+            sets += held_out_sets(stage.run_dir, model_labels(stage))
+    return sets
+
+
+def model_labels(stage: LiveStage) -> dict[str, str]:
+    """The titles of the models that an evaluation scores, in its order."""
+    job = load_job_of(stage.run_dir)
+    names = [each.name for each in job.checkpoints] if isinstance(job, EvalJob) else (BASE, *TRAININGS)
+    return {name: stage.labels.get(name, label_of(name)) for name in names}
+
+
+def vocabulary_of(stages: Sequence[LiveStage]) -> Vocabulary:
+    """The texts of tokens, from a start model or a checkpoint of these stages; empty if all are elsewhere."""
+    for stage in stages:
+        job = load_job_of(stage.run_dir)
+        starts = [Path(job.model.model.path)] if isinstance(job, SFTJob | RLJob) else []
+        for folder in (*starts, *sorted(RunDirectory(stage.run_dir).checkpoints.glob("step_*"))):
+            if (folder / "tokenizer.json").is_file():
+                return _vocabulary(folder)
+    return Vocabulary()
+
+
+@lru_cache(maxsize=2)
+def _vocabulary(folder: Path) -> Vocabulary:
+    return load_vocabulary(folder)
+
+
+def split_pages(files: Sequence[StepFile]) -> Iterator[list[StepFile]]:
+    """The files of each page, in order; a page changes only while it is the last one."""
+    page, size = list[StepFile](), 0
+    for file in files:
+        added = file.path.stat().st_size
+        if page and (size + added > PAGE_BYTES or len(page) == MAX_PAGE_STEPS):
+            yield page
+            page, size = [], 0
+        page.append(file)
+        size += added
+    if page:
+        yield page
+
+
+def find_page(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObject | None:
+    """The table of the samples of some steps, or of the held-out answers; None without any.
+
+    Args:
+        parts: a set and a step, or "last"; or `HELD_OUT`.
+    """
+    sets, vocabulary = live_sets(run), vocabulary_of(run.stages)
+    if parts[0] == HELD_OUT:
+        kept, notes = cache.load_held_out(sets, vocabulary)
+        return describe_page(sets, kept, vocabulary, notes=notes, about={"name": f"page/{HELD_OUT}", "set": HELD_OUT})
+    chosen = _first(each for each in sets if each.key == parts[0])
+    step = chosen.files[-1].step if parts[1] == "last" else int(parts[1])
+    before, page, after = list[StepFile](), list[StepFile](), list[StepFile]()
+    for each in split_pages(chosen.files):
+        if page and each[0].step > step:
+            after = each
+            break
+        before, page = page, each
+    about = {
+        "name": f"page/{chosen.key}/{page[0].step}",
+        "set": chosen.key,
+        "first": page[0].step,
+        "last": page[-1].step,
+        "before": before[-1].step if before else None,
+        "after": after[0].step if after else None,
+        "oldest": chosen.files[0].step,
+        "newest": chosen.files[-1].step,
+    }
+    place = sets.index(chosen)
+    kept = [replace(cache.load(file, vocabulary), set_index=place) for file in page]
+    return describe_page(sets, kept, vocabulary, notes=[], about=about)
+
+
+def find_prompt(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObject:
+    """The table of the groups of a prompt, of the newest steps as far as they are searched.
+
+    Args:
+        parts: the set, step and number of one of these groups.
+    """
+    sets, number = live_sets(run), int(parts[2])
+    chosen, asked = _find_file(sets, parts)
+    place, vocabulary = sets.index(chosen), vocabulary_of(run.stages)
+    prompt = only_groups(cache.load(asked, vocabulary), {number}).groups[0].prompt
+    needle, kept, searched, notes = _needle(asked, number), list[KeptStep](), 0, list[str]()
+    for file in reversed(chosen.files):
+        if searched > SEARCH_BYTES or len(kept) == MAX_FOUND:
+            notes = [f"The search went back to step {file.step + 1:,}. Earlier steps may have the prompt, too."]
+            break
+        searched += file.path.stat().st_size
+        if needle in file.path.read_bytes():
+            step = cache.load(file, vocabulary)
+            numbers = {group.group for group in step.groups if group.prompt == prompt}
+            kept += [replace(only_groups(step, numbers), set_index=place)] if numbers else []
+    about = {"name": "/".join(("prompt", *parts)), "set": None}
+    return describe_page(sets, kept[::-1], vocabulary, notes=notes, about=about, of_groups=True)
+
+
+def _needle(file: StepFile, group: int) -> bytes:
+    """Bytes that every line about the prompt of a group has: the text of its last turn, as the files write it."""
+    with file.path.open("rb") as lines:
+        record = _first(found for line in lines if (found := parse_line(line)) and found.get("group_index") == group)
+    return json.dumps(prompt_turns(record["prompt"])[-1][1])[1:-1].encode()
+
+
+def find_chunk(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObject:
+    """Some groups of a step.
+
+    Args:
+        parts: the set, the step, and the number of the chunk, or g and the numbers of groups. The version of the file
+            follows: a file that changes has other addresses.
+    """
+    sets, vocabulary = live_sets(run), vocabulary_of(run.stages)
+    chosen, file = _find_file(sets, parts)
+    if chosen.is_training:
+        step = cache.load(file, vocabulary)
+    else:
+        place = sets.index(chosen)
+        step = _first(each for each in cache.load_held_out(sets, vocabulary)[0] if each.set_index == place)
+    if parts[2].startswith("g"):
+        step = only_groups(step, set(map(int, parts[2][1:].split("+"))))
+        return read_chunk([text for _, texts in split_chunks([step]) for text in texts])
+    return read_chunk([texts for _, texts in split_chunks([step])][int(parts[2])])
+
+
+def _find_file(sets: Sequence[SampleSet], parts: Sequence[str]) -> tuple[SampleSet, StepFile]:
+    chosen = _first(each for each in sets if each.key == parts[0])
+    return chosen, _first(file for file in chosen.files if file.step == int(parts[1]))
+
+
+def _first(found: Iterable[Found]) -> Found:
+    for each in found:
+        return each
+    raise LookupError("the run has no such block")
+
+
+def describe_page(
+    sets: Sequence[SampleSet],
+    kept: Sequence[KeptStep],
+    vocabulary: Vocabulary,
+    *,
+    notes: list[str],
+    about: JsonObject,
+    of_groups: bool = False,
+) -> JsonObject:
+    """A table with the names of its chunks and the texts of its tokens.
+
+    Args:
+        about: what viewer.js has to know of the page.
+        of_groups: the steps have only some of their groups.
+    """
+    first_groups, names, num_groups = list[int](), list[str](), 0
+    for step in filter(lambda each: each.groups, kept):
+        samples = sets[step.set_index]
+        version = version_of(_first(file for file in samples.files if file.step == step.step))
+        numbers = "g" + "+".join(str(group.group) for group in step.groups)
+        for place, (first, _) in enumerate(split_chunks([step]) if not of_groups else [(0, "")]):
+            first_groups.append(num_groups + first)
+            names.append(f"chunk/{samples.key}/{step.step}/{numbers if of_groups else place}/{version}")
+        num_groups += len(step.groups)
+    tokens = set[int]().union(*(group.tokens for step in kept for group in step.groups))
+    shown = {"chunks": first_groups, "chunkNames": names, "notes": notes, "page": about}
+    return {**describe_samples(sets, kept), **shown, "vocabulary": vocabulary.only(tokens)}
+
+
+READERS: dict[str, Callable[[LiveRun, list[str], StepCache], JsonObject | list[JsonObject] | None]] = {
+    "curves": describe_live_curves,
+    "rows": find_rows,
+    "page": find_page,
+    "prompt": find_prompt,
+    "chunk": find_chunk,
+}
+"""The functions that make blocks, by the first part of a block's name."""

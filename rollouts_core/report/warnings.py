@@ -1,0 +1,28 @@
+"""The warnings of stages by their events, for the live page and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollouts_core.metrics import read_json_lines
+from rollouts_core.report.inputs import ReportInput
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import label_of
+
+
+def list_warnings(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON
+    """The warnings of the last attempt among some events, in order."""
+    latest = max((int(each.get("attempt", 0)) for each in events), default=0)
+    return [
+        str(each.get("message", ""))
+        for each in events
+        if each["event"] == "warning" and int(each.get("attempt", latest)) == latest
+    ]
+
+
+def load_warnings(report: ReportInput) -> list[tuple[str, list[str]]]:
+    """The warnings of each training that had some, with its label."""
+    found = [(label_of(each.name), RunDirectory(each.run_dir).events) for each in report.trainings]
+    listed = [(label, list_warnings(read_json_lines(path))) for label, path in found]
+    return [(label, warnings) for label, warnings in listed if warnings]

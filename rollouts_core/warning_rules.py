@@ -1,0 +1,271 @@
+"""Warnings about an RL run while it goes on: one table of rules over the metrics of its steps.
+
+Not here: warnings before a run (checks/), the count of steps without signal (signal_watch.py).
+
+    metrics of a step -> each rule sees the last steps, and the first -> event `warning`, with the rule's name
+                                                                      -> the end of the run, if `stop_on` names the rule
+
+A rule warns when its bound is crossed, and again only after it was kept for a step in between. The watch reads metrics
+and changes nothing, so a run that no rule ends is the same with and without it. A resumed run begins the count anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollouts_core.engines.rounding import ARRIVED, CHANGED, FEW_ARRIVED, ROUNDING_REMEDY, describe_loss
+from rollouts_core.errors import StoppedByRuleError
+from rollouts_core.metrics import EventLog
+from rollouts_core.signal_watch import SignalWatch
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 100
+"""Rules see so many of the last steps."""
+MEAN_STEPS = 10
+"""Single steps are noisy: rules compare means of so many."""
+IN_A_ROW = 3
+MIN_ENTROPY_SHARE = 0.1
+SPIKE = 10.0
+MIN_KNOWN = 20
+"""So many gradients are known before one counts as a spike."""
+MAX_MISMATCH = 0.05
+MAX_STALENESS = 4.0
+NOISE = 4.0
+"""A reward that falls by fewer standard errors may be noise."""
+Line = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """The metrics of a training's steps, as far as rules see them."""
+
+    first: Sequence[Line]
+    """Those of the first steps."""
+    last: Sequence[Line]
+    """Those of the last steps, the newest at the end."""
+
+    def values(self, name: str) -> list[float]:
+        """A metric over the last steps that have it."""
+        return _values(self.last, name)
+
+    def recent(self, name: str, count: int = MEAN_STEPS) -> list[float]:
+        """The last `count` values of a metric; empty if there are fewer."""
+        values = self.values(name)
+        return values[-count:] if len(values) >= count else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A row of the table."""
+
+    name: str
+    measures: str
+    bound: str
+    remedy: str
+    """The settings to change."""
+    find: Callable[[Series], str]
+    """What was seen, in a clause, if the bound is crossed; else empty."""
+
+
+def _values(lines: Sequence[Line], name: str) -> list[float]:
+    return [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
+
+
+def find_halved_reward(series: Series) -> str:
+    """The mean reward of the last steps against the best mean of as many steps before them."""
+    name = "reward_unfiltered" if "reward_unfiltered" in series.last[-1] else "reward"
+    values = series.values(name)
+    means = [statistics.fmean(values[end - MEAN_STEPS : end]) for end in range(MEAN_STEPS, len(values) + 1)]
+    if len(means) <= MEAN_STEPS:
+        return ""
+    best, last = max(means[:-MEAN_STEPS]), means[-1]
+    noise = statistics.stdev(values[-MEAN_STEPS:]) / math.sqrt(MEAN_STEPS)
+    if best <= 0 or last >= best / 2 or best - last < NOISE * noise:
+        return ""
+    return f"the mean reward of {MEAN_STEPS} steps fell from {best:.3g} to {last:.3g}"
+
+
+def find_entropy_collapse(series: Series) -> str:
+    """The entropy of the last steps against the first, unless the task is solved: then rewards hardly differ."""
+    before, after = _values(series.first, "entropy"), series.recent("entropy")
+    spread_before, spread = _values(series.first, "reward_std"), series.recent("reward_std")
+    if len(before) < MEAN_STEPS or not after or not spread_before or not spread:
+        return ""
+    first, last = statistics.fmean(before), statistics.fmean(after)
+    if last >= MIN_ENTROPY_SHARE * first or statistics.fmean(spread) < statistics.fmean(spread_before) / 2:
+        return ""
+    return f"the mean entropy fell from {first:.3g} to {last:.3g} nats, and the task is not solved"
+
+
+def find_truncation(series: Series) -> str:
+    shares = series.recent("truncated_share", IN_A_ROW)
+    return f"all completions of {IN_A_ROW} steps in a row were cut off" if shares and min(shares) == 1 else ""
+
+
+def find_gradient_spikes(series: Series) -> str:
+    norms = series.values("grad_norm")
+    if len(norms) < MIN_KNOWN or not (usual := statistics.median(norms)):
+        return ""
+    spikes = [norm for norm in norms[-MEAN_STEPS:] if norm > SPIKE * usual]
+    if len(spikes) < IN_A_ROW:
+        return ""
+    return f"the gradient norm of {len(spikes)} of {MEAN_STEPS} steps was up to {max(spikes):.3g}, usually {usual:.3g}"
+
+
+def find_mismatch(series: Series) -> str:
+    values = series.recent("mismatch_kl")
+    if not values or (mean := statistics.fmean(values)) <= MAX_MISMATCH:
+        return ""
+    return f"engine and trainer differ by a KL of {mean:.3g} nats per token, mean of {MEAN_STEPS} steps"
+
+
+def find_staleness(series: Series) -> str:
+    values = series.recent("staleness_mean")
+    if not values or (mean := statistics.fmean(values)) <= MAX_STALENESS:
+        return ""
+    return f"tokens are {mean:.3g} publications of weights old, mean of {MEAN_STEPS} steps"
+
+
+def find_unparsed_calls(series: Series) -> str:
+    shares = series.recent("parse_failure_share", IN_A_ROW)
+    return f"no turn of {IN_A_ROW} steps in a row could be parsed" if shares and min(shares) == 1 else ""
+
+
+def find_rounding(series: Series) -> str:
+    line = next((line for line in reversed(series.last) if ARRIVED in line), None)
+    return describe_loss(line[ARRIVED], line[CHANGED]) if line and line[ARRIVED] < FEW_ARRIVED else ""
+
+
+NO_SIGNAL_RULE = Rule(
+    name="no_signal",
+    measures="steps in a row without an update by rewards",
+    bound="10, 20, 40 and so on",
+    remedy="use prompts that the model solves sometimes, raise rollout.n_samples_per_prompt, or change the reward",
+    find=lambda _: "",  # signal_watch.py counts these over resumed runs, too
+)
+RULES = (
+    NO_SIGNAL_RULE,
+    Rule(
+        name="reward_halved",
+        measures=f"mean reward of {MEAN_STEPS} steps, against the best of the last {WINDOW}",
+        bound="below a half, and by more than noise",
+        remedy="lower training.rl.optim.lr, or set training.rl.loss.kl_coef; earlier checkpoints are kept",
+        find=find_halved_reward,
+    ),
+    Rule(
+        name="entropy_collapse",
+        measures=f"mean entropy of {MEAN_STEPS} steps, against the first {MEAN_STEPS}",
+        bound="below a tenth, while rewards differ at least half as much as then",
+        remedy="set training.rl.loss.entropy_coef, raise training.rl.loss.clip_high, or lower training.rl.optim.lr",
+        find=find_entropy_collapse,
+    ),
+    Rule(
+        name="all_truncated",
+        measures="share of completions that a limit ended",
+        bound=f"1, {IN_A_ROW} steps in a row",
+        remedy="raise rollout.sampling.max_new_tokens, or reward shorter completions",
+        find=find_truncation,
+    ),
+    Rule(
+        name="gradient_spikes",
+        measures=f"gradient norms of {MEAN_STEPS} steps, against the median of the last {WINDOW}",
+        bound=f"{IN_A_ROW} are {SPIKE:g} times as large",
+        remedy="lower training.rl.optim.lr or training.rl.optim.max_grad_norm",
+        find=find_gradient_spikes,
+    ),
+    Rule(
+        name="engine_mismatch",
+        measures=f"KL between engine and trainer, mean of {MEAN_STEPS} steps",
+        bound=f"above {MAX_MISMATCH:g} nats per token",
+        remedy="set training.rl.loss.mismatch, or the same rollout.engine.dtype as the trainer's precision",
+        find=find_mismatch,
+    ),
+    Rule(
+        name="staleness",
+        measures=f"age of the sampled tokens, mean of {MEAN_STEPS} steps",
+        bound=f"above {MAX_STALENESS:g} publications",
+        remedy="lower rollout.max_staleness",
+        find=find_staleness,
+    ),
+    Rule(
+        name="unparsed_calls",
+        measures="share of turns that the environment could not read",
+        bound=f"1, {IN_A_ROW} steps in a row",
+        remedy="show the form of a tool call in the prompts, or train it by SFT first",
+        find=find_unparsed_calls,
+    ),
+    Rule(
+        name="rounded_updates",
+        measures="share of the update that arrives in the engines",
+        bound=f"below {FEW_ARRIVED:g}",
+        remedy=ROUNDING_REMEDY,
+        find=find_rounding,
+    ),
+)
+"""All rules. A run is warned by each, and ends by those that `training.rl.stop_on` names."""
+
+
+class WarningWatch:
+    """Applies the rules to the metrics of each step.
+
+    Args:
+        signal: counts the steps without signal, which has a limit of its own.
+        stop_on: names of the rules that end the training.
+    """
+
+    def __init__(self, signal: SignalWatch, stop_on: Collection[str] = ()) -> None:
+        self.signal, self.stop_on = signal, stop_on
+        self._first: list[Line] = []
+        self._last: deque[Line] = deque(maxlen=WINDOW)
+        self._crossed: set[str] = set()
+        self._end = ""
+
+    @property
+    def is_over(self) -> bool:
+        """True if the training ends at this step."""
+        return bool(self._end) or self.signal.is_over
+
+    def after_step(self, step: int, metrics: Line, events: EventLog | None = None) -> None:
+        """Apply the rules; a warning is logged and written to the events."""
+        if told := self.signal.after_step(step, metrics):
+            warn(step, NO_SIGNAL_RULE.name, told, events)
+        self._last.append(metrics)
+        if len(self._first) < MEAN_STEPS:
+            self._first.append(metrics)
+        series = Series(first=self._first, last=tuple(self._last))
+        for rule in RULES:
+            found = rule.find(series)
+            if found and rule.name not in self._crossed:
+                sentence = f"step {step}: {found}: {rule.remedy}"
+                warn(step, rule.name, sentence, events)
+                if rule.name in self.stop_on:
+                    self._end = (
+                        f"{sentence}. The training ended here, by the rule {rule.name}, and the step is saved. To "
+                        f"resume, take {rule.name} out of training.rl.stop_on"
+                    )
+            (self._crossed.add if found else self._crossed.discard)(rule.name)
+
+    def check(self) -> None:
+        """Raise if the training is over.
+
+        Raises:
+            NoSignalError: too many steps had no learning signal.
+            StoppedByRuleError: a rule of `stop_on` was crossed.
+        """
+        self.signal.check()
+        if self._end:
+            raise StoppedByRuleError(self._end)
+
+
+def warn(step: int, rule: str, message: str, events: EventLog | None) -> None:
+    """Log a warning and write it to the events."""
+    if events:
+        events.warn(message, rule=rule, step=step)
+    else:
+        logger.warning("%s", message)

@@ -1,0 +1,136 @@
+"""Pins which series of metrics each rule warns of, that no other rule does, and that a healthy run is silent.
+
+Without it a run that collapsed goes on for days, or a warning that comes too often is read by nobody.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rollouts_core.config.rl import StopRule
+from rollouts_core.errors import NoSignalError, StoppedByRuleError
+from rollouts_core.metrics import EventLog, read_json_lines
+from rollouts_core.signal_watch import SignalWatch
+from rollouts_core.warning_rules import NO_SIGNAL_RULE, RULES, WarningWatch
+
+RECORDED = Path(__file__).parent / "recorded/quickstart_rl.jsonl"
+"""The metrics of RL in a run of the quickstart."""
+
+
+def healthy(num_steps: int) -> list[dict[str, float]]:
+    """Steps of a run with noise in which nothing is wrong."""
+    draw = random.Random(0)
+    return [
+        {
+            "reward": min(1.0, 0.3 + step / 200 + draw.gauss(0, 0.05)),
+            "reward_std": 0.45,
+            "entropy": 0.6 + draw.gauss(0, 0.05),
+            "grad_norm": draw.lognormvariate(0, 0.5),
+            "truncated_share": draw.choice((0.0, 0.2, 0.9)),
+            "mismatch_kl": draw.uniform(0, 0.02),
+            "staleness_mean": draw.uniform(0, 3),
+            "parse_failure_share": draw.choice((0.0, 0.5, 0.95)),
+            "update_arrived_share": 0.95,
+            "weights_changed_share": 0.9,
+            "signal_share": 0.5,
+            "skipped": 0.0,
+            "num_nonfinite": 0.0,
+        }
+        for step in range(num_steps)
+    ]
+
+
+def collapsing(name: str) -> list[dict[str, float]]:
+    """A run that is healthy for 60 steps, and then has the trouble of a rule."""
+    steps = healthy(120)
+    changes: dict[str, Mapping[str, float]] = {
+        "no_signal": {"skipped": 1.0, "signal_share": 0.0, "reward": 0.5, "reward_std": 0.5},
+        "reward_halved": {"reward": 0.1},
+        "entropy_collapse": {"entropy": 0.01},
+        "all_truncated": {"truncated_share": 1.0},
+        "gradient_spikes": {"grad_norm": 50.0},
+        "engine_mismatch": {"mismatch_kl": 0.2},
+        "staleness": {"staleness_mean": 9.0},
+        "unparsed_calls": {"parse_failure_share": 1.0},
+        "rounded_updates": {"update_arrived_share": 0.3},
+    }
+    return [{**line, **changes[name]} if place >= 60 else line for place, line in enumerate(steps)]
+
+
+def warnings_of(steps: list[dict[str, float]], folder: Path, *, stop_on: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+    """The rules that warned, with the steps at which they did."""
+    with EventLog(folder / "events.jsonl") as events:
+        watch = WarningWatch(SignalWatch(0), stop_on)
+        for step, metrics in enumerate(steps, start=1):
+            watch.after_step(step, metrics, events)
+    return [(line["rule"], line["step"]) for line in read_json_lines(folder / "events.jsonl")]
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+def test_each_rule_warns_of_its_trouble_and_no_other_rule_does(name: str, tmp_path: Path) -> None:
+    told = warnings_of(collapsing(name), tmp_path)
+    assert {rule for rule, _ in told} == {name}
+    assert 60 < told[0][1] <= 72, "within twelve steps"
+    message = read_json_lines(tmp_path / "events.jsonl")[0]["message"]
+    assert message.startswith(f"step {told[0][1]}: ")
+    rule = next(rule for rule in RULES if rule.name == name)
+    assert ("more completions per prompt" if name == NO_SIGNAL_RULE.name else rule.remedy) in message
+
+
+def test_a_healthy_run_and_the_quickstart_are_silent(tmp_path: Path) -> None:
+    assert warnings_of(healthy(500), tmp_path) == []
+    recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    assert len(recorded) == 40 and recorded[-1]["reward"] > 0.9
+    assert warnings_of(recorded, tmp_path) == []
+
+
+def test_a_task_that_is_solved_is_no_collapse(tmp_path: Path) -> None:
+    solved = [{**line, "entropy": 0.001, "reward_std": 0.05, "reward": 0.99} for line in healthy(60)]
+    assert warnings_of([*healthy(60), *solved], tmp_path) == []
+
+
+def test_a_warning_comes_once_until_the_bound_was_kept_again(tmp_path: Path) -> None:
+    trouble = [{**line, "truncated_share": 1.0} for line in healthy(10)]
+    assert warnings_of([*trouble, *healthy(1), *trouble], tmp_path) == [("all_truncated", 3), ("all_truncated", 14)]
+
+
+def test_a_metric_that_is_missing_or_not_finite_is_no_trouble(tmp_path: Path) -> None:
+    bare = [{"skipped": 0.0, "num_nonfinite": 0.0, "signal_share": 1.0}] * 50
+    odd = [{**line, "entropy": float("nan"), "grad_norm": float("inf")} for line in healthy(50)]
+    assert warnings_of([*bare, *odd, *bare], tmp_path) == []
+
+
+def test_only_a_rule_that_the_settings_name_ends_a_run() -> None:
+    steps = collapsing("all_truncated")
+    watch = WarningWatch(SignalWatch(50), ("all_truncated", "staleness"))
+    for step, metrics in enumerate(steps[:62], start=1):
+        watch.after_step(step, metrics)
+        assert not watch.is_over
+    watch.check()
+    watch.after_step(63, steps[62])
+    assert watch.is_over
+    with pytest.raises(StoppedByRuleError, match=r"step 63: all completions .* take all_truncated out of training\.rl"):
+        watch.check()
+    warned = WarningWatch(SignalWatch(50), ("staleness",))
+    for step, metrics in enumerate(steps, start=1):
+        warned.after_step(step, metrics)
+    assert not warned.is_over
+
+
+def test_steps_without_signal_end_a_run_by_their_own_limit() -> None:
+    watch = WarningWatch(SignalWatch(12))
+    for step, metrics in enumerate(collapsing("no_signal")[:72], start=1):
+        watch.after_step(step, metrics)
+    with pytest.raises(NoSignalError, match="step 72: 12 steps in a row"):
+        watch.check()
+
+
+def test_the_settings_and_the_page_have_the_rules_of_the_table() -> None:
+    assert {*get_args(StopRule), NO_SIGNAL_RULE.name} == {rule.name for rule in RULES}
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    for rule in RULES:
+        assert f"| `{rule.name}` | {rule.measures} | {rule.bound} | {rule.remedy} |" in page
