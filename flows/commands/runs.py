@@ -70,7 +70,7 @@ RunName = Annotated[
 
 def runs(
     store: Store = DEFAULT_STORE,
-    limit: Annotated[int, typer.Option(min=0, help="So many of the latest runs; 0 shows all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Number of latest runs to show; 0 shows all.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the runs of the store, the latest first: state, step, score, change and cost."""
@@ -166,7 +166,7 @@ def _value(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilter:
-    """Which samples are wanted; an empty field asks for nothing."""
+    """Conditions on samples; an empty field accepts every sample."""
 
     reward: str = ""
     """A comparison as `<1`, `>=0.5` or `=0`."""
@@ -176,7 +176,7 @@ class SampleFilter:
     """The id of a prompt."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:  # Any: JSON
-        """Whether a line of a file of samples is wanted."""
+        """Whether a sample meets the conditions."""
         if self.prompt and self.prompt != prompt_id(record):
             return False
         if self.reward and not _compare(record.get("reward"), self.reward):
@@ -194,7 +194,7 @@ def samples(
     reward: Annotated[str, typer.Option(help="Only rewards such as '<1', '>=0.5' or '=0'.")] = "",
     grep: Annotated[str, typer.Option(help="Only samples whose texts match this regular expression.")] = "",
     prompt: Annotated[str, typer.Option(help="Only this prompt, by the id that the output shows.")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0 shows all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Number of samples to show at most; 0 shows all.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out answers of a model."""
@@ -222,7 +222,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     """The file with RL samples of a step, the newest by default, or with held-out answers of a model.
 
     Raises:
-        InputError: the run has no such file; the sentence names those it has.
+        InputError: the run has no such file; the message names the files that it has.
     """
     if step is not None and model:
         raise InputError("--step names RL samples and --model held-out answers: give one of them")
@@ -336,7 +336,7 @@ def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
     """The run directory of the stage, or of an engine of the run's RL.
 
     Raises:
-        InputError: the run has not come to such a stage.
+        InputError: the run has not reached this stage.
     """
     folders = {stage_name(use): store / "stages" / use.stage for use in uses}
     for name, folder in [*folders.items()]:
@@ -352,7 +352,7 @@ def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
 
 
 def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
-    """The text of a file, and what is appended to it until `is_over`; a line that is not whole waits for its end."""
+    """The text of a file, and the text that is appended to it until `is_over`, in whole lines."""
     offset, rest = 0, b""
     while True:
         ends_now = is_over()  # before reading: nothing is appended after the end

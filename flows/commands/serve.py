@@ -39,7 +39,7 @@ def serve(
         str,
         typer.Option(
             envvar="ROLLOUTS_API_KEY",
-            help="Key that every request must carry; needed where --host is beyond this machine.",
+            help="Key that every request must carry; needed if other machines can reach --host.",
             show_default=False,
         ),
     ] = "",
@@ -75,11 +75,11 @@ def serve(
 
 def chat(
     model: Model,
-    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="A second model, which answers the same.")] = "",
+    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="A second model, which gets the same messages.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Only the most probable tokens that together reach it.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer; 0 for the context's room.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Total probability of the tokens to sample from.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer; 0: as many as fit.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.", show_default=False)] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     store: Store = DEFAULT_STORE,
@@ -97,10 +97,11 @@ def chat(
 
 
 def find_checkpoint(given: str, store: Path) -> Path:
-    """The folder of the named checkpoint: a folder, a run (of several with the name the latest), a registered model.
+    """The checkpoint's folder. `given` is a folder, a run (the latest of several with this name), or a registered
+    model.
 
     Raises:
-        InputError: nothing has this name.
+        InputError: no folder, finished run or registered model has this name.
     """
     folder = Path(given)
     for found in (folder, folder / "checkpoint"):
