@@ -108,7 +108,7 @@ def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, 
     other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))
     with paused(program_of(sft)):
         output = other.run("status")[1]
-        assert f"without a run: the next one that needs it attaches to it, rollouts cancel {name} ends it" in output
+        assert f"without a run: the next run that needs it attaches to it, rollouts cancel {name} ends it" in output
         asking = other.start("cancel", name)
         wait_for_request(sft, asking, other)
     assert asking.wait(60) == 0, other.said()

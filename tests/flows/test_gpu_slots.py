@@ -44,7 +44,7 @@ def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:  # noqa: F811
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
-    assert "gpu slots      1: as many runs go at once" in up(served, str(config), "--gpu-slots", "1")
+    assert "gpu slots      1: number of runs under way at once" in up(served, str(config), "--gpu-slots", "1")
     first = trigger(served, "small")
     with paused(program_of(wait_for_checkpoint(served, "sft"))):
         second = trigger(served, "small", "run.name=second")
