@@ -28,7 +28,8 @@ class EvaluateConfig(Record):
     """File or URL with the rows. Empty: data.heldout."""
 
     def beside(self, folder: Path) -> Self:
-        """The same with its data, and models that begin with a dot, made absolute against the folder of its file."""
+        """These settings with absolute paths: `data`, and models that begin with a dot, are relative to the file's
+        folder."""
 
         def absolute(given: str) -> str:
             return given if is_url(given) or not given else str((folder / given).resolve())

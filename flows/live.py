@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 STATE_FILE = "live.json"
 MAX_RUNS = 50
-"""So many are listed; the others have their pages too, for links that were given out."""
+"""Number of runs in the list. Older runs keep their pages, so that shared links stay valid."""
 END_S = 10.0
 MAX_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveAddress:
-    """Where the pages are."""
+    """The address of the live pages."""
 
     port: int
     process: ProcessIdentity
@@ -152,7 +152,7 @@ def live_app(store: Path) -> Starlette:
 
 
 def looked_again(render: Callable[[], str]) -> str:
-    """A page, made anew where a file is gone that was there a moment ago: RL removes samples, and prune stages."""
+    """Render a page. Try again if a file was removed meanwhile, because RL removes samples and prune removes stages."""
     for _ in range(MAX_LOOKS - 1):
         with suppress(FileNotFoundError):
             return render()

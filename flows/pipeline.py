@@ -13,7 +13,7 @@ Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs
 ended by SIGTERM: everything is left as it is, and the next start attaches to it.
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -4,7 +4,7 @@ Not here: what is ended and what is spared (infra/renting/reaper.py), the regula
 (expired_machines.py).
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from pathlib import Path
 from typing import Any

@@ -9,7 +9,7 @@ A run that waits for approval has no process and no machine. The answer starts i
 does the same.
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from collections.abc import Mapping
 from functools import partial

@@ -6,7 +6,7 @@ the run would stay Running for ever, or be called Crashed although it completed.
 Not here: a process that was killed, which notes nothing; its locks tell (infra/ledger.py).
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 import inspect
 import json
