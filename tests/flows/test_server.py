@@ -262,7 +262,7 @@ def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
         wait_until(lambda: keeper_pid(store) != first, timeout_s=60.0)
         wait_until(lambda: is_healthy(address), timeout_s=60.0)
         log = (store / "prefect/server.log").read_text()
-        assert log.count("stand still: it is started anew. What waited:") == 1
+        assert log.count("stand still: it restarts. Waiting tasks:") == 1
         assert str(tmp_path / "sitecustomize.py") in log
         second = keeper_pid(store)
         time.sleep(3 * STANDSTILL_S)
