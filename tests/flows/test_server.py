@@ -430,7 +430,7 @@ def test_a_key_that_no_header_can_carry_is_not_repeated(tmp_path: Path, monkeypa
     monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:9/api")
     monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
     monkeypatch.setenv("PREFECT_API_KEY", "pnu_secret\nexport")
-    with pytest.raises(ServerError, match="PREFECT_API_KEY holds is no key") as refused, local_server(tmp_path):
+    with pytest.raises(ServerError, match="PREFECT_API_KEY does not hold a key") as refused, local_server(tmp_path):
         pass
     assert "secret" not in str(refused.value)
 
