@@ -1,4 +1,4 @@
-"""Find out what would fail, before anything is started: the store, the files, the port, the settings.
+"""Find mistakes in the store, the files, the ports and the settings before anything is started.
 
 Not here: the checks of models and data themselves (checks/validate.py), those of a node (tasks/bootstrap.py).
 This module does not import prefect: it runs before Prefect's environment is set.
@@ -79,15 +79,15 @@ from rollouts_core.system.private_files import keep_private
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
-"""Prefect's database asks for room in pieces smaller than this."""
+"""Size of the trial write. Prefect's database grows in smaller pieces."""
 
 
 def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
     """Read the pipeline of a file. If settings do not fit, the files named by other settings are checked too.
 
     Args:
-        reads_rows: then also reads models and rows, which loads torch. Without it a misspelt key is told within a
-        second.
+        reads_rows: if settings do not fit, also check models and rows, which loads torch. If False, a misspelt key is
+            reported within a second.
 
     Raises:
         InputError: a line for each mistake.
@@ -108,11 +108,11 @@ def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """Facts and warnings about a pipeline, found without starting anything.
 
-    Models and data that URLs name are fetched into the store: what is in them can only be seen there.
+    Models and data at URLs are fetched into the store, because their content can only be checked there.
 
     Raises:
         InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
-        TransientInfraError: a machine or an object store does not answer, and nothing else was found.
+        TransientInfraError: a machine or an object store does not answer, and there is no mistake.
     """
     mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
@@ -140,7 +140,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
 
 
 def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
-    """The configuration with the engine that a run would take now, if its settings leave that open; adds a finding."""
+    """The configuration with a fixed kind of engine: the one that a run would choose now for `auto`; adds a finding."""
     kept = with_kept_choice(config, settings, store)
     if not is_open(kept):
         return kept
@@ -163,7 +163,7 @@ def _mistakes_of(pipeline: Pipeline) -> Mistakes:
 
 
 def _check_run(pipeline: Pipeline, store: Path, mistakes: Mistakes, findings: list[str]) -> None:
-    """Check the store, and what the settings of the machines and of the run say by themselves."""
+    """Check the store and the run's settings, and that the machine settings fit the configuration."""
     config, node, run = pipeline.config, pipeline.node, pipeline.run
     with mistakes.at("node"):
         check_trainer_nodes(config, node)
@@ -193,7 +193,7 @@ def _check_store(store: Path, mistakes: Mistakes) -> None:
 def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
     """Describe the machine, or the machines that could be rented."""
     findings: list[str] = []
-    if isinstance(settings, RentedNode):  # a machine costs money: what else it can do is seen when it is there
+    if isinstance(settings, RentedNode):  # renting costs money: other checks run when the machine is there
         size = find_model_size(config.model)
         with mistakes.at("node.query"):
             check_query(settings.query, config, size, sends_weights=settings.num_engine_nodes > 0)
@@ -220,7 +220,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
 
     Raises:
         InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
-        TransientInfraError: a machine or an object store does not answer, and nothing else was found.
+        TransientInfraError: a machine or an object store does not answer, and there is no mistake.
     """
     evaluate, run = pipeline.evaluate, pipeline.run
     assert evaluate is not None, "a pipeline without [evaluate] names no model"
@@ -229,7 +229,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         sentence = "an evaluation makes no checkpoint: leave run.publish and run.register_as empty"
         mistakes.note("run", ConfigError(sentence), names_place=True)
     _check_store(store, mistakes)
-    if mistakes.has("run.store"):  # models of the store are named
+    if mistakes.has("run.store"):  # models are looked up in the store
         mistakes.check()
     with mistakes.at("node"):
         check_copied_packages(pipeline.config, pipeline.node, trains=False)
@@ -268,11 +268,11 @@ def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, 
 
 
 def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node | None:
-    """The node, logged in to once; None for a machine that is being started, for which a run waits."""
+    """Log in to the node once, and return it; None for a machine that is still starting, for which a run would wait."""
     if isinstance(settings, InstanceNode):
         instance = find_instance(settings.instance)
         if not instance.has_address:
-            findings.append(f"node: {settings.instance} is {instance.status}: what it can do is seen when it runs")
+            findings.append(f"node: {settings.instance} is {instance.status}: it is checked when it runs")
             return None
     return provision_node(settings, store)
 
@@ -317,14 +317,14 @@ def warn_of_older_stages(config: Config, store: Path) -> list[str]:
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """The rule by which a retraining promotes a model; nothing for a pipeline that is not retrained.
+    """A sentence about the rule by which a retraining promotes a model; empty for a pipeline without [retrain].
 
     Args:
-        config: that of the pipeline, with its inputs here.
+        config: the pipeline's configuration with local inputs.
 
     Raises:
-        ConfigError: no model could be promoted.
-        DataError: what is watched for new data is not there, or has the store in it.
+        ConfigError: the rule could never promote a model.
+        DataError: a watched path does not exist, or contains the store.
     """
     from rollouts_core.checks.compared_rows import check_promotion  # torch and transformers load here
 
@@ -341,8 +341,8 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     """The training's share of each GPU, the needed memory, and a warning if the smallest GPU on offer may be too small.
 
     Args:
-        node: its query asks for what the training takes at least.
-        offers: machines that fit it.
+        node: a node whose query asks for the memory that the training needs.
+        offers: the offers that fit the node's query.
     """
     if size.problem:
         return [Caution(size.describe_problem(config.model.path))]
@@ -364,7 +364,7 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
 
 
 def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weights: bool = False) -> None:
-    """Raise ConfigError when a machine that is asked for could not do the work, whichever it is."""
+    """Raise ConfigError if the query asks for fewer GPUs or less disk than the work needs."""
     ranks = (*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks)
     if ranks and max(ranks) >= query.gpu_count:
         raise ConfigError(
@@ -402,7 +402,8 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
     """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need.
 
-    Checkpoints in the store may be of this run, which then resumes. Bootstrap checks the other inputs.
+    A store with checkpoints is not checked for their room, because this run may resume from them. Bootstrap checks the
+    other inputs.
     """
     if not isinstance(settings, LocalNode):
         return
@@ -461,16 +462,16 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
 
 
 def check_weight_transfer(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if this transfer cannot bring weights from the trainer's GPU to the engines' GPUs beside it.
+    """Raise ConfigError if `weight_transfer` cannot send weights from the trainer's GPU to engines on the same machine.
 
-    They leave the GPU of the trainer's first process.
+    The trainer's first process sends the weights from its GPU.
     """
     deployment, way = config.deployment, config.rollout.engine.weight_transfer
     if not config.samples_for_training or settings_of_engines(node):
         return
     sender = next(iter(deployment.trainer_gpu_ranks), 0)
     of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]
-    # An engine without GPUs of its own sees all, and computes on the first.
+    # An engine without `engine_gpu_ranks` sees all GPUs, and computes on the first.
     if way == "tensors" and (apart := [ranks for ranks in of_engines if ranks and sender not in ranks]):
         raise ConfigError(
             f'rollout.engine.weight_transfer "tensors" maps memory of GPU {sender}, from which the trainer sends, and '
@@ -538,10 +539,10 @@ def is_installed_by_run(settings: NodeSettings | FurtherNode) -> TypeGuard[Packa
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:
-    """Raise ConfigError when something else than an engine of ours listens on the port of the node.
+    """Raise ConfigError if a program other than an engine of an earlier run listens on the node's port.
 
     Args:
-        trainer: the session of the node from which engines are asked.
+        trainer: a session on the node of the trainer, which connects to the engine.
     """
     with as_config_errors():
         if is_own_engine(trainer, port, node, api_key=api_key):
@@ -553,7 +554,8 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, config: Config) -> list[str]:
-    """The same for one machine. An engine among the packages of the node is seen when the run has installed them."""
+    """The sentences of `check_installed_engines` for one machine. An engine among the node's packages is not checked
+    before the run installs these packages."""
     engine = config.rollout.engine
     is_among_packages = is_installed_by_run(settings) and (settings.requirements or engine.install == "never")
     if engine.spec.is_own or (is_among_packages and not engine.python):
@@ -580,7 +582,7 @@ def suggest_placement(config: Config, gpus: Sequence[GpuState]) -> list[str]:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Raise as ConfigError what is wrong with a machine because of the configuration."""
+    """Turn a PermanentInfraError into a ConfigError, because the user must change the configuration."""
     try:
         yield
     except PermanentInfraError as error:
@@ -588,7 +590,7 @@ def as_config_errors() -> Iterator[None]:
 
 
 def check_writable(store: Path) -> None:
-    """Raise ConfigError when nothing can be written into the store, ServerError for a path that Prefect cannot have."""
+    """Raise ConfigError if the store cannot be written, and ServerError if Prefect cannot use the store's path."""
     check_path(store)
     try:
         store.mkdir(parents=True, exist_ok=True)
@@ -620,7 +622,7 @@ def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "")
     """True when the engine of an earlier run answers on the port of the node: a run may attach to it.
 
     Raises:
-        PermanentInfraError: no engine there could be asked, whatever its port.
+        PermanentInfraError: the trainer's machine does not forward connections to the node.
     """
     with trainer.forward(port or UNUSED_PORT, node.address or LOOPBACK) as local_port:
         if port == 0:
@@ -637,7 +639,7 @@ MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
 
 
 def served_model(url: str, *, api_key: str = "") -> Path | None:
-    """The folder of the model that an engine of any kind serves; None when none answers."""
+    """The folder of the model that an engine of any kind serves; None if no engine answers."""
     for path, find in MODEL_PATHS.items():
         try:
             answer = httpx.get(

@@ -29,7 +29,7 @@ def write_quickstart(folder: Path, *, seed: int) -> None:
 
 
 def write_missing_quickstart(folder: Path) -> Path:
-    """The folder, with the files of seed 0 in it."""
+    """Write the quickstart with seed 0 if the folder does not have it; returns the folder."""
     if (folder / CONFIG_NAME).is_file():
         _write_config(folder)  # an earlier version may have written it
     else:

@@ -1,6 +1,6 @@
 """The `reap` flow: end rented machines that no run wants, and show what was ended, what stays, and why.
 
-Not here: what is ended and what is spared (infra/renting/reaper.py), the regular look without a command
+Not here: which machines are ended (infra/renting/reaper.py), the regular checks of the serving process
 (expired_machines.py).
 """
 
@@ -29,7 +29,8 @@ def reap_machines(reap: ReapConfig) -> State[Any]:
     """End rented machines that no run wants.
 
     Raises:
-        TransientInfraError: something could not be looked at, or not be ended; the table says what.
+        TransientInfraError: a machine or provider could not be checked, or a machine not be ended; the table artifact
+            has details.
     """
     store = Path(reap.store).resolve()
     with known_tool(store):
