@@ -80,7 +80,7 @@ def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(serv
     obstacle.mkdir()
     save_gpu_slots(home, 2)
     log = home / "serving.log"
-    wait_until(lambda: "could not be taken over" in log.read_text(), what="the failure in its log", timeout_s=60)
+    wait_until(lambda: "could not be applied" in log.read_text(), what="the failure in its log", timeout_s=60)
     obstacle.rmdir()
     wait_until(lambda: json.loads((home / "serving.json").read_text())["gpu_slots"] == 2, what="the change")
     assert json.loads((home / "serving.json").read_text())["pid"] == pid
