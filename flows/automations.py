@@ -1,7 +1,7 @@
-"""Manage this project's automations on a Prefect server. One of them marks flow runs without heartbeats Crashed.
+"""Manage this project's automations on a Prefect server, such as the one that marks runs without heartbeats Crashed.
 
 Not here: notifications (commands/notify.py), and runs whose process died while their machine lives (lost_runs.py).
-If a whole machine dies, only the Prefect server can notice it, by missing heartbeats:
+If a whole machine dies, only the Prefect server can notice that heartbeats are missing:
 
     a run's process ── heartbeat every three minutes ──> server: no heartbeat for SILENT_MINUTES ──> Crashed
 """
@@ -31,7 +31,7 @@ EACH_RUN_OF_OURS: Automation = {
 
 
 def find_automations(address: ServerAddress, tag: str, *, name: str = "") -> list[Automation]:
-    """The automations with this tag; if `name` is given, only those with this name.
+    """The automations with this tag and, if `name` is given, with this name.
 
     Raises:
         ServerError: the server cannot be asked.

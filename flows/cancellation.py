@@ -7,7 +7,7 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
 
 A SIGTERM in any other state does not cancel: the jobs go on, and the next start attaches to them. Each run's process
 also polls its own state, for two reasons. A run of `rollouts run` has no serving process, and treats Cancel as Ctrl-C.
-A serving process stops polling for good after the server refused it for some seconds; its runs then end themselves.
+A serving process stops polling for good after the server refused it for some seconds, so its runs end themselves.
 
 A user or a program may also set another state while the process lives. Prefect does not notify the process, which
 finds the state by polling:
@@ -130,8 +130,7 @@ def is_of_deleted_run(error: Exception) -> bool:
 def call_running(run_id: str) -> None:
     """Set a run back to Running if a user paused it, or if it was marked Crashed for missing heartbeats.
 
-    The state stays if the server does not answer. It also stays for a retraining that waits for approval: Prefect then
-    keeps a form with the pause, and the process ends.
+    The state stays if the server does not answer, or if a retraining waits for approval, whose pause has a form.
     """
     with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(run_id))
@@ -178,7 +177,7 @@ def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # 
     if flow_run.deployment_id is not None:
         if str(flow_run.id) not in _ended_by_themselves:
             return  # the serving process sets the state
-        release_after_cancellation(flow, flow_run, state)  # also what an earlier attempt held
+        release_after_cancellation(flow, flow_run, state)  # releases what earlier attempts held, too
     with get_client(sync_client=True) as client:
         before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]
         asked = max(before, key=lambda each: each.timestamp, default=None)
@@ -195,7 +194,7 @@ def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> N
 
 
 def release_for(flow_run: FlowRun) -> str:
-    """Release what the run holds, with the run's credentials; returns a sentence about what was done."""
+    """Release what the run holds, with the run's credentials, and return a sentence about what was done."""
     if "node" not in flow_run.parameters:  # the run of a tool holds nothing
         return "nothing was left to give back"
     options = with_store(flow_run.parameters.get("run", {}))
@@ -215,7 +214,7 @@ def release_for(flow_run: FlowRun) -> str:
 
 
 def release_leases(held: HeldByRun) -> str:
-    """End the jobs that only this run wants, and release its node; returns a sentence about what was done."""
+    """End the jobs that only this run wants, release the run's node, and return a sentence about what was done."""
     scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store, stop_timeout_s=held.stop_timeout_s)
     settings = held.node
     try:
@@ -250,7 +249,7 @@ def release_beside(settings: NodeSettings, scope: RunScope) -> None:
 
 
 def release_without_settings(run_id: str, store: Path) -> str:
-    """Release the local jobs and the rented machines of a run whose settings are lost; returns a sentence about it.
+    """Release the local jobs and the rented machines of a run whose settings are lost, and return a sentence about it.
 
     The run's leases on other machines stay.
     """
@@ -271,7 +270,8 @@ def release_without_settings(run_id: str, store: Path) -> str:
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
-    """Release the machines of an ended run; returns a sentence per action. Further machines may be unreachable."""
+    """Release the machines of an ended run, and return a sentence per action. An unreachable further machine does not
+    prevent this."""
     store = Path(scope.store)
     try:
         return give_back(provision_node(settings, store), scope)
@@ -286,7 +286,7 @@ def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
 
 
 def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
-    """Release the rented machines of an ended run, without renting new ones; returns a sentence per action."""
+    """Release the rented machines of an ended run, without renting new ones, and return a sentence per action."""
     store, done = Path(scope.store), []
     try:
         if (node := find_rented(settings, store, scope.run_id)) is not None:
@@ -298,7 +298,7 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
 
 
 def main() -> None:
-    """Release what the run on the command line holds. The run counts as alive meanwhile."""
+    """Release what the run on the command line holds, and mark the run as alive meanwhile."""
     held = HeldByRun.model_validate_json(sys.argv[1])
     with Ledger(Path(held.store) / LEDGER_FILE) as ledger, ledger.living_run(held.run_id):
         sys.stdout.write(release_leases(held))

@@ -5,7 +5,7 @@ Not here: the checks (preflight.py), runs of the command line, which are checked
     settings ──stdin──> python -m rollouts.flows.check ──> progress lines of long checks, then findings;
                                                            exit code 2 and a line per mistake
 
-The checks load torch and transformers. They run in a child process, so that the run's process stays small.
+The checks load torch and transformers. Therefore the checks run in a child process, and the run's process stays small.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_settings(
 
 
 def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> int:
-    """Run the checks in a child process, and pass the lines that it prints to `say`; returns its exit code."""
+    """Run the checks in a child process, pass its output lines to `say`, and return its exit code."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-P", "-m", "rollouts.flows.check"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=refusal, text=True) as process:
@@ -83,7 +83,7 @@ def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> 
 
 
 def _error_of(exit_code: int, said: str) -> Exception:
-    """The failure that the checking process reports."""
+    """The exception for the exit code and the message of the checking process."""
     for kind, code in CODES.items():
         if exit_code == code:
             return kind(said)

@@ -190,7 +190,7 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
                 said = f"{error.filename} lies on a file system that cannot be written: choose another store"
                 console.print(f"rollouts: {said}", markup=False)
                 raise typer.Exit(USER_ERROR_CODE) from error
-            if error.errno != errno.ENAMETOOLONG:  # whatever was given as a path, or might be one
+            if error.errno != errno.ENAMETOOLONG:  # a text that was too long for a path
                 raise
             given = str(error.filename)
             said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: correct it"
@@ -217,7 +217,7 @@ def run(
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
-        list[str] | None, typer.Option(help=f"Do this stage anew: {', '.join(STAGE_NAMES)}. Repeatable.")
+        list[str] | None, typer.Option(help=f"Run this stage again: {', '.join(STAGE_NAMES)}. Repeatable.")
     ] = None,
     port: Port = 0,
 ) -> None:
@@ -270,13 +270,13 @@ def evaluate(
         typer.Argument(
             metavar="[MODEL]",
             help="base, production, candidate, a registered model, a run or stage of the store, a folder, or a URL; "
-            "what the table evaluate of CONFIG says otherwise.",
+            "default: the model in the table evaluate of CONFIG.",
         ),
     ] = "",
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
     data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; data.heldout otherwise.")] = "",
     store: ConfiguredStore = None,
-    name: Annotated[str, typer.Option(help="Name of the evaluation; that of the run and -evaluate otherwise.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the evaluation; default: the run's name and -evaluate.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Score again although the same was scored.")] = False,
     port: Port = 0,
 ) -> None:
@@ -330,7 +330,7 @@ def validate(
         int, typer.Option(min=0, max=1000, help="Print this many rows of each data file, as they are trained on.")
     ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object per finding; with --show per row, without checks.")
+        bool, typer.Option("--json", help="Print a JSON object per finding or, with --show, per row without checks.")
     ] = False,
 ) -> None:
     """Check everything about CONFIG that can be checked without training.
@@ -457,12 +457,12 @@ def run_checked(
             except InputError:
                 raise
             except KeyboardInterrupt as interrupt:
-                from rollouts.flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
+                from rollouts.flows.cancellation import was_ended_by_state  # the run has imported prefect
 
                 said = "the run was cancelled in Prefect, or set to an ended state there"
                 raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
             except Exception as error:
-                console.print()  # what Prefect says when its server refuses ends without a line break
+                console.print()  # Prefect's message about a refusing server has no final line break
                 check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
                 expected = explain_server(error, address)
                 note_what_next(expected or error)
@@ -475,7 +475,7 @@ def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | 
     """The error to show if the run was deleted in Prefect or its server is gone; None for any other error."""
     import httpx
 
-    from rollouts.flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+    from rollouts.flows.cancellation import is_of_deleted_run  # the run has imported prefect
 
     if is_of_deleted_run(error):
         return RolloutsError("the run was deleted in Prefect, and ended")
@@ -498,21 +498,21 @@ def own_command() -> str:
 
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
-    """Run the pipeline in this process; prints the link of its page first."""
+    """Run the pipeline in this process, and print the link of the run's page first."""
     from rollouts.flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
 
     announced = sft_rl.with_options(on_running=[announce_at(address)])
-    # The flow returns a state, of which Prefect gives the caller the result.
+    # The flow returns a state. Prefect gives the caller the result of this state.
     return cast("PipelineResult", announced(pipeline.config, pipeline.node, pipeline.run))
 
 
 def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:
-    """Run the evaluation in this process; prints the link of its page first."""
+    """Run the evaluation in this process, and print the link of the run's page first."""
     from rollouts.flows.evaluate import evaluate_model  # imports prefect, which reads the environment that was just set
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])
-    # The flow returns a state, of which Prefect gives the caller the result.
+    # The flow returns a state. Prefect gives the caller the result of this state.
     return cast("EvaluationResult", announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run))
 
 

@@ -1,4 +1,4 @@
-"""Start the `rollouts` command. Ctrl-C during its imports, which take a second, leaves no traceback.
+"""Start the `rollouts` command, without a traceback if Ctrl-C comes during the imports, which take a second.
 
 Not here: the commands (cli.py).
 """

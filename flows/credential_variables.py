@@ -32,7 +32,8 @@ OWNERS = (
     "NODE_",
     "GCONV",
 )
-"""Prefixes of variables that control programs. Such a variable is refused even if it matches KEY_SHAPE."""
+"""Prefixes of variables that control programs. Variables with these prefixes are refused even if they match
+KEY_SHAPE."""
 
 
 def check_carried(name: str, variable: str) -> None:

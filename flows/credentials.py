@@ -45,7 +45,7 @@ def _key_fields() -> dict[str, Any]:  # Any: as pydantic takes fields
 
 
 class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields())):  # type: ignore[misc]  # made from rows
-    """Keys that runs may use by name: `run.credentials`. Leave empty what they do not need."""
+    """Keys that runs may use by name: `run.credentials`. Leave fields empty that runs do not need."""
 
     _block_type_name = TYPE_NAME
     _block_type_slug = TYPE_SLUG
@@ -134,7 +134,7 @@ def block_of(variables: Mapping[str, str]) -> Credentials:
 
 
 def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) -> str:
-    """Run a module of this project in a child process with the credentials; returns its output.
+    """Run a module of this project in a child process with the credentials, and return its output.
 
     Raises:
         ConfigError: no credentials have this name, or they hold a variable that they may not carry.

@@ -50,8 +50,8 @@ class Deployment:
     schedule: dict[str, Any] | None = None  # Any: JSON
     """Schedule of the deployment, as the fields of ScheduleConfig."""
     offered_at: float = 0.0
-    """Time of its `rollouts up`, seconds since 1970. A later `up` registers it again, even if it was deleted in
-    Prefect."""
+    """Time of its `rollouts up`, seconds since 1970. A later `up` registers the deployment again, even if a user
+    deleted it in Prefect."""
     code_folders: tuple[str, ...] = ()
     """Folders from which modules named in the configuration are imported: the file's folder, and the folder of the
     caller."""
@@ -132,8 +132,8 @@ def retraining_name(name: str) -> str:
 def offered_name(store: Path, name: str) -> str:
     """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is added.
 
-    That server also has deployments of other stores. With equal names, each store would execute runs of the other
-    stores.
+    Without the id, stores on the same server could have deployments with equal names, and would execute each other's
+    runs.
     """
     if not named_url():
         return name
@@ -230,7 +230,8 @@ def overridden(
     parameters: Mapping[str, Any],  # Any: JSON
     assignments: Iterable[str],
 ) -> dict[str, Any]:
-    """The parameters of a deployment with settings replaced by assignments `key=value`. Keys are those of a file.
+    """The parameters of a deployment with settings replaced by assignments `key=value`. The keys are dotted names of
+    settings, as in a file.
 
     A value is read as JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces all
     settings of the former algorithm, even changed ones.

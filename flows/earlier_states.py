@@ -1,8 +1,8 @@
 """Make a shared Prefect server that was restarted send a run's notifications without delay.
 
-The event of a state names the event of the previous state. If a restarted server has not received that event, its
-automations wait for it for up to 15 minutes. Therefore this module sends the ids of a run's earlier events again. The
-events get another name and resource, so that automations do not take them for states.
+The event of a state names the event of the previous state. A server that was restarted in between does not know the
+previous event, and its automations wait up to 15 minutes. Therefore this module sends the ids of a run's earlier events
+again. The repeated events have another name and resource, so that automations do not take them for states.
 
     Crashed ── the server restarts ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
                                             the id of Crashed is sent again ──> the waiting events are handled

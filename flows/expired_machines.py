@@ -1,7 +1,7 @@
 """End rented machines whose hours or budget are used up, or whose keeping after a failure is over.
 
-Not here: the rules (infra/renting/reaper.py). The serving process looks every two minutes, like a timer with `rollouts
-reap --spare`. The deployment `reap` looks when a user or its schedule starts it (reap.py).
+Not here: the rules (infra/renting/reaper.py). The serving process checks machines every two minutes, like a timer with
+`rollouts reap --spare`. The deployment `reap` checks machines when a user or its schedule starts a run (reap.py).
 
 Machines that were rented with named credentials are checked by a child process with these credentials:
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = False) -> ReapReport:
-    """End rented machines that no run of the store wants; returns what was ended, kept or failed.
+    """End rented machines that no run of the store wants, and return what was ended, kept or failed.
 
     Args:
         spare: keep machines of killed runs for the runs' next start, until the machines expire. A machine that a
@@ -57,7 +57,7 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
 
 
 def end_expired(store: Path) -> list[str]:
-    """End expired machines; returns a sentence per ended machine. Failures are logged."""
+    """End expired machines, and return a sentence per ended machine. Failures are logged."""
     try:
         report = look_at_machines(store)
     except (PermanentInfraError, TransientInfraError) as error:

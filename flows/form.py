@@ -164,7 +164,8 @@ class RunOptions(Record):
     name: str = Field("pipeline", pattern=NAME_PATTERN)
     """The run's name in the UI, in the store and in the report."""
     store: str = ".rollouts"
-    """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
+    """Folder that keeps everything: stages, runs, Prefect's database. A relative path starts in the folder from which
+    the command is called."""
     fresh: tuple[StageName, ...] = ()
     """Stages to run again, even if an earlier run finished the same stage."""
     report_to: tuple[TrackerName, ...] = ()
@@ -376,7 +377,8 @@ def _known_keys(
     *,
     hint: Callable[[str], str] = lambda _: "",
 ) -> dict[str, Any]:  # Any: unchecked file content
-    """The settings of a table that its record has; other keys are noted, with `hint` before any other suggestion."""
+    """The settings of a table that its record has. Unknown keys are noted as mistakes, with a suggestion, first that of
+    `hint`."""
     for key in [key for key in settings if key not in model.model_fields]:
         said = hint(str(key)) or suggest_key([table, str(key)], list(model.model_fields), Config)
         mistakes.note(f"{table}.{key}", ConfigError(f"{path}: unknown key {table}.{key}{said}"), names_place=True)

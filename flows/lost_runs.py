@@ -70,7 +70,7 @@ BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
 AGAIN = "AwaitingRetry"
 NOT_BEGUN = "started again, because the process that was to start it was gone"
 AWAY = timedelta(days=1)
-"""Runs that the server marked Crashed while this machine was down are restarted if that is less than this time ago."""
+"""Longest time that this machine may be down: runs that the server marks Crashed meanwhile are restarted afterwards."""
 STARTED_AGAIN = "started again, because its process was killed"
 LOST_SLOT = "Execution was cancelled by the runtime environment."
 """Prefect's state message of a run whose concurrency slot expired because its lease was not renewed in time."""
@@ -79,8 +79,7 @@ NO_DEPLOYMENT = (
     "same settings attaches to them"
 )
 UNREPORTED_S = 90.0
-"""Age of a noted end that Prefect should know: its client retries a report for a minute, on a shared server for
-four."""
+"""Age from which this module reports a noted end itself: Prefect's client retries its report for about a minute."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:
@@ -109,12 +108,12 @@ class LostRuns:
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """States of ended runs whose jobs this object tried to end. It does not try again: a user has to end the
-        rest."""
+        """States of ended runs whose jobs this object tried to end. There is no second attempt, so a user has to end
+        the rest."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
-        """Mark runs that two looks in a row found lost, and start killed ones again."""
+        """Mark runs that two looks in a row found lost, and restart killed runs."""
         try:
             async with get_client() as client:
                 runs = await client.read_flow_runs(flow_run_filter=UNDER_WAY, limit=200)
@@ -165,7 +164,7 @@ class LostRuns:
         return [run for run in runs if not await has_deployment(client, run)]
 
     async def _unreported(self, client: PrefectClient) -> list[tuple[FlowRun, RunEnd]]:
-        """Runs whose noted end Prefect does not know, with that end. A note that Prefect knows is deleted."""
+        """Runs whose noted end Prefect does not know, with that end. Noted ends that Prefect knows are deleted."""
         ends = read_ends(self._store, older_than_s=UNREPORTED_S)
         if not ends:
             return []
@@ -191,8 +190,8 @@ class LostRuns:
         """Runs without a process that a user set to an ended state, and that still hold jobs or machines.
 
         If a user cancels a run that waits for a restart, Prefect sets it to Cancelled at once, without notifying a
-        process. A user may also set it to Failed or Completed. Such a run keeps its rented machine until the machine
-        expires, because its settings may ask for that after a failure.
+        process. A user may also set the run to Failed or Completed. A run in these two states keeps its rented machine
+        until the machine expires, because the run's settings may ask for that after a failure.
         """
         with Ledger(self._ledger_path) as ledger:
             renters = {rental.run_id for rental in open_rentals(ledger)}
@@ -266,7 +265,7 @@ async def _give_back(_: PrefectClient, run: FlowRun) -> None:
 
 
 def mark_of_gone(run: FlowRun) -> State:
-    """The state of a run whose process is gone; its message says how it goes on."""
+    """The state Crashed for a run whose process is gone, with a message about how the run can go on."""
     return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
 
 

@@ -111,14 +111,14 @@ class PipelineResult(BaseModel):
 def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # Any: PipelineResult, or the error
     """Turn a base model and data into a trained, evaluated checkpoint.
 
-    Ends in the failed state NoImprovement if RL did not improve its start model beyond noise. Such a run writes its
-    report, but publishes nothing.
+    Ends in the failed state NoImprovement if RL did not improve its start model beyond noise. A run without improvement
+    writes its report, but publishes nothing.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
         local = prepare(config, node, run, scope)
-        data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # as it is before training
+        data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # the data before training
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
             final, records = stages(machine, partial(run_on, machine, scope))
@@ -141,7 +141,7 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
 def prepare(
     config: Config, node: NodeSettings, run: RunOptions, scope: RunScope, retrain: RetrainConfig | None = None
 ) -> Config:
-    """Check the settings and fetch the inputs, before a machine is needed; returns the configuration with local
+    """Check the settings and fetch the inputs, before a machine is needed, and return the configuration with local
     inputs."""
     if deployment.id is not None:  # rollouts run has checked already
         check_settings(config, node, run, retrain=retrain)
@@ -159,7 +159,7 @@ def run_stages(
     *,
     rivals: Mapping[str, InputModel] = MappingProxyType({}),
 ) -> tuple[InputModel, list[StageRecord]]:
-    """Run every stage of the mode, in order; returns the final checkpoint and the stages' records.
+    """Run every stage of the mode, in order, and return the final checkpoint and the stages' records.
 
     Args:
         run: runs a stage, or returns the record of a stage that is finished.
@@ -211,7 +211,7 @@ def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecor
 
 
 def open_scope(run: RunOptions) -> RunScope:
-    """Make the user's modules importable; returns the run's identity and its place in the store."""
+    """Make the user's modules importable, and return the run's identity and its place in the store."""
     add_code_folders(folders_of_deployment(deployment.name))
     store = Path(run.store).resolve()
     return RunScope(
@@ -273,7 +273,7 @@ def machine_of_the_run(
     """Provide a machine that is ready for the stages, and release it when the block ends. If all stages are finished,
     no machine is rented.
 
-    Work on a rented node is stopped before the node expires. The node is ended when it expires.
+    Work on a rented node is stopped before the node expires. An expired node is ended.
     """
     if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
         yield nowhere

@@ -18,7 +18,8 @@ from rollouts.flows.own_server.lend import ServerAddress, ServerError
 from rollouts.flows.own_server.password import basic_authorization
 
 TIMEOUT = httpx.Timeout(120.0, connect=30.0)
-"""A server that is gone refuses the connection at once. A living one is slow on a busy machine, most when it starts."""
+"""A server that is gone refuses the connection at once. A living server is slow on a busy machine, most of all during
+its start."""
 BUSY_TIMEOUT_S = 30.0
 """How long a request is repeated that the server answers with 503 because another program writes to SQLite."""
 OF_PROXIES = (
@@ -34,7 +35,7 @@ class RefusedError(ServerError):
 
 
 def ask(address: ServerAddress, method: str, path: str, question: Any = None) -> Any:  # Any: JSON, both ways
-    """Send a request to a server; returns the answer's JSON.
+    """Send a request to a server, and return the answer's JSON.
 
     Raises:
         RefusedError: the server refuses the request: 404, 409 or 422.
@@ -108,7 +109,7 @@ FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
 def request_named(
     api_url: str, method: str, path: str, question: Any = None, *, password: str = ""
 ) -> httpx.Response:  # Any: JSON
-    """Send a request to the server of PREFECT_API_URL; returns the answer, whatever its status.
+    """Send a request to the server of PREFECT_API_URL, and return the answer, whatever its status.
 
     This imports Prefect, which then reads its logging settings: set the environment before.
 

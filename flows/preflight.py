@@ -96,7 +96,7 @@ def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
     draft = read_draft(path, mistakes)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
-            if given == "":  # its absence was noted if the mode needs it
+            if given == "":  # noted already if the mode needs this file
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
@@ -402,8 +402,8 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
     """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need.
 
-    A store with checkpoints is not checked for their room, because this run may resume from them. Bootstrap checks the
-    other inputs.
+    If the store has checkpoints, no room for more is required, because this run may resume from these checkpoints.
+    Bootstrap checks the other inputs.
     """
     if not isinstance(settings, LocalNode):
         return

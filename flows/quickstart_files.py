@@ -29,7 +29,7 @@ def write_quickstart(folder: Path, *, seed: int) -> None:
 
 
 def write_missing_quickstart(folder: Path) -> Path:
-    """Write the quickstart with seed 0 if the folder does not have it; returns the folder."""
+    """Write the quickstart with seed 0 if the folder does not have it, and return the folder."""
     if (folder / CONFIG_NAME).is_file():
         _write_config(folder)  # an earlier version may have written it
     else:

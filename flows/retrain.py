@@ -164,8 +164,8 @@ class PipelineWork:
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
-        """Ask for approval; returns the user's answer. If there is no answer yet, the run is suspended and this process
-        ends."""
+        """Ask for approval, and return the user's answer. If there is no answer yet, the run is suspended and this
+        process ends."""
         table = render_comparison(candidate.name, candidate.evaluation)
         form = Approval.with_initial_data(description=f"## Put {escaped(candidate.name)} into production?\n\n{table}")
         answer = suspend_flow_run(wait_for_input=form, key=f"approve-{candidate.id}-{row.baseline_id}")

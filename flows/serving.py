@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""How often Prefect's server is asked for runs to start, and for those to cancel."""
+"""Seconds between two polls of Prefect's server for runs to start and for runs to cancel."""
 LOOK_S = 1.0
 FLOWS_END_S = 20.0
 """After this long a flow that was told to end is killed; its jobs stay either way."""
@@ -127,7 +127,7 @@ async def _serve(store: Path) -> None:
             await _register(runner, tools, store, served, deployments)
             if (served, gpu_slots := apply_gpu_slots(runner, home)) != state:
                 state = _write_state(home, served, gpu_slots)
-        except Exception:  # it must not end the flows that run
+        except Exception:  # a failure here must not end the running flows
             logger.exception("changes in %s could not be applied, which is tried again", store)
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
@@ -147,7 +147,7 @@ def _has_ended(running: Sequence[asyncio.Task[None]]) -> bool:
 
 
 def apply_gpu_slots(runner: Runner, home: Path) -> int:
-    """Set the number of runs that a started runner may have under way to the store's GPU slots; returns the number.
+    """Set the number of runs that a started runner may have under way to the store's GPU slots, and return the number.
 
     A smaller number ends no run. The next run starts when enough runs have ended.
     """
@@ -188,7 +188,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
 
 
 def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[dict[str, str], int]:
-    """Write serving.json; returns the served digests and the number of GPU slots."""
+    """Write serving.json, and return the served digests and the number of GPU slots."""
     state = {
         "pid": os.getpid(),
         "process": asdict(identify(os.getpid())),

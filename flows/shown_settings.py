@@ -23,7 +23,7 @@ class Setting:
     """A setting of a pipeline."""
 
     name: str
-    """Its dotted name, as in a file: training.rl.num_steps."""
+    """The setting's dotted name, as in a file: training.rl.num_steps."""
     value: Any  # Any: JSON
     default: Any  # Any: JSON
     """None for a setting without a default."""

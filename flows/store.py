@@ -19,7 +19,7 @@ STORE_VARIABLE = "ROLLOUTS_STORE"
 
 
 def with_store(settings: Any) -> Any:  # Any: what a form, a request or a program gives
-    """The settings, with the store of this process if they name none or the form's field is empty."""
+    """The settings, with the store of this process if the settings name no store or an empty one."""
     if not isinstance(settings, Mapping):
         return settings
     store = settings.get("store")

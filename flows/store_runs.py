@@ -48,9 +48,10 @@ class RunSummary:
     """A run in one line."""
 
     run: str
-    """The name of its folder of results."""
+    """The name of the run's folder of results."""
     state: str
-    """running, done, cancelled, failed, or stopped: no process of it lives, and its last job says no more."""
+    """running, done, cancelled, failed, or stopped: the run has no living process, and its last job has no recorded
+    end."""
     stage: str
     """The last stage that the run has reached."""
     training: str

@@ -44,8 +44,8 @@ OWN_MODULES = (
     *("rollouts_core.environments.json_schema", "rollouts_core.environments.math"),
     *("rollouts_core.environments.multiple_choice", "rollouts_core.environments.text_transformation"),
 )
-"""This project's modules with graders and filters, which are always trusted. Its other modules start programs, delete
-folders, or write files."""
+"""This project's modules with graders and filters, which are always trusted. This project's other modules can start
+programs, delete folders, or write files."""
 SCORED = ("evaluate.model", "evaluate.against")
 
 

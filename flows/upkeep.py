@@ -44,7 +44,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
 async def again_and_again(
     look: Callable[[], Awaitable[object]], *, interval_s: float, first_after_s: float = 0.0
 ) -> None:
-    """Call `look` in every interval until cancelled. If a call fails, it is logged, and the next call comes.
+    """Call `look` in every interval until cancelled. A call that fails is logged, and the next call comes.
 
     An exception must not escape, because it would end the serving process with all flows.
     """

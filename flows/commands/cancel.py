@@ -70,7 +70,7 @@ def cancel(
 
 
 def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> str:
-    """Cancel a run; returns a sentence about what was done.
+    """Cancel a run, and return a sentence about what was done.
 
     Raises:
         InputError: the run has ended, has no living process, and holds nothing.
@@ -132,7 +132,7 @@ def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> Dele
 
 
 def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: str) -> FlowRunJson:
-    """The run that the user named. Of several runs with this name, exactly one must be under way or hold something.
+    """The run that the user named. If several runs have this name, exactly one must be under way or hold something.
 
     Raises:
         InputError: no run, or several runs, have this name.
@@ -165,7 +165,7 @@ def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: Flow
         return False
     if run["deployment_id"] is None or not named_url():
         return True
-    # Another machine may serve the run. Its serving process then polled the server within the last minute.
+    # If another machine serves the run, its serving process polled the server within the last minute.
     return bool(ask(address, "GET", f"/deployments/{run['deployment_id']}")["status"] == "NOT_READY")
 
 
@@ -183,7 +183,7 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
 
 
 def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run: DeletedRun) -> str:
-    """Release what a deleted run holds; returns a sentence about what was done.
+    """Release what a deleted run holds, and return a sentence about what was done.
 
     Raises:
         RolloutsError: the run still holds jobs or machines afterwards.

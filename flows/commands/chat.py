@@ -88,7 +88,7 @@ def _lines() -> Iterator[str]:
 
 
 def obey(line: str, settings: Settings, talkers: list[Talker]) -> Settings:
-    """Carry out a command such as /set; returns the settings after it."""
+    """Carry out a command such as /set, and return the settings after it."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     if command in ("/reset", "/system"):

@@ -95,7 +95,7 @@ def check_request(name: str, variables: Sequence[str], *, remove: bool) -> None:
     if name and not remove and not variables:
         raise InputError(
             f"expected the variables to save in {name}, as in: rollouts credentials {name} RUNPOD_API_KEY; "
-            "without a NAME it lists the saved credentials"
+            "without a NAME, the command lists the saved credentials"
         )
     if not re.fullmatch(CREDENTIALS_PATTERN, name):
         raise InputError(f"{name!r} is not a name for credentials: expected lower-case letters, digits and dashes")
@@ -114,7 +114,7 @@ def read_variables(variables: Sequence[str]) -> dict[str, str]:
 
 
 def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
-    """Add the values to the block; returns the names of all variables in the block."""
+    """Add the values to the block, and return the names of all variables in the block."""
     from rollouts.flows.credentials import block_of, find_credentials
 
     held = {**find_credentials().get(name, {}), **values}

@@ -32,7 +32,7 @@ def finish(
 
 
 def finish_training(store: Path, given: str) -> str:
-    """Ask a run to end its present training early; returns a sentence about what happens next.
+    """Ask a run to end its present training early, and return a sentence about what happens next.
 
     Raises:
         InputError, PermanentInfraError: the store or the run does not exist, or the run is not training.

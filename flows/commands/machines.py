@@ -165,7 +165,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
     """The query with these fields.
 
     Raises:
-        InputError: a value is invalid; the message names its option.
+        InputError: a value is invalid. The message names the option of the value.
     """
     try:
         return GPUQuery(**fields)
@@ -214,7 +214,7 @@ def render_offers(offers: Sequence[Offer]) -> str:
 
 
 def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
-    """The providers that the user named; all providers if the user named none."""
+    """The providers that the user named, or all providers if the user named none."""
     for name in given:
         if name not in cloud_names():
             if explained := explain_reached_through(name):
@@ -381,10 +381,10 @@ def reap_now(
 ) -> None:
     """End every machine of this store that no living run wants, and print what is left.
 
-    A machine that a failed run keeps (node.keep_on_failure_minutes) stays until that time is over. `rollouts nodes
-    release` ends it at once.
+    A machine that a failed run keeps (node.keep_on_failure_minutes) stays until that time is over, or until `rollouts
+    nodes release` ends the machine.
     """
-    # A deleted store left machines without a ledger. Any store can end them, even an empty one.
+    # A deleted store left machines without a ledger, which any other store can end, even an empty store.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())

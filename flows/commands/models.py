@@ -48,7 +48,7 @@ Store = Annotated[
 ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
 Line = Annotated[
     str,
-    typer.Argument(metavar="[LINE]", help="Name of the models: small for small-1. Needed if the store has several."),
+    typer.Argument(metavar="[LINE]", help="Name of a line of models: small for small-1. Needed if there are several."),
 ]
 Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
 
@@ -120,7 +120,7 @@ def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson 
 
 
 def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reason = "by hand") -> None:
-    """Put a model into production, whatever a comparison says; its checkpoint is verified first."""
+    """Put a model into production, whatever a comparison says, after its checkpoint was verified."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         check_whole(model, store.resolve())
@@ -132,7 +132,7 @@ def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reaso
 
 
 def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand") -> None:
-    """Put the model back into production that the present one replaced; its checkpoint is verified first."""
+    """Put the previous production model back into production, after its checkpoint was verified."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
         replaced = find_replaced(ledger, chosen)
@@ -145,12 +145,13 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
 
 
 def forget(name: ModelName, store: Store = DEFAULT_STORE) -> None:
-    """Unregister a model that no alias and no rollback needs; its checkpoint stays, and prune may remove its stages."""
+    """Unregister a model that no alias and no rollback needs. The model's checkpoint stays, but prune may remove its
+    stages."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         forget_model(ledger, model)
         note_in_reports(store.resolve(), ledger, forgotten=model)
-    typer.echo(f"{model.name} is no model any more; its checkpoint is still {store.resolve() / model.checkpoint}")
+    typer.echo(f"{model.name} is no longer registered; its checkpoint stays: {store.resolve() / model.checkpoint}")
 
 
 def show_path(

@@ -81,7 +81,7 @@ FIRST_BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
-"""Text of the version in which runs without improvement ended as failed."""
+"""Text of messages of an earlier version, in which runs without improvement ended as failed."""
 EARLIER_BODIES = (
     FIRST_BODY,
     "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
@@ -90,7 +90,7 @@ EARLIER_BODIES = (
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
     BODY.replace(MENTIONS, ""),
 )
-"""Texts that earlier versions wrote. A user wrote any other text."""
+"""Texts of messages of earlier versions. Any other text was written by the user."""
 FIRST_MESSAGE = "From now on you get a message here when a run is {states}."
 
 
@@ -141,7 +141,7 @@ def notify(
 
 
 def read_states(given: Sequence[str]) -> tuple[RunState, ...]:
-    """Read the names of states on the command line; raises InputError for an unknown name."""
+    """Read the names of states on the command line, and raise InputError for an unknown name."""
     known = [state.value for state in RunState]
     for name in given:
         if name not in known:
@@ -261,7 +261,7 @@ def describe_notifications(address: ServerAddress) -> list[str]:
 
 
 def renew_notifications(address: ServerAddress) -> list[str]:
-    """Replace automations that an earlier version made; returns the receivers that now get messages for more states.
+    """Replace automations that an earlier version made, and return the receivers that now get messages for more states.
 
     An automation whose text the user changed stays as it is.
 

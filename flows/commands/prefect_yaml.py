@@ -4,8 +4,8 @@ Not here: what a deployment says (deployments.py), a server and deployments for 
 
     my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
 
-The workers import the flows from their own installation of this package, so nothing is downloaded. They import modules
-that the settings name from the configuration's folder and the current folder, if the workers have these folders.
+The workers import the flows from their own installation of this package, so nothing is downloaded. Workers import
+modules that the settings name from the configuration's folder and the current folder, if they have these folders.
 """
 
 from __future__ import annotations

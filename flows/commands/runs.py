@@ -7,7 +7,7 @@
     rollouts report RUN --open             the report
 
 Results go to stdout, one JSON object per line with --json; each object has a `kind` (docs/terminal.md). No server is
-asked, so all of them also work while nothing runs.
+asked, so all commands also work while nothing runs.
 
 Not here: finding and summing up runs (store_runs.py), how settings are compared with defaults (shown_settings.py).
 """
@@ -271,7 +271,7 @@ def _compare(found: object, wanted: str) -> bool:
 
 
 def prompt_id(record: Mapping[str, Any]) -> str:  # Any: JSON
-    """The id of a sample's prompt; the number of its group where the data names none."""
+    """The id of a sample's prompt, or the number of the sample's group if the data has no ids."""
     named = (record.get("metadata") or {}).get("prompt_id")
     return str(record.get("group_index") if named is None else named)
 

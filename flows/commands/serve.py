@@ -47,7 +47,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.
 
-    Prints its address and lines to paste; Ctrl-C ends it. A run starts its engines itself.
+    Prints the server's address and example requests; Ctrl-C ends the server. Runs need no such server: they start their
+    own engines.
     """
     raise_file_limit()
     model_dir = find_checkpoint(model, store)
@@ -135,7 +136,7 @@ def _registered(given: str, store: Path) -> Path | None:
 
 
 def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> str:
-    """Lines to paste that ask the server for an answer; the key is named, not shown."""
+    """Example requests for the server. They contain the name of the key's variable, but not the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

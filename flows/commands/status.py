@@ -114,7 +114,7 @@ def _runs_of_store(
 
 
 def describe_reports(store: Path) -> list[str]:
-    """A line per report of the latest finished runs. It replaces the list of runs if no server answers."""
+    """A line per report of the latest finished runs, for use when no server knows the runs."""
     reports = sorted((store / "runs").glob("*/report.html"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [f"{path}  {verdict_of(path.with_name('run.json'))}".rstrip() for path in reports[:LATEST]]
 
@@ -224,7 +224,7 @@ def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON
-    """A table of settings of a run. Empty for a flow of another project that shares the name of ours."""
+    """A table of settings of a run. Empty for a run of another project's flow with the same name."""
     value = run.get("parameters", {}).get(name)
     return value if isinstance(value, Mapping) else {}
 

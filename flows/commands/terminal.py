@@ -97,7 +97,7 @@ def told_progress(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) -> None:
-    """Run the checks and print a line per finding. Warnings and their number come last, where people see them.
+    """Run the checks and print a line per finding. Warnings and their number come last, where users see them.
 
     Args:
         fact: the start of a line with a fact, or with the progress of a long check.

@@ -19,7 +19,7 @@ from rollouts_core.errors import ConfigError
 
 
 def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
-    """Start a run of a deployment, with settings replaced by `key=value`; returns the URL of the run's page.
+    """Start a run of a deployment, with settings replaced by `key=value`, and return the URL of the run's page.
 
     Raises:
         ServerError: nothing serves the deployments of the store, or the server refuses.

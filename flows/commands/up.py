@@ -80,7 +80,7 @@ class Serving:
 
     pid: int
     process: ProcessIdentity
-    """Tells whether `pid` is a process of this machine: several containers may share the store."""
+    """Shows whether `pid` is a process of this machine, because several containers may share the store."""
     since: float
     """Seconds since 1970."""
     deployments: dict[str, str]
@@ -155,7 +155,7 @@ def up(
 
 
 def down(store: Store = DEFAULT_STORE) -> None:
-    """End what `up` started: the Prefect server and the runs; their training jobs go on."""
+    """End what `up` started: the Prefect server and the runs. The runs' training jobs go on."""
     home = store.resolve() / "prefect"
     serving = _wait_until_begun(store)
     if serving is None:
@@ -245,7 +245,8 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
-    """Save the deployments in `own`, and start the serving process. False if it runs already, and will register `own`.
+    """Save the deployments in `own`, and start the serving process. False if the process runs already, and will
+    register `own`.
 
     The store's server may still be starting.
 
@@ -319,7 +320,8 @@ def check_server(store: Path) -> None:
 
 
 def _served_elsewhere(serving: Serving) -> str:
-    """A sentence about the server at which the deployments are served; empty if this terminal's commands use it too."""
+    """A sentence about the server at which the deployments are served; empty if this terminal's commands use the same
+    server."""
     if serving.named_url in (None, named_url()):
         return ""
     if url := serving.named_url:

@@ -1,9 +1,9 @@
 """HTTPS at the port of a store's Prefect server: its certificate, and how one socket answers HTTP and HTTPS.
 
 Another program may listen on the port of a server that was killed. Clients therefore connect by TLS, and accept only
-the store's certificate, before they send the password. Its private key is in a file that only the owner of the store
-can read. Browsers would warn of a certificate that no authority has signed, so they use HTTP at the same port. The
-first byte of a connection shows its protocol.
+the store's certificate, before they send the password. The certificate's private key is in a file that only the owner
+of the store can read. Browsers would warn of a certificate that no authority has signed, so they use HTTP at the same
+port. The first byte of a connection shows its protocol.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ LOG_FILE = "server.log"
 PORT_FILE = "port"
 """In the store's Prefect home: the port that `rollouts up --port` asked for."""
 START_TIMEOUT_S = 180.0
-"""A new database takes one core 6 s. On a busy machine a minute is not enough."""
+"""Timeout of a server's start. A new database takes one core 6 s, and on a busy machine more than a minute."""
 BUSY_SERVER_S = 10.0
 """Timeout of a health check of a server whose keeper lives."""
 JOIN_TIMEOUT_S = 30.0
@@ -244,8 +244,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
 def use_prefect(store: Path, address: ServerAddress) -> None:
     """Set the environment for Prefect's client in this process, and set up Prefect's logging.
 
-    For commands that import only blocks. Importing flows sets up the logging as well; without it, Python prints
-    Prefect's warnings on the terminal.
+    Commands that import only blocks need this, because only the import of flows sets up the logging by itself.
+    Otherwise Python prints Prefect's warnings on the terminal.
     """
     os.environ.update(prefect_environment(store.resolve(), address))
     from prefect.logging.configuration import setup_logging
@@ -284,7 +284,7 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def named_server(store: Path) -> ServerAddress:
-    """Check that the server of PREFECT_API_URL answers, and set the environment for Prefect's client; returns the
+    """Check that the server of PREFECT_API_URL answers, set the environment for Prefect's client, and return the
     address.
 
     Raises:
@@ -549,7 +549,7 @@ def _is_answered(port: int) -> bool:
 
 
 def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
-    # A server that still starts accepts the request and answers when it is up. No proxy: it is this machine.
+    # A server that still starts accepts the request and answers when it is up. Requests to this machine use no proxy.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if address.certificate is not None:
         handlers.append(urllib.request.HTTPSHandler(context=client_context(address.certificate)))

@@ -39,7 +39,8 @@ EARLIER_EVENT_WAIT = timedelta(seconds=15)
 """How long automations, such as notifications, wait for the event that precedes an event.
 
 Prefect's default is 15 minutes, because events may overtake each other between several server processes. A store has
-only one server process. If it restarts, it forgets earlier events, and their successors would wait for the full time.
+only one server process. A restarted server does not know earlier events, so the events that follow them would wait for
+the full time.
 """
 
 
@@ -109,8 +110,8 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 def _stay_on_one_core() -> set[int]:
     """Bind this process to one core. Returns its former cores; empty on a system without core affinity.
 
-    A new database is migrated by 34,000 statements. Each passes from the event loop's thread to SQLite's thread and
-    back. Across cores that takes 6 to 7 s, on one core 3 s.
+    A new database is migrated by 34,000 statements. Each statement passes from the event loop's thread to SQLite's
+    thread and back. The migration takes 6 to 7 s across cores, but 3 s on one core.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return set()
@@ -165,7 +166,7 @@ def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
 
 
 def _begin_anew(watchdog: SchedulerWatchdog) -> None:
-    """Replace this process by a new server. Its locks and socket stay, so requests wait for a moment instead of
+    """Replace this process by a new server. The locks and the socket stay, so requests wait for a moment instead of
     failing."""
     with suppress(OSError):  # the disk may be full
         sys.stderr.write(
