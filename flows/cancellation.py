@@ -94,7 +94,7 @@ class Wish(Enum):
 
 
 def read_wish(run_id: str) -> Wish:
-    """Read the run's state in Prefect, and return the action that it asks for; GO_ON if the server does not answer."""
+    """Read the run's state in Prefect, and return the action that it asks for (GO_ON if the server does not answer)."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state

@@ -353,7 +353,7 @@ def validate(
 
 def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> None:
     """Print the first rows of each data file as they are trained on."""
-    from rollouts_core.checks.shown import show_rows  # torch and transformers load here
+    from rollouts_core.checks.shown import show_rows  # loads torch and transformers
     from rollouts_core.data.shown_rows import describe_row
 
     mistakes = Mistakes()
@@ -472,7 +472,7 @@ def run_checked(
 
 
 def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | None:
-    """The error to show if the run was deleted in Prefect or its server is gone; None for any other error."""
+    """The error to show if the run was deleted in Prefect or its server is gone (None for any other error)."""
     import httpx
 
     from rollouts.flows.cancellation import is_of_deleted_run  # the run has imported prefect
@@ -499,7 +499,7 @@ def own_command() -> str:
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
     """Run the pipeline in this process, and print the link of the run's page first."""
-    from rollouts.flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
+    from rollouts.flows.pipeline import sft_rl  # importing prefect reads the environment set before
 
     announced = sft_rl.with_options(on_running=[announce_at(address)])
     # The flow returns a state. Prefect gives the caller the result of this state.
@@ -508,7 +508,7 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
 def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:
     """Run the evaluation in this process, and print the link of the run's page first."""
-    from rollouts.flows.evaluate import evaluate_model  # imports prefect, which reads the environment that was just set
+    from rollouts.flows.evaluate import evaluate_model  # importing prefect reads the environment set before
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])

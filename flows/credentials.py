@@ -121,7 +121,7 @@ def find_credentials() -> dict[str, dict[str, str]]:
 
 
 def variables_in(content: dict[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The variables of a block, without empty ones."""
+    """The variables of a block that are not empty."""
     held = {variable: content.get(name) for variable, name in FIELDS.items()} | (content.get("more") or {})
     return {name: str(value) for name, value in held.items() if value}
 
@@ -138,7 +138,7 @@ def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) 
 
     Raises:
         ConfigError: no credentials have this name, or they hold a variable that they may not carry.
-        TransientInfraError: the child process failed; the message has its last line.
+        TransientInfraError: the child process failed. The message has the last line of its output.
     """
     environment = {**os.environ, **variables_of(name)}
     command = [sys.executable, "-P", "-m", module, *arguments]

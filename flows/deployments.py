@@ -38,7 +38,7 @@ PRESETS = Path(__file__).resolve().parent / "presets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A flow's parameters under a name, which is registered as a Prefect deployment."""
+    """The content of a Prefect deployment: a flow, its parameters and its schedule, under a name."""
 
     name: str
     description: str
@@ -50,8 +50,8 @@ class Deployment:
     schedule: dict[str, Any] | None = None  # Any: JSON
     """Schedule of the deployment, as the fields of ScheduleConfig."""
     offered_at: float = 0.0
-    """Time of its `rollouts up`, seconds since 1970. A later `up` registers the deployment again, even if a user
-    deleted it in Prefect."""
+    """When `rollouts up` last offered the deployment, in seconds since 1970. A later `up` registers the deployment
+    again, even if a user deleted it in Prefect."""
     code_folders: tuple[str, ...] = ()
     """Folders from which modules named in the configuration are imported: the file's folder, and the folder of the
     caller."""
@@ -63,8 +63,7 @@ class Deployment:
 
 
 def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
-    """The deployments of the presets. Their data files are in `folder`; the files of the quickstart are in
-    `quickstart`."""
+    """The deployments of the presets, with data files in `folder` and, for the preset quickstart, in `quickstart`."""
     made = []
     for path in sorted(PRESETS.glob("*.toml")):
         place = quickstart if path.stem == "quickstart" else folder
@@ -188,7 +187,7 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
         try:
             content = json.loads(path.read_text())
             parameters = content["parameters"]
-            if "node" in parameters:  # an earlier version may have written it
+            if "node" in parameters:  # an earlier version may have written the file
                 parameters = {**parameters, "node": with_present_kind(parameters["node"])}
             folders = tuple(content.get("code_folders", ()))
             found[path.stem] = Deployment(**{**content, "parameters": parameters, "code_folders": folders})
@@ -198,7 +197,7 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
 
 
 def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
-    """The folders from which runs of the deployment import the user's modules; () for a run without a deployment.
+    """The folders from which runs of the deployment import the user's modules (() for a run without a deployment).
 
     The deployment is looked up in the serving process's store, because a run's parameters may name another store.
     """

@@ -54,14 +54,14 @@ class EvaluationResult(BaseModel):
 )
 @with_noted_end
 def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:
-    """Score a model on held-out rows, and compare it with another one.
+    """Score a model on held-out rows, and compare it with another model.
 
     Reads `evaluation`, the graders of `rollout`, and `data.heldout` from the configuration. Nothing is trained.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
-        if deployment.id is not None:  # rollouts evaluate has checked already
+        if deployment.id is not None:  # `rollouts evaluate` has checked the settings
             check_settings(config, node, run, evaluate)
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)

@@ -93,7 +93,7 @@ def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
     """End unwanted machines that were rented with other credentials."""
     if not name:
         return ReapReport(failures=["machines that were rented without named credentials are not checked here"])
-    from rollouts.flows.credentials import run_with_credentials  # imports prefect, which reads the environment
+    from rollouts.flows.credentials import run_with_credentials  # importing prefect reads the environment
 
     try:
         said = run_with_credentials(name, __spec__.name, [str(store), *([SPARE] if spare else [])])

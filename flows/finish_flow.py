@@ -20,7 +20,7 @@ from rollouts.flows.tools import FINISH_FLOW, FinishConfig
 @flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)
 @with_noted_end
 def finish_run(finish: FinishConfig) -> State[Any]:
-    """End the training of a run after the step under way; the run goes on with the best checkpoint so far.
+    """End the training of a run after the step under way. The run goes on with its best checkpoint so far.
 
     Raises:
         InputError, PermanentInfraError: the store or the run does not exist, or the run is not training.

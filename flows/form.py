@@ -154,7 +154,7 @@ OTHER_VERSION = (
 HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
 """The node settings of a run, which an earlier version may have started."""
 FormNode = Annotated[HeldNode, WrapValidator(node_in_sentences)]
-"""A node's settings as Prefect's form posts them; files are read strictly."""
+"""A node's settings as Prefect's form posts them, possibly with leftovers. Settings of files must have no leftovers."""
 FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
@@ -216,17 +216,17 @@ class Pipeline:
     node: NodeSettings
     run: RunOptions
     retrain: RetrainConfig | None = None
-    """The watched sources and the rules of promotion; None for a pipeline that is not retrained."""
+    """The watched sources and the rules of promotion (None for a pipeline that is not retrained)."""
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
-    """The models to score; None for a pipeline without [evaluate]."""
+    """The models to score (None for a pipeline without [evaluate])."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
     """The file's content, whose order is the order of the mistakes in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The tables of a file as records; None for a table with mistakes."""
+    """The tables of a file as records (None for a table with mistakes)."""
 
     config: Config | None
     node: NodeSettings | None
@@ -243,7 +243,7 @@ class Draft:
 
 
 def load_pipeline(path: Path) -> Pipeline:
-    """The pipeline that a TOML, JSON or Python file describes; a Python file defines `config`.
+    """The pipeline that a TOML, JSON or Python file describes. A Python file must define `config`.
 
     Raises:
         ConfigError: a line for each mistake, with the file, the key and what to do.
@@ -287,7 +287,7 @@ def read_draft(path: Path, mistakes: Mistakes) -> Draft:
 
 
 def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: unchecked file content
-    """The pipeline of a file's content; paths of this machine are relative to the file's folder.
+    """The pipeline of a file's content. Paths of this machine are relative to the file's folder.
 
     Raises:
         ConfigError: a line for each mistake, with the file, the key and what to do.
@@ -394,7 +394,7 @@ def _settings_beside() -> list[str]:
 
 
 def _suggest_node_key(key: str, *, kind: str) -> str:
-    """A hint that an unknown key of a node is a setting of its query or of other kinds; empty if it is neither."""
+    """A hint that an unknown key of a node is a setting of its query or of other kinds (empty if it is neither)."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
     if is_of_query and kind == "rented":
@@ -449,8 +449,8 @@ def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
 
 
 def _name_moved(error: BaseException) -> str:
-    """A hint with the new name of a module if a configuration imports a former name such as `infra.node`; else
-    empty."""
+    """A hint with the new name of a module if a configuration imports a former name such as `infra.node` (empty
+    otherwise)."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     return f": import from rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 

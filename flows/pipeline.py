@@ -95,9 +95,9 @@ class PipelineResult(BaseModel):
     checkpoint: str
     """Folder of the final checkpoint."""
     verdict: str
-    """Whether RL helped, in a sentence; empty without RL."""
+    """Whether RL helped, in a sentence (empty without RL)."""
     published: str = ""
-    """URL of the publication; empty if none was asked for."""
+    """URL of the publication (empty if none was asked for)."""
 
 
 @flow(
@@ -143,7 +143,7 @@ def prepare(
 ) -> Config:
     """Check the settings and fetch the inputs, before a machine is needed, and return the configuration with local
     inputs."""
-    if deployment.id is not None:  # rollouts run has checked already
+    if deployment.id is not None:  # `rollouts run` has checked the settings
         check_settings(config, node, run, retrain=retrain)
     link_live_page(scope)
     local = reach_stores(config, scope) if run.publish or has_inputs_to_bring(config) else config
@@ -238,7 +238,7 @@ def link_live_page(scope: RunScope) -> None:
 
 
 def live_url(scope: RunScope) -> str:
-    """The address of the run's live page; empty if the live pages are not served."""
+    """The address of the run's live page (empty if the live pages are not served)."""
     live = find_live_pages(Path(scope.store))
     return live.run_url(scope.output_dir.name) if live else ""
 

@@ -31,7 +31,7 @@ REFUSED = (httpx.codes.CONFLICT, httpx.codes.UNPROCESSABLE_ENTITY, httpx.codes.N
 
 
 class RefusedError(ServerError):
-    """The server refused a request; the message is its reason."""
+    """The server refused a request for the reason in the message."""
 
 
 def ask(address: ServerAddress, method: str, path: str, question: Any = None) -> Any:  # Any: JSON, both ways
@@ -122,7 +122,7 @@ def request_named(
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        root_settings_context() as context,  # the environment of now, not that of the import
+        root_settings_context() as context,  # with the present environment, not that at the import
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
     ):
         api = context.settings.api
@@ -136,7 +136,7 @@ def request_named(
 
 
 def describe_failure(error: Exception) -> str:
-    """The error's message; for an untrusted certificate, with the setting to change."""
+    """The error's message and, for an untrusted certificate, the setting to change."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to the certificate of the "

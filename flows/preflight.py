@@ -1,6 +1,6 @@
 """Find mistakes in the store, the files, the ports and the settings before anything is started.
 
-Not here: the checks of models and data themselves (checks/validate.py), those of a node (tasks/bootstrap.py).
+Not here: the checks of models and data (checks/validate.py), the checks of a node (tasks/bootstrap.py).
 This module does not import prefect: it runs before Prefect's environment is set.
 """
 
@@ -117,7 +117,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
     _check_run(pipeline, store, mistakes, findings)
-    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched
+    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched without a store
         mistakes.check()
     config = bring_inputs(pipeline.config, store, findings.append, mistakes)
     if config.missing_data:  # the preparation failed, and every other check would read its files
@@ -140,7 +140,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
 
 
 def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
-    """The configuration with a fixed kind of engine: the one that a run would choose now for `auto`; adds a finding."""
+    """The configuration with a fixed kind of engine: the one that a run would choose now for `auto`. Adds a finding
+    about the choice."""
     kept = with_kept_choice(config, settings, store)
     if not is_open(kept):
         return kept
@@ -246,7 +247,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         config = _choose_engine(without_further_nodes(pipeline.node), config, store, findings)
     with mistakes.at("node"):
         findings += _check_evaluating_node(pipeline.node, config, store, mistakes)
-    from rollouts_core.checks.validate import validate_evaluation  # torch and transformers load here
+    from rollouts_core.checks.validate import validate_evaluation  # loads torch and transformers
 
     findings += validate_evaluation(config, models, mistakes)
     mistakes.check()
@@ -268,7 +269,8 @@ def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, 
 
 
 def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node | None:
-    """Log in to the node once, and return it; None for a machine that is still starting, for which a run would wait."""
+    """Log in to the node once, and return it (None for a machine that is still starting, for which a run would
+    wait)."""
     if isinstance(settings, InstanceNode):
         instance = find_instance(settings.instance)
         if not instance.has_address:
@@ -278,16 +280,16 @@ def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node
 
 
 def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """Check models and data; errors are noted.
+    """Check models and data, and note errors.
 
     Args:
         trains_here: the training runs on this machine.
     """
-    from rollouts_core.checks.resumed import check_resumed_inputs  # torch and transformers load here
+    from rollouts_core.checks.resumed import check_resumed_inputs  # loads torch and transformers
     from rollouts_core.checks.validate import validate_config
 
     findings = validate_config(config, mistakes, trains_here=trains_here)
-    if mistakes:  # digests of large data take a while
+    if mistakes:  # saves the digests of large data, which take a while
         return findings
     first = next(iter(config.trainings), "")
     for name, training in config.trainings.items():
@@ -303,7 +305,7 @@ def warn_of_older_stages(config: Config, store: Path) -> list[str]:
     name = next(iter(config.trainings))
     stages = store.resolve() / "stages"
     if not any(stages.glob(f"{name}-*")):
-        return []  # digests of large data take a while
+        return []  # saves the digests of large data, which take a while
     job = load(kind_of(name).plan)(base_model(config), config)
     older = find_older_version(name, job, stages)
     if not older:
@@ -317,7 +319,7 @@ def warn_of_older_stages(config: Config, store: Path) -> list[str]:
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """A sentence about the rule by which a retraining promotes a model; empty for a pipeline without [retrain].
+    """A sentence about the rule by which a retraining promotes a model (empty for a pipeline without [retrain]).
 
     Args:
         config: the pipeline's configuration with local inputs.
@@ -326,7 +328,7 @@ def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
         ConfigError: the rule could never promote a model.
         DataError: a watched path does not exist, or contains the store.
     """
-    from rollouts_core.checks.compared_rows import check_promotion  # torch and transformers load here
+    from rollouts_core.checks.compared_rows import check_promotion  # loads torch and transformers
 
     retrain = pipeline.retrain
     if retrain is None:
@@ -387,7 +389,7 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
     needs_gpu = any(training.policy.needs_gpu for training in config.trainings.values())
     if not (ranks or needs_gpu) or not isinstance(node, LocalNode) or node.python:
         return
-    from rollouts_core.model.loading import count_gpus  # torch is loaded by the checks of models before
+    from rollouts_core.model.loading import count_gpus  # the checks of models have loaded torch
 
     num_gpus = count_gpus()
     if needs_gpu and not num_gpus:
@@ -407,7 +409,7 @@ def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains
     """
     if not isinstance(settings, LocalNode):
         return
-    is_here = trains and Path(config.model.path).is_dir()  # the size of a model of a hub is asked for when a run begins
+    is_here = trains and Path(config.model.path).is_dir()  # the size of a hub's model is read when a run begins
     size = find_model_size(config.model) if is_here else ModelSize()
     has_trained = any(Path(node.root).glob("stages/*/checkpoints/*"))
     needed_gb = max(settings.min_free_gb, 0 if has_trained else checkpoint_disk_bytes(config, size) / 1e9)
@@ -605,7 +607,7 @@ def check_writable(store: Path) -> None:
 
 
 def check_files(data: DataConfig, mistakes: Mistakes) -> None:
-    """Note each data file that does not exist; names of hub datasets are left to the loader."""
+    """Note each data file that does not exist. The loader checks the names of hub datasets."""
     given = {
         f"data.{name}": getattr(data, name) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")
     }
@@ -639,7 +641,7 @@ MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
 
 
 def served_model(url: str, *, api_key: str = "") -> Path | None:
-    """The folder of the model that an engine of any kind serves; None if no engine answers."""
+    """The folder of the model that an engine of any kind serves (None if no engine answers)."""
     for path, find in MODEL_PATHS.items():
         try:
             answer = httpx.get(

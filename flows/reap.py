@@ -29,8 +29,8 @@ def reap_machines(reap: ReapConfig) -> State[Any]:
     """End rented machines that no run wants.
 
     Raises:
-        TransientInfraError: a machine or provider could not be checked, or a machine not be ended; the table artifact
-            has details.
+        TransientInfraError: a machine or provider could not be checked, or a machine could not be ended. The table
+            artifact has the details.
     """
     store = Path(reap.store).resolve()
     with known_tool(store):

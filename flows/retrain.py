@@ -119,7 +119,7 @@ class PipelineWork:
         return digest_sources(watched_sources(self._config, self._retrain.sources))
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate and compare it, unless an earlier try did; finished stages are reused."""
+        """Train, register the candidate and compare it, unless an earlier try did this. Finished stages are reused."""
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
         local = prepare(config, self._node, self._run, scope, self._retrain)
         store = Path(scope.store)

@@ -38,7 +38,7 @@ class RetrainConfig(Record):
     """The candidate's mean score must exceed production's by more than this, beyond noise. A negative margin accepts a
     slightly worse model, if newer data is valuable by itself."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
-    """Highest p-value of the comparison; 1 promotes every candidate."""
+    """Highest p-value of the comparison (1 promotes every candidate)."""
     approval: bool = False
     """Ask for approval in Prefect's UI before a better candidate goes into production."""
     force: bool = False

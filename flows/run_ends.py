@@ -63,7 +63,7 @@ def forget_end(store: Path, run_id: str) -> None:
 
 
 def read_end(store: Path, run_id: str) -> RunEnd | None:
-    """The noted end of a run; None without a note, or if its file cannot be read."""
+    """The noted end of a run (None without a note, or if its file cannot be read)."""
     try:
         return RunEnd(**json.loads((store / FOLDER / run_id).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):

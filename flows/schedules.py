@@ -89,7 +89,7 @@ def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
 
 
 async def known_deployment(deployment: Deployment) -> DeploymentResponse | None:
-    """The deployment as it is registered in Prefect; None if it is not registered."""
+    """The deployment as it is registered in Prefect (None if it is not registered)."""
     async with get_client() as client:
         try:
             return await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")

@@ -13,7 +13,7 @@ restarts of killed runs (upkeep.py).
                    gpu_slots, named_url
     serving.log    output of this process and its flows
 
-SIGTERM ends this process and the flows. Their jobs go on, and the next start, or Retry, attaches to the jobs.
+SIGTERM ends this process and the flows, but not the flows' jobs, to which the next start, or Retry, attaches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ POLL_S = 2.0
 """Seconds between two polls of Prefect's server for runs to start and for runs to cancel."""
 LOOK_S = 1.0
 FLOWS_END_S = 20.0
-"""After this long a flow that was told to end is killed; its jobs stay either way."""
+"""Seconds after which a flow that was told to end is killed. The flow's jobs stay in any case."""
 RUNNER_END_S = 10.0
 MAX_LOG_BYTES = 8 * 1024 * 1024
 
@@ -115,7 +115,7 @@ async def _serve(store: Path) -> None:
     while not (runner.started and tools.started) and not _has_ended(running):
         await asyncio.sleep(0.02)
     stop = asyncio.Event()
-    # Prefect's own handler of SIGTERM would cancel every run.
+    # This replaces Prefect's handler of SIGTERM, which would cancel every run.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state = _write_state(home, served, apply_gpu_slots(runner, home))

@@ -36,7 +36,7 @@ class ModelScore:
     """The score of a model in a selection or an evaluation."""
 
     model: str
-    """base, sft, rl, or the name of a checkpoint."""
+    """Name of the model: base, sft, rl, or the name of a checkpoint."""
     mean: float
     low: float
     """Lower end of the interval, by the method that the report names."""
@@ -55,7 +55,7 @@ class RunSummary:
     stage: str
     """The last stage that the run has reached."""
     training: str
-    """The run's last stage that trains; empty for a run that only scores."""
+    """The run's last stage that trains (empty for a run that only scores)."""
     step: int
     """The last logged step of the stage `training`."""
     num_steps: int
@@ -66,10 +66,10 @@ class RunSummary:
     change: float | None
     """The score's mean minus the start model's mean, on held-out rows."""
     usd: float | None
-    """Cost of rented machines so far; None without rented machines."""
+    """Cost of rented machines so far (None without rented machines)."""
     verdict: str
     report: str
-    """The path of the report; empty before the end."""
+    """The path of the report (empty before the end)."""
 
 
 def runs_by_use(store: Path) -> list[list[StageUse]]:
@@ -103,7 +103,7 @@ def find_named_run(store: Path, given: str) -> list[StageUse]:
             return found
     names = [uses[0].run for uses in runs]
     if not names:
-        raise InputError(f"the store {store} has no runs yet: --store names another one")
+        raise InputError(f"the store {store} has no runs yet: --store names another store")
     hint = closest_name(given, names[:MAX_NAMES])
     raise InputError(f"the store {store} has no run {given}{hint}")
 
@@ -159,7 +159,8 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
 
 
 def describe_end(run_dir: Path) -> tuple[int, str]:
-    """The last attempt of a stage that has an exit record, and how it ended in a few words; 0 and "" without one."""
+    """The last attempt of a stage that has an exit record, and how it ended in a few words (0 and "" without an exit
+    record)."""
     attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
     if not attempts:
         return 0, ""
@@ -178,7 +179,7 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
 
 
 def verdict_of(record: Path) -> str:
-    """The verdict in a run.json; empty if the file or its verdict is missing."""
+    """The verdict in a run.json (empty if the file or its verdict is missing)."""
     try:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -186,7 +187,7 @@ def verdict_of(record: Path) -> str:
 
 
 def labels_of(record: Path) -> dict[str, str]:
-    """The user's names of the models of an evaluation, by their names in its stage; empty without its record."""
+    """The user's names of the models of an evaluation, by their names in its stage (empty without its record)."""
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return {name: str(model["named"]) for name, model in models.items()}
@@ -210,7 +211,7 @@ def stage_name(use: StageUse) -> str:
 
 
 def usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
-    """The cost of the run's machines; None if it rented no machine."""
+    """The cost of the run's machines (None if it rented no machine)."""
     ids = {use.run_id for use in uses}
     with Ledger(store / LEDGER_FILE) as ledger:
         if not any(rental.run_id in ids for rental in all_rentals(ledger)):
@@ -258,8 +259,8 @@ def state_of(report: Path, last_stage: Path, *, is_alive: bool) -> str:
 
 
 def scores_of(store: Path, use: StageUse) -> list[ModelScore]:
-    """The scores of a finished stage: all models of an evaluation, the chosen model of a selection; empty for other
-    stages."""
+    """The scores of a finished stage: all models of an evaluation, the chosen model of a selection (empty for other
+    stages)."""
     name = stage_name(use)
     if not is_selection(name) and name != EVALUATE.name:
         return []

@@ -51,7 +51,7 @@ class FinishConfig(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A flow with one record of settings, whose only deployment has its name."""
+    """A flow that trains nothing, with one record of settings and one deployment, which has the flow's name."""
 
     name: str
     """The name of the flow, of the deployment, and of the flow's parameter."""
@@ -90,7 +90,7 @@ TOOLS = {
 def overridden_tool(
     name: str, parameters: Mapping[str, Any], assignments: Iterable[str]
 ) -> dict[str, Any]:  # Any: JSON
-    """The parameters of a tool with settings replaced; each assignment is `reap.spare=false`.
+    """The parameters of a tool with settings replaced by assignments such as `reap.spare=false`.
 
     Raises:
         ConfigError: a key is unknown, or a value does not fit.

@@ -59,7 +59,7 @@ def check_trusted(
 
     Args:
         evaluate: names the models that are loaded in place of the configuration's own.
-        store: the run's store. Models that runs of this store made are trusted.
+        store: the run's store, whose runs made trusted models.
         node: the node of the run.
     """
     models = models_named_by(config, evaluate)
@@ -90,7 +90,7 @@ class Named:
 
     setting: str
     kind: str
-    """function, program, secret or model: see the head of this file."""
+    """Kind of the value: function, program, secret or model (see the head of this file)."""
     value: str
 
 
@@ -125,7 +125,8 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
 
 
 def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
-    """The parts of a marked field's value that need trust, each with its place; numbers and empty texts need none."""
+    """The parts of a marked field's value that need trust, each with its place. Numbers and empty texts need no
+    trust."""
     if kind == "function":
         module, colon, _ = name_of_function(value).partition(":")
         return [(setting, module)] if colon else []
@@ -178,13 +179,13 @@ def given_to_up() -> set[str]:
         return set()
     code: set[str] = set()
     for deployment in load_deployments(Path(store) / "prefect").values():
-        with suppress(KeyError, ValidationError):  # it trains nothing, or another version made it
+        with suppress(KeyError, ValidationError):  # a tool's deployment, or one of another version
             config = Config.model_validate(deployment.parameters["config"])
             scored = deployment.parameters.get("evaluate")
             evaluate = EvaluateConfig.model_validate(scored) if scored else None
             code.update(each.value for each in find_marked(config))
             code.update(models_named_by(config, evaluate).values())
-        with suppress(KeyError, ValidationError):  # it names no machine, or another version made it
+        with suppress(KeyError, ValidationError):  # a deployment without a machine, or of another version
             node = TypeAdapter[NodeSettings](NodeSettings).validate_python(deployment.parameters["node"])
             code.update(each.value for each in find_marked(node))
     return code

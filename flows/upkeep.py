@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
-    """Handle lost runs and expired machines of a store until cancelled. A failure is logged and tried again.
+    """Handle lost runs and expired machines of a store until cancelled. If a look fails, the failure is logged, and the
+    next look comes.
 
     Args:
-        deployments: ids of the deployments that this process serves; the caller may add more.
+        deployments: ids of the deployments that this process serves, to which the caller may add more.
 
     This imports Prefect, which then reads its server's address from the environment: set the environment before.
     """

@@ -116,7 +116,7 @@ class DeletedRun:
 
 
 def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> DeletedRun | None:
-    """The run that the user named, if it was deleted in Prefect and its process is gone; else None."""
+    """The run that the user named, if it was deleted in Prefect and its process is gone (otherwise None)."""
     names = {use.run_id: use.run for use in ledger.stage_uses() if use.run}
     dead = [run_id for run_id in _holding(ledger) if ledger.has_died(run_id)]
     meant = [
@@ -173,7 +173,7 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
     if run["state_type"] not in ENDED:  # first, because a Crashed run would be restarted
         _set_state(address, run["id"], "CANCELLED", force=True)
     os.environ.update(prefect_environment(store, address))
-    from prefect.client.schemas.objects import FlowRun  # reads the environment that was just set
+    from prefect.client.schemas.objects import FlowRun  # importing prefect reads the environment
 
     from rollouts.flows.cancellation import release_for
 
@@ -189,7 +189,7 @@ def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run:
         RolloutsError: the run still holds jobs or machines afterwards.
     """
     os.environ.update(prefect_environment(store, address))
-    from rollouts.flows.cancellation import release_without_settings  # imports prefect, which reads what was just set
+    from rollouts.flows.cancellation import release_without_settings  # importing prefect reads the environment
 
     said = release_without_settings(run.run_id, store)
     if left := sorted({lease.node for lease in ledger.leases_of(run.run_id)}):
@@ -213,7 +213,7 @@ def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:
 
 
 def _holding(ledger: Ledger) -> set[str]:
-    """The ids of all runs that hold something."""
+    """The ids of all runs that hold jobs or machines."""
     holders = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
     return holders - {""}  # a machine that was only found at its provider has no run
 

@@ -40,7 +40,7 @@ def credentials(
     remove: Annotated[bool, typer.Option("--remove", help="Delete the credentials.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Save keys under NAME in Prefect, for runs that it starts; without NAME, list the saved credentials.
+    """Save keys under NAME in Prefect, for runs that it starts. Without NAME, list the saved credentials.
 
     rollouts credentials team RUNPOD_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY
     """
@@ -67,7 +67,7 @@ def credentials(
 def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]:
     """While the block runs, this process has the variables of the credentials, and keeps the server that stores them.
 
-    An empty name does nothing.
+    An empty name changes nothing.
 
     Raises:
         ConfigError: Prefect has no credentials with this name.
@@ -78,7 +78,7 @@ def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]
     before = dict(os.environ)
     with local_server(store, port=port) as address:
         os.environ.update(prefect_environment(store.resolve(), address))
-        from rollouts.flows.credentials import take_credentials  # imports prefect, which reads the environment
+        from rollouts.flows.credentials import take_credentials  # importing prefect reads the environment
 
         take_credentials(name)
         try:

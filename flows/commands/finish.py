@@ -27,7 +27,7 @@ def finish(
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """End the training of RUN after the step under way; the run goes on with the best checkpoint so far."""
+    """End the training of RUN after the step under way. RUN goes on with its best checkpoint so far."""
     typer.echo(finish_training(store, run))
 
 

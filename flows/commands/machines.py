@@ -334,7 +334,7 @@ def ssh(
 ) -> None:
     """Log in to a machine with your own ssh, at its present address. The host key must be the one that a run
     recorded."""
-    from rollouts.infra.ssh.openssh import login_command  # paramiko loads here
+    from rollouts.infra.ssh.openssh import login_command  # loads paramiko
 
     if ":" in name:
         instance = find_instance(name)

@@ -120,7 +120,8 @@ def notify(
     remove: Annotated[bool, typer.Option("--remove", help="Stop its messages.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Have Prefect send a message when runs end, fail or wait for approval; without NAME, list receivers and states."""
+    """Have Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers and their
+    states."""
     states = read_states(on or ())
     check_request(block, url_variable, states, remove=remove)
     url = read_url(url_variable) if url_variable else ""
@@ -182,7 +183,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     Raises:
         ConfigError: the block does not exist, or the test message could not be sent. Nothing is changed then.
     """
-    from prefect.blocks.abstract import NotificationBlock  # imports prefect, which reads the environment
+    from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
 
     block = make_block(name, url) if url else load_block(name)
     assert isinstance(block, NotificationBlock), "both functions return such blocks"
@@ -308,7 +309,7 @@ def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
 
 
 def _tell(automation: Automation, subject: str, body: str) -> None:
-    from prefect.blocks.abstract import NotificationBlock  # imports prefect, which reads the environment
+    from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
     from prefect.blocks.core import Block
 
     name = automation["name"].removeprefix(NAME_PREFIX)
@@ -344,7 +345,7 @@ def _blocks_of(automations: Iterable[Automation]) -> set[str]:
 
 def _delete_blocks(address: ServerAddress, document_ids: Iterable[str]) -> None:
     for document_id in document_ids:
-        with suppress(RefusedError):  # a user deleted it in the UI
+        with suppress(RefusedError):  # a user deleted the block in the UI
             ask(address, "DELETE", f"/block_documents/{document_id}")
 
 

@@ -114,7 +114,7 @@ def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) ->
         "work_pool": {**work_pool, "job_variables": variables} if variables else work_pool,
     }
     if deployment.flow == RETRAIN_FLOW:
-        from rollouts.flows.schedules import yaml_schedule_options  # imports prefect, which takes a second
+        from rollouts.flows.schedules import yaml_schedule_options  # importing prefect takes a second
 
         described |= yaml_schedule_options(deployment)
     if "{{" in json.dumps(described):

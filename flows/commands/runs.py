@@ -70,7 +70,7 @@ RunName = Annotated[
 
 def runs(
     store: Store = DEFAULT_STORE,
-    limit: Annotated[int, typer.Option(min=0, help="Number of latest runs to show; 0 shows all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Number of latest runs to show (0: all).")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the runs of the store, the latest first: state, step, score, change and cost."""
@@ -194,7 +194,7 @@ def samples(
     reward: Annotated[str, typer.Option(help="Only rewards such as '<1', '>=0.5' or '=0'.")] = "",
     grep: Annotated[str, typer.Option(help="Only samples whose texts match this regular expression.")] = "",
     prompt: Annotated[str, typer.Option(help="Only this prompt, by the id that the output shows.")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Number of samples to show at most; 0 shows all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Most samples to show (0: all).")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out answers of a model."""

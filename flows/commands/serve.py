@@ -32,7 +32,7 @@ Store = Annotated[
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 30000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0: any free port).")] = 30000,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
     api_key: Annotated[
@@ -47,8 +47,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.
 
-    Prints the server's address and example requests; Ctrl-C ends the server. Runs need no such server: they start their
-    own engines.
+    Prints the server's address and example requests. Ctrl-C ends the server. Runs need no such server, because they
+    start their own engines.
     """
     raise_file_limit()
     model_dir = find_checkpoint(model, store)
@@ -80,18 +80,18 @@ def chat(
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Total probability of the tokens to sample from.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer; 0: as many as fit.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer (0: as many as fit).")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.", show_default=False)] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Talk to one model, or to two at once. Each line is a message, from a terminal or a pipe.
 
-    Answers go to the output, everything else to the error output. /help shows the commands; Ctrl-C ends an answer,
-    Ctrl-D the chat.
+    Answers go to the standard output, everything else to the standard error. /help shows the commands. Ctrl-C ends an
+    answer, Ctrl-D ends the chat.
     """
     folders = {given: find_checkpoint(given, store) for given in (model, other) if given}
-    from rollouts.flows.commands.chat import Settings, talk  # torch
+    from rollouts.flows.commands.chat import Settings, talk  # loads torch
 
     settings = Settings(system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens or None, seed=seed)
     talk(folders, settings, threads=threads)
@@ -117,7 +117,7 @@ def find_checkpoint(given: str, store: Path) -> Path:
         return registered
     named = [each for each in runs.glob("*/checkpoint") if each.parent.name.rpartition("-")[0] == given]
     if named:
-        return max(named, key=lambda each: each.stat().st_mtime)  # the latest, as `rollouts samples` takes it
+        return max(named, key=lambda each: each.stat().st_mtime)  # the latest run, as in `rollouts samples`
     raise InputError(
         f"{given} is not a folder, nor a finished run or a registered model of the store {store}: give the folder of a "
         "Hugging Face checkpoint, or a name from `rollouts status` or `rollouts models`"
@@ -136,7 +136,7 @@ def _registered(given: str, store: Path) -> Path | None:
 
 
 def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> str:
-    """Example requests for the server. They contain the name of the key's variable, but not the key."""
+    """Example requests for the server, with the name of the key's variable in place of the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

@@ -56,16 +56,17 @@ class GoingJob:
     run_dir: str
     node: str
     is_known_to_run: bool
-    """True on this machine; False for a job on another node, which is not asked."""
+    """Whether the job is known to run: True on this machine, False on another node, because other nodes are not
+    asked."""
     has_run: bool
-    """True if a living run wants the job; False if the processes of all runs that wanted the job have died."""
+    """Whether a run wants the job: False if the processes of all runs that wanted the job have died."""
     run: str
     """The name of a run that wants the job, or was the last to want it."""
     waits_for: str = ""
-    """A sentence about the GPU that the job waits for and the job that has this GPU; empty while the job works."""
+    """A sentence about the GPU that the job waits for and the job that has this GPU (empty while the job works)."""
 
     def sentence(self) -> str:
-        """A sentence for users: state, place and owner of the job."""
+        """Describe the job to users: its state, its node and its run."""
         state = "goes on" if self.is_known_to_run else "may go on"
         ended_by = f", rollouts cancel {self.run} ends it" if self.run else ""
         owner = "" if self.has_run else f", without a run: the next run that needs it attaches to it{ended_by}"
@@ -159,8 +160,8 @@ def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
 
 
 def read_stop(directory: RunDirectory) -> str:
-    """A sentence about the last saved step of a training that was stopped and not resumed; empty for any other
-    stage."""
+    """A sentence about the last saved step of a training that was stopped and not resumed (empty for any other
+    stage)."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "stopped":
         return ""
@@ -261,8 +262,8 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 
 def waits_for_gpus(directory: RunDirectory) -> str:
-    """A sentence about the GPUs that a job waits for, from the last event that was fetched; empty if it does not
-    wait."""
+    """A sentence about the GPUs that a job waits for, from the last event that was fetched (empty if it does not
+    wait)."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "waits_for_gpus":
         return ""

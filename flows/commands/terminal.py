@@ -62,7 +62,7 @@ def describe_finding(finding: str) -> dict[str, str]:
 
 
 def style(text: str, *, fg: str | None = None, bold: bool = False, dim: bool = False) -> str:
-    """The text in colour on a terminal that shows any; NO_COLOR and TERM=dumb turn colours off."""
+    """The text in colour on a terminal with colours. NO_COLOR and TERM=dumb turn colours off."""
     shows_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return typer.style(text, fg=fg, bold=bold, dim=dim) if shows_colours else text
 

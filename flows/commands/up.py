@@ -106,7 +106,7 @@ def up(
         ),
     ] = 0,
 ) -> None:
-    """Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.
+    """Start Prefect with a deployment per preset, and per CONFIG, in the background. `rollouts down` ends Prefect.
 
     If Prefect runs already, the deployment of a CONFIG is added to it.
     """
@@ -245,13 +245,13 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
-    """Save the deployments in `own`, and start the serving process. False if the process runs already, and will
-    register `own`.
+    """Save the deployments in `own`, and start the serving process. Returns False if the serving process runs already,
+    which then registers `own`.
 
     The store's server may still be starting.
 
     Args:
-        gpu_slots: number of runs that may be under way at once from now on; 0 leaves it unchanged.
+        gpu_slots: number of runs that may be under way at once from now on (0 leaves it unchanged).
     """
     home = store / "prefect"
     own_folder(home)
@@ -273,10 +273,10 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
     """Return when every deployment of the store is served.
 
     Args:
-        gpu_slots: also wait until the process uses this number of slots; 0 accepts any number.
+        gpu_slots: also wait until the process uses this number of slots (0 accepts any number).
 
     Raises:
-        ServerError: the process does not start; the message has the end of its log.
+        ServerError: the process does not start. The message has the end of the process's log.
     """
     home = store / "prefect"
     log = home / "serving.log"
@@ -293,7 +293,7 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
 
 
 def find_serving(store: Path) -> Serving | None:
-    """The process that serves the store's deployments; None if no such process lives or it is not ready."""
+    """The process that serves the store's deployments (None if no such process lives or it is not ready)."""
     home = store.resolve() / "prefect"
     try:
         state = json.loads((home / "serving.json").read_text())
@@ -320,8 +320,8 @@ def check_server(store: Path) -> None:
 
 
 def _served_elsewhere(serving: Serving) -> str:
-    """A sentence about the server at which the deployments are served; empty if this terminal's commands use the same
-    server."""
+    """A sentence about the server at which the deployments are served (empty if this terminal's commands use the same
+    server)."""
     if serving.named_url in (None, named_url()):
         return ""
     if url := serving.named_url:

@@ -135,5 +135,5 @@ async def _begin(connection: socket.socket, make_protocol: Callable[[], asyncio.
     loop.remove_reader(connection)
     try:
         await loop.connect_accepted_socket(make_protocol, connection, ssl=tls if is_tls else None)
-    except OSError:  # a failed handshake, too
+    except OSError:  # also a failed TLS handshake
         connection.close()

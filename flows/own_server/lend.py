@@ -94,7 +94,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerError(RuntimeError):
-    """No Prefect server can be used; the message is one sentence for the user."""
+    """No Prefect server can be used. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,9 @@ class ServerAddress:
     """The address of a Prefect server."""
 
     api_url: str
-    """For example https://127.0.0.1:4200/api, without a slash at the end."""
+    """URL of the API, for example https://127.0.0.1:4200/api, without a slash at the end."""
     ui_url: str
-    """The UI for browsers, for example http://127.0.0.1:4200/v2, without a slash at the end."""
+    """URL of the UI, for example http://127.0.0.1:4200/v2, without a slash at the end."""
     is_local: bool = True
     """False for a server that the user named by PREFECT_API_URL."""
     password: str = field(default="", repr=False)
@@ -140,7 +140,7 @@ def local_server(
 
 
 def named_url() -> str:
-    """The user's PREFECT_API_URL; empty if the variable is missing or this module set it."""
+    """The user's PREFECT_API_URL (empty if the variable is missing or this module set it)."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     return "" if url == os.environ.get(OWN_API_URL) else url
 
@@ -272,7 +272,7 @@ def _home_environment(home: Path) -> dict[str, str]:
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that exclude this machine from the user's proxy; empty if the user has no proxy."""
+    """Return variables that exclude this machine from the user's proxy (empty if the user has no proxy)."""
     if not any(environment.get(key) for name in ("http_proxy", "all_proxy") for key in (name, name.upper())):
         return {}
     excepted = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
@@ -430,7 +430,7 @@ def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
 
 
 def _abandoned_keeper_lock(home: Path) -> int | None:
-    """Take keeper.lock and return it; None if a keeper lives. Call this with start.lock held."""
+    """Take keeper.lock and return it (None if a keeper lives). Call this with start.lock held."""
     keeper_lock = open_lock(home / "keeper.lock")
     if try_lock(keeper_lock, fcntl.LOCK_EX):
         return keeper_lock
@@ -479,7 +479,7 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
             # By default, Prefect lets the pages of every site read its answers.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
-            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # for links in the messages of automations
+            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
             # In memory, the default, a killed server would lose concurrency slots, and Prefect would end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
@@ -493,7 +493,7 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
 
 
 def _port_of_killed(home: Path) -> int:
-    """Return the port of a keeper that was killed and left its server.json; 0 without this file.
+    """Return the port of a keeper that was killed and left its server.json (0 without this file).
 
     Runs that outlive the server know only this port, and find the next server at it.
     """
@@ -507,7 +507,7 @@ def remember_port(home: Path, port: int) -> None:
 
 
 def remembered_port(home: Path) -> int:
-    """The port of the last `rollouts up --port`; 0 if the option was never used."""
+    """The port of the last `rollouts up --port` (0 if the option was never used)."""
     with suppress(OSError, ValueError):
         return int((home / PORT_FILE).read_text())
     return 0

@@ -108,7 +108,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
 
 def _stay_on_one_core() -> set[int]:
-    """Bind this process to one core. Returns its former cores; empty on a system without core affinity.
+    """Bind this process to one core. Returns its former cores (empty on a system without core affinity).
 
     A new database is migrated by 34,000 statements. Each statement passes from the event loop's thread to SQLite's
     thread and back. The migration takes 6 to 7 s across cores, but 3 s on one core.
