@@ -270,8 +270,8 @@ def release_without_settings(run_id: str, store: Path) -> str:
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
-    """Release the machines of an ended run, and return a sentence per action. An unreachable further machine does not
-    prevent this."""
+    """Release the machines of an ended run, and return a sentence per action. If further machines are unreachable, only
+    the leader is released."""
     store = Path(scope.store)
     try:
         return give_back(provision_node(settings, store), scope)

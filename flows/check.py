@@ -52,7 +52,7 @@ def check_settings(
 
     Raises:
         InputError: a setting is wrong, or names code that is not trusted on this machine.
-        InfraError: the node or its provider does not answer as it should.
+        InfraError: the node or its provider fails, or does not answer.
     """
     check_trusted(config, evaluate, Path(run.store), node)
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}

@@ -223,8 +223,8 @@ def run(
 ) -> None:
     """Run the pipeline that CONFIG describes.
 
-    A stage that an earlier run finished with the same settings and data is reused. A stage that is under way is
-    attached to. A stage that was stopped resumes from its last checkpoint.
+    The run reuses a stage that an earlier run finished with the same settings and data, attaches to a stage that is
+    under way, and resumes a stopped stage from its last checkpoint.
 
     Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve,
     130 interrupted or cancelled.

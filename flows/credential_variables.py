@@ -17,7 +17,7 @@ CARRIED = {
     *("ROLLOUTS_SSH_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AWS_REGION"),
     *("GOOGLE_APPLICATION_CREDENTIALS", "WANDB_ENTITY", "WANDB_PROJECT"),
 }
-"""Variables that are allowed although they do not match KEY_SHAPE, or begin with one of OWNERS."""
+"""Allowed variables whose names do not match KEY_SHAPE, or begin with one of OWNERS."""
 OWNERS = (
     "ROLLOUTS_",
     "PREFECT_",

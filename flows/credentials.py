@@ -74,10 +74,10 @@ FIELDS = {name.upper(): name for name, field in Credentials.model_fields.items()
 
 
 def take_credentials(name: str) -> None:
-    """Put the variables of the credentials into the environment of this process. An empty name does nothing.
+    """Put the variables of the credentials into the environment of this process. An empty name changes nothing.
 
     Raises:
-        ConfigError: no credentials have this name, or they hold a variable that they may not carry.
+        ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
         TransientInfraError: Prefect does not answer.
     """
     if name:
@@ -88,7 +88,7 @@ def variables_of(name: str) -> dict[str, str]:
     """The variables of the credentials, and CREDENTIALS_VARIABLE with their name.
 
     Raises:
-        ConfigError: no credentials have this name, or they hold a variable that they may not carry.
+        ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
     """
     if (variables := find_credentials().get(name)) is None:
         raise ConfigError(
@@ -137,7 +137,7 @@ def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) 
     """Run a module of this project in a child process with the credentials, and return its output.
 
     Raises:
-        ConfigError: no credentials have this name, or they hold a variable that they may not carry.
+        ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
         TransientInfraError: the child process failed. The message has the last line of its output.
     """
     environment = {**os.environ, **variables_of(name)}

@@ -124,7 +124,7 @@ def check_names(deployments: Iterable[Deployment]) -> None:
 
 
 def retraining_name(name: str) -> str:
-    """The name of a configuration's deployment that retrains."""
+    """The name of the deployment that retrains with the configuration `name`."""
     return f"{name}-retrain"
 
 
@@ -141,7 +141,7 @@ def offered_name(store: Path, name: str) -> str:
 
 
 def evaluation_name(name: str) -> str:
-    """The name of a configuration's deployment that evaluates."""
+    """The name of the deployment that evaluates with the configuration `name`."""
     return f"{name}-evaluate"
 
 

@@ -23,7 +23,7 @@ class EvaluateConfig(Record):
     sft-<fingerprint>/checkpoints/step_000100), `base` for the configuration's start model, a folder (./folder beside
     the configuration), or a URL."""
     against: str = ""
-    """The model to compare with on the same rows, named in the same way. Empty: no comparison."""
+    """The model to compare with on the same rows, named like `model`. Empty: no comparison."""
     data: str = ""
     """File or URL with the rows. Empty: data.heldout."""
 

@@ -1,7 +1,8 @@
 """End rented machines whose hours or budget are used up, or whose keeping after a failure is over.
 
-Not here: the rules (infra/renting/reaper.py). The serving process checks machines every two minutes, like a timer with
-`rollouts reap --spare`. The deployment `reap` checks machines when a user or its schedule starts a run (reap.py).
+Not here: which machines are ended (infra/renting/reaper.py). The serving process checks machines every two minutes,
+like a timer with `rollouts reap --spare`. The deployment `reap` checks machines when a user or its schedule starts a
+run (reap.py).
 
 Machines that were rented with named credentials are checked by a child process with these credentials:
 

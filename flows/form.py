@@ -86,8 +86,8 @@ def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
     """The form's settings of a node, without leftovers from the tab of another kind.
 
-    The kinds share names of fields. A leftover is another kind's default value that is empty, or that was posted
-    together with fields which only that kind has.
+    The kinds share names of fields. A leftover is another kind's default value: an empty value, or a value posted
+    together with fields of the other kind only.
     """
     if not isinstance(settings, dict):
         return settings
@@ -377,8 +377,8 @@ def _known_keys(
     *,
     hint: Callable[[str], str] = lambda _: "",
 ) -> dict[str, Any]:  # Any: unchecked file content
-    """The settings of a table that its record has. Unknown keys are noted as mistakes, with a suggestion, first that of
-    `hint`."""
+    """The settings of a table that are fields of the table's record. Unknown keys are noted as mistakes, with a
+    suggestion, first that of `hint`."""
     for key in [key for key in settings if key not in model.model_fields]:
         said = hint(str(key)) or suggest_key([table, str(key)], list(model.model_fields), Config)
         mistakes.note(f"{table}.{key}", ConfigError(f"{path}: unknown key {table}.{key}{said}"), names_place=True)
@@ -394,7 +394,7 @@ def _settings_beside() -> list[str]:
 
 
 def _suggest_node_key(key: str, *, kind: str) -> str:
-    """A hint that an unknown key of a node is a setting of its query or of other kinds (empty if it is neither)."""
+    """A hint that an unknown key of a node is a setting of its query or of other kinds (otherwise empty)."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
     if is_of_query and kind == "rented":
@@ -405,7 +405,7 @@ def _suggest_node_key(key: str, *, kind: str) -> str:
 
 
 def _expected_kind(given: object) -> str:
-    """The choices of `node.kind`, after another value was given."""
+    """The end of the message about an unknown `node.kind`: the choices, and a hint if the value is a provider."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:

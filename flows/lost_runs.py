@@ -79,7 +79,8 @@ NO_DEPLOYMENT = (
     "same settings attaches to them"
 )
 UNREPORTED_S = 90.0
-"""Age from which this module reports a noted end itself: Prefect's client retries its report for about a minute."""
+"""Seconds after which this module reports a noted end, because Prefect's client has given up its own retries by
+then."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:
@@ -95,8 +96,7 @@ class LostRuns:
     """Finds and handles lost runs. A run counts as lost if two looks in a row find it in the same state.
 
     Args:
-        deployments: ids of the deployments that this process serves. Other processes start the runs of other
-            deployments.
+        deployments: ids of the deployments whose runs this process starts.
     """
 
     def __init__(self, store: Path, deployments: Collection[UUID] = ()) -> None:

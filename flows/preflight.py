@@ -634,7 +634,7 @@ def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "")
 
 
 MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
-    "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang
+    "/model_info": lambda answer: answer["model_path"],  # path of the embedded engine and SGLang
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
 """The paths at which engines of each kind name the folder of their model, and how the answer is read."""

@@ -49,7 +49,7 @@ NOTHING = {"outcome": "nothing is rented", "machine": ""}
 
 
 def table_of(report: ReapReport) -> list[dict[str, str]]:
-    """A row for every machine that was looked at."""
+    """A row for every machine that was checked."""
     outcomes = {
         "ended": report.ended,
         "kept": report.kept,

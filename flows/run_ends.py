@@ -85,8 +85,8 @@ def known_tool(store: Path) -> Iterator[None]:
 
 
 def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, ResultT]:
-    """Decorate a flow's function, so that it notes in its store how the run ended. One of its arguments has a
-    `store`."""
+    """Decorate a flow's function, so that it notes how the run ended, in the `store` that one of its arguments
+    names."""
 
     @wraps(flow_function)
     def run_and_note(*args: FlowP.args, **kwargs: FlowP.kwargs) -> ResultT:

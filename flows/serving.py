@@ -1,4 +1,4 @@
-"""The process that serves a store's deployments: it starts a process for each run that is requested.
+"""The process that serves a store's deployments, and starts a process for each requested run.
 
 Not here: the deployments (deployments.py), the start and end of this process (commands/up.py), the flow (pipeline.py),
 restarts of killed runs (upkeep.py).

@@ -30,7 +30,7 @@ class Setting:
     is_default: bool
     is_required: bool
     origin: str
-    """file, default, or the setting that filled it in."""
+    """Origin of the value: file, default, or the setting that filled the value in."""
 
 
 def settings_of(pipeline: Pipeline) -> list[Setting]:

@@ -45,7 +45,7 @@ class ModelScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in one line."""
+    """The state and the results of a run, for one line of a table."""
 
     run: str
     """The name of the run's folder of results."""
@@ -220,7 +220,7 @@ def usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
 
 
 def summarize_run(store: Path, uses: Sequence[StageUse], *, living: Collection[str]) -> RunSummary:
-    """A run in one line."""
+    """Sum up a run for one line of a table."""
     path = report_path(store, uses)
     last = store / "stages" / uses[-1].stage
     training = next((use for use in reversed(uses) if is_training(stage_name(use))), None)

@@ -51,7 +51,7 @@ class FinishConfig(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A flow that trains nothing, with one record of settings and one deployment, which has the flow's name."""
+    """A flow that trains nothing. The flow has one record of settings, and one deployment of the same name."""
 
     name: str
     """The name of the flow, of the deployment, and of the flow's parameter."""

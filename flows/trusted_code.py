@@ -137,7 +137,7 @@ def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[st
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:
-    """The models whose folders may contain code that runs, by the settings that name them."""
+    """The models whose folders may contain code to run, by the names of their settings."""
     if not config.model.trust_remote_code:
         return {}
     scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}

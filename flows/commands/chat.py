@@ -42,7 +42,7 @@ class Settings:
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int | None = None
-    """None: as many as fit into the context."""
+    """Most tokens of an answer (None: as many as fit into the context)."""
     seed: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""`rollouts credentials`: save keys in Prefect, list or remove them, and use them in other commands.
+"""`rollouts credentials`: save, list and remove keys in Prefect, and use the keys in other commands.
 
     rollouts credentials                                     list the saved credentials and their variables
     rollouts credentials team RUNPOD_API_KEY HF_TOKEN        save these variables of the environment

@@ -153,10 +153,10 @@ def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> s
 
 
 NUMBERS = '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 16}}'
-"""For a model without a tokenizer."""
+"""Body of an example request to a model without a tokenizer."""
 
 
 def render_curl(url: str, path: str, body: str, *, has_key: bool) -> str:
-    """A command that sends a request."""
+    """A curl command that sends a request to the server."""
     key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
     return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -51,7 +51,7 @@ ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingJob:
-    """A job that runs, or that may run on a node that was not asked."""
+    """A job that runs on this machine, or may run on another node, because other nodes are not asked."""
 
     run_dir: str
     node: str
@@ -225,7 +225,7 @@ def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON
-    """A table of settings of a run. Empty for a run of another project's flow with the same name."""
+    """A table of a run's settings (empty for a run of another project's flow with the same name)."""
     value = run.get("parameters", {}).get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -262,8 +262,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 
 def waits_for_gpus(directory: RunDirectory) -> str:
-    """A sentence about the GPUs that a job waits for, from the last event that was fetched (empty if it does not
-    wait)."""
+    """A sentence about the GPUs that a job waits for, from its last fetched event (empty if the job does not wait)."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "waits_for_gpus":
         return ""

@@ -88,8 +88,8 @@ class Serving:
     gpu_slots: int = DEFAULT_GPU_SLOTS
     """Number of runs that may be under way at once."""
     named_url: str | None = None
-    """The server of PREFECT_API_URL that the process uses. Empty: the store's own. None: an earlier version wrote the
-    file."""
+    """The PREFECT_API_URL of the process. It is empty if the process uses the store's own server, and None if an
+    earlier version wrote the file."""
 
 
 def up(

@@ -1,4 +1,4 @@
-"""Start the Prefect server of a store for the first process that uses it, and stop it after the last one left.
+"""Start the Prefect server of a store for its first user process, and stop the server after the last user left.
 
 Not here: what runs on the server (the other files of flows), which store is meant (cli.py).
 

@@ -59,7 +59,7 @@ class SchedulerWatchdog:
 
 
 def _places(waiting: Any) -> Iterator[str]:  # Any: coroutines, generators and awaitables of every kind
-    """The places at which a coroutine waits: its own, and those of the coroutines that it awaits."""
+    """The place at which a coroutine waits, followed by the places of the coroutines that it awaits."""
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
         yield f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else repr(waiting)
