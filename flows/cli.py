@@ -463,7 +463,7 @@ def run_checked(
                 raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
             except Exception as error:
                 console.print()  # Prefect's message about a refusing server has no final line break
-                check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
+                check_writable(store)  # checked first: on a full disk, errors of Prefect or jobs do not name the disk
                 expected = explain_server(error, address)
                 note_what_next(expected or error)
                 if expected:

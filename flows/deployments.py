@@ -129,7 +129,8 @@ def retraining_name(name: str) -> str:
 
 
 def offered_name(store: Path, name: str) -> str:
-    """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is added.
+    """The name that the store's deployment `name` has in Prefect. At a server of PREFECT_API_URL, the store's id is
+    added.
 
     Without the id, stores on the same server could have deployments with equal names, and would execute each other's
     runs.
@@ -216,7 +217,7 @@ def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 TABLES_OF_FLOWS = {"retrain": RETRAIN_FLOW, "evaluate": EVALUATE_FLOW, "schedule": ""}
-"""The flow that has each of these tables of a file among its parameters."""
+"""For each of these tables of a file, the flow that has the table among its parameters."""
 _WHERE_ELSE = {
     "retrain": "but the deployment whose name ends with -retrain has",
     "evaluate": "but the deployment whose name ends with -evaluate has",

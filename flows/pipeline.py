@@ -310,7 +310,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         raise
     except Exception as error:
         if machine is None:
-            release_unknown(scope, since=began_at)  # machines of earlier attempts stay
+            release_unknown(scope, since=began_at)  # machines of earlier attempts stay for the next start
             raise
         # The machine is kept only if the budget allows more work, and if the run was not cancelled meanwhile.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)

@@ -105,7 +105,7 @@ def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, R
         except (KeyboardInterrupt, TerminationSignal):
             note_end(store, run_id, State(type=StateType.CRASHED, message="its process was told to end"))
             raise
-        except Pause:  # the run is suspended, which also causes a notification
+        except Pause:  # the run is suspended, and receivers get a notification
             recall_states(run_id)
             raise
         note_end(store, run_id, result if isinstance(result, State) else State(type=StateType.COMPLETED))

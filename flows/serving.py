@@ -151,7 +151,7 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
 
     A smaller number ends no run. The next run starts when enough runs have ended.
     """
-    limiter = runner._limiter  # Prefect itself sets the limit only at the start
+    limiter = runner._limiter  # set here, because Prefect sets the limit only at the start
     assert limiter is not None, "the runner has a limit, and was started"
     try:
         limiter.total_tokens = load_gpu_slots(home)

@@ -36,7 +36,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     lost, end = (
         LostRuns(store, deployments),
         partial(asyncio.to_thread, end_expired, store),
-    )  # providers may take long to answer
+    )  # in a thread, because providers may answer slowly
     async with asyncio.TaskGroup() as both:
         both.create_task(again_and_again(lost.look, interval_s=LOST_S, first_after_s=LOST_S))
         both.create_task(again_and_again(end, interval_s=EXPIRED_S))

@@ -165,7 +165,7 @@ def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: Flow
         return False
     if run["deployment_id"] is None or not named_url():
         return True
-    # If another machine serves the run, its serving process polled the server within the last minute.
+    # If another machine serves the run, the deployment is READY: that machine polled within the last minute.
     return bool(ask(address, "GET", f"/deployments/{run['deployment_id']}")["status"] == "NOT_READY")
 
 

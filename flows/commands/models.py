@@ -136,7 +136,7 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
         replaced = find_replaced(ledger, chosen)
-        check_whole(replaced, store.resolve())  # takes minutes for a large model
+        check_whole(replaced, store.resolve())  # takes minutes, in which other users may promote
         model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     said = f"{model.name} is in production again: {store.resolve() / model.checkpoint}"

@@ -195,7 +195,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     previous = _blocks_of(find_automations(address, TAG, name=NAME_PREFIX + name))
     document_id = str(block.save(name, overwrite=True) if url else block._block_document_id)
     put_automation(address, render_automation(name, document_id, states))
-    if url:  # an address of another service is in another block
+    if url:  # a new address may be in another block
         _delete_blocks(address, previous - {document_id})
 
 
@@ -287,7 +287,7 @@ def renew_notifications(address: ServerAddress) -> list[str]:
 
 
 def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
-    """Send a message about a change that a user made by hand to all receivers of this state.
+    """Notify all receivers of this state about a change that a user made by hand.
 
     If a message cannot be sent, a warning is printed, because the change itself succeeded.
     """

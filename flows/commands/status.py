@@ -200,7 +200,7 @@ def describe_run(
     nodes: Mapping[str, str],
 ) -> str:
     """The name by which `cancel`, `finish` and `evaluate` know a run, its state and stage, since when, and where."""
-    # A task run of an attempt that was killed stays Running for ever.
+    # Task runs of a killed attempt stay Running for ever, so only the latest task run counts.
     own = [each for each in tasks if each["flow_run_id"] == run["id"] and each["start_time"]]
     last = max(own, key=lambda each: str(each["start_time"]), default=None)
     is_running = run["state_type"] == "RUNNING" and last is not None

@@ -482,8 +482,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
             # In memory, the default, a killed server would lose concurrency slots, and Prefect would end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-            # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
-            # read-only and is shared by servers that start at the same time.
+            # Prefect unpacks the UI into this folder. The default, site-packages, may be read-only, and is shared by
+            # servers that start at the same time.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -128,7 +128,8 @@ def _use_cores(cores: set[int]) -> None:
 
 
 def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """End this process after its last user left. Also end it if the watch fails, because no other process would."""
+    """End this process after its last user left, or if this watch fails, because no other process would end this
+    one."""
     try:
         _wait_until_unused(home, watchdog)
     except Exception:  # noqa: BLE001 - whatever it is
