@@ -56,10 +56,10 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
         code, output = served.run("status")
         assert code == 0 and "gpu slots    1:" in output and re.search(r"run +second-\w+ +Late since", output), output
 
-        assert "gpu slots      2: as many" in up(served, "--gpu-slots", "2")
+        assert "gpu slots      2: number of runs" in up(served, "--gpu-slots", "2")
         wait_for_state(served, second, "RUNNING")
         third = trigger(served, "small", "run.name=third")
-        assert "gpu slots      1: as many" in up(served, "--gpu-slots", "1")
+        assert "gpu slots      1: number of runs" in up(served, "--gpu-slots", "1")
         assert [state_of(served, run) for run in (first, second, third)] == ["RUNNING", "RUNNING", "SCHEDULED"]
         for run in (third, second, first):
             set_state(served, run, "CANCELLING" if run != third else "CANCELLED")
@@ -67,7 +67,7 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
         wait_for_state(served, run, "CANCELLED")
 
     served.run("down")
-    assert "gpu slots      1: as many" in up(served)
+    assert "gpu slots      1: number of runs" in up(served)
 
 
 @pytest.mark.matrix
