@@ -5,9 +5,10 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
     state Cancelling ──> the serving process ──SIGTERM──> the flow: reads its state, releases what it holds
                                    └── after the flow ended, or was killed after 30 s: releases what the run still holds
 
-A SIGTERM in any other state does not cancel: the jobs go on, and the next start attaches to them. Each run's process
-also polls its own state, for two reasons. A run of `rollouts run` has no serving process, and treats Cancel as Ctrl-C.
-A serving process stops polling for good after the server refused it for some seconds, so its runs end themselves.
+A SIGTERM in any other state does not cancel a run: its jobs go on, and the run's next start attaches to the jobs. Each
+run's process also polls its own state, for two reasons. A run of `rollouts run` has no serving process, and treats
+Cancel as Ctrl-C. A serving process stops polling for good after the server refused it for some seconds, so its runs
+end themselves.
 
 A user or a program may also set another state while the process lives. Prefect does not notify the process, which
 finds the state by polling:

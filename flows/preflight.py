@@ -79,7 +79,7 @@ from rollouts_core.system.private_files import keep_private
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
-"""Size of the trial write. Prefect's database grows in smaller pieces."""
+"""Size of the trial write, which is larger than the pieces in which Prefect's database grows."""
 
 
 def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:

@@ -187,7 +187,8 @@ def verdict_of(record: Path) -> str:
 
 
 def labels_of(record: Path) -> dict[str, str]:
-    """The user's names of the models of an evaluation, by their names in its stage (empty without its record)."""
+    """The names that the user gave for the models of an evaluation, by the models' names in the stage (empty without a
+    record)."""
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return {name: str(model["named"]) for name, model in models.items()}

@@ -154,7 +154,7 @@ def _is_number(word: str) -> bool:
 
 
 def is_served(store: Path) -> bool:
-    """Whether this process serves this store (a request for a run may name another store)."""
+    """Whether this process serves this store. Models of other stores, which a request may name, are not trusted."""
     served = os.environ.get(STORE_VARIABLE)
     return not served or Path(served).resolve() == store.resolve()
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from uuid import UUID
 
 LOST_S = 15.0
-"""Seconds between two looks for runs whose process is gone. A run that two looks in a row find is marked."""
+"""Seconds between two looks for runs whose process is gone. Two looks in a row must find a run before the run is marked
+Crashed."""
 EXPIRED_S = 120.0
 """Seconds between two checks of rented machines."""
 

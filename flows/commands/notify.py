@@ -264,7 +264,7 @@ def describe_notifications(address: ServerAddress) -> list[str]:
 def renew_notifications(address: ServerAddress) -> list[str]:
     """Replace automations that an earlier version made, and return the receivers that now get messages for more states.
 
-    An automation whose text the user changed stays as it is.
+    An automation stays as it is if the user changed its text.
 
     Raises:
         ServerError: the server cannot be asked.

@@ -93,7 +93,8 @@ def _make_certificate() -> str:
 
 
 BEGINS_TLS = b"\x16"
-"""The first byte of every TLS connection. Every request in plain HTTP begins with a letter."""
+"""The first byte of every TLS connection. A plain HTTP request has another first byte, because it begins with a
+letter."""
 PAUSE_S = 1.0
 """Pause after the system refused a connection, usually because this process has too many open files."""
 

@@ -17,7 +17,8 @@ from typing import Any
 
 BEAT_EVERY = timedelta(seconds=5)
 STANDSTILL_S = 60.0
-"""After this time without a beat, the services count as stopped. A busy machine delays a beat by some seconds."""
+"""Time without a beat after which the services count as stopped. Even a busy machine delays a beat only by some
+seconds."""
 
 
 class SchedulerWatchdog:

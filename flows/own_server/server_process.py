@@ -39,8 +39,8 @@ EARLIER_EVENT_WAIT = timedelta(seconds=15)
 """How long automations, such as notifications, wait for the event that precedes an event.
 
 Prefect's default is 15 minutes, because events may overtake each other between several server processes. A store has
-only one server process. A restarted server does not know earlier events, so the events that follow them would wait for
-the full time.
+only one server process, so events cannot overtake each other. A restarted server does not know earlier events, so the
+events that follow them would wait for the full time.
 """
 
 
