@@ -62,7 +62,8 @@ class ScheduleConfig(Record):
     time_zone: str = "UTC"
     """Name of the time zone of `cron`, for example Europe/Berlin."""
     overlap: Literal["queue", "skip"] = "queue"
-    """For a check that is due while the previous one still runs. queue: it waits. skip: it is skipped."""
+    """Rule for a check that is due while the previous check still runs. queue: the check waits. skip: the check is
+    skipped."""
 
     def _broken_rules(self) -> Iterator[str]:
         if bool(self.cron) == (self.interval_minutes is not None):

@@ -74,7 +74,7 @@ def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) 
 
     Args:
         explained: wraps a command, so that an expected failure prints one sentence.
-        panel: the section of the help.
+        panel: the section of the help that lists these commands.
     """
     nodes = typer.Typer(help="The machines that this store has rented, and their cost.", no_args_is_help=False)
     app.command(rich_help_panel=panel)(explained(gpus))

@@ -60,7 +60,7 @@ def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) ->
 
     Args:
         explained: wraps a command, so that an expected failure prints one sentence.
-        panel: the section of the help.
+        panel: the section of the help that lists these commands.
     """
     group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)
     listed = _list_unless_asked(explained)

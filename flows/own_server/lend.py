@@ -211,8 +211,7 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     """
     preferences = {
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(_home(store) / "results"),
-        # Prefect's console handler prints only CRITICAL lines. The handler that sends to the server still gets all
-        # lines of the loggers.
+        # The console handler prints only CRITICAL lines. The handler that sends to the server gets all lines.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OWN_LOGGERS),
         # An extra logger gets Prefect's handler but no level, so the root logger's level applies.
@@ -231,8 +230,7 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
             OWN_API_URL: address.api_url,
             "PREFECT_API_AUTH_STRING": address.password,
             "PREFECT_API_SSL_CERT_FILE": str(address.certificate or ""),
-            # The caller's settings for another server would disable the check of the certificate, replace the
-            # password, or send a team's headers to this server.
+            # The caller's values for another server would replace the password, the certificate check and the headers.
             "PREFECT_API_TLS_INSECURE_SKIP_VERIFY": "false",
             CUSTOM_HEADERS: "{}",
             "PREFECT_UI_URL": address.ui_url,
@@ -369,7 +367,7 @@ def _shared_server(
 def _join_users(users_lock: int) -> None:
     """Keep the server from stopping while the lock is open. Call this with start.lock held."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
-    # Only a keeper locks users.lock exclusively, and only while it holds start.lock.
+    # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
     assert is_taken, "users.lock held exclusively by a process without start.lock"
 
 
@@ -477,13 +475,12 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_API_PORT": str(port),
             "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
-            # By default, Prefect lets the pages of every site read its answers.
+            # Only this server's pages may read its answers. By default, Prefect allows pages of every site.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
             # In memory, the default, a killed server would lose concurrency slots, and Prefect would end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-            # Prefect unpacks the UI into this folder. The default, site-packages, may be read-only, and is shared by
-            # servers that start at the same time.
+            # Prefect unpacks the UI into this folder, because the default, site-packages, may be read-only or shared.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
