@@ -1,9 +1,9 @@
-"""Automations of this project on a Prefect server: found again, replaced, and the one that marks silent runs Crashed.
+"""Manage this project's automations on a Prefect server, such as the one that marks runs without heartbeats Crashed.
 
-Not here: messages (commands/notify.py), and runs whose process is gone while their machine is there (lost_runs.py).
-An automation on the server marks the runs of a machine that is gone itself:
+Not here: notifications (commands/notify.py), and runs whose process died while their machine lives (lost_runs.py).
+If a whole machine dies, only the Prefect server can notice that heartbeats are missing:
 
-    a run's process ── heartbeat every three minutes ──> server: none for SILENT_MINUTES, and no other event ──> Crashed
+    a run's process ── heartbeat every three minutes ──> server: no heartbeat for SILENT_MINUTES ──> Crashed
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollouts.flows.prefect_api import ask
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-Automation = Mapping[str, Any]  # Any: JSON, as the server takes and gives it
+Automation = Mapping[str, Any]  # Any: JSON of Prefect's API
 
 EACH_RUN_OF_OURS: Automation = {
     "type": "event",
@@ -27,11 +27,11 @@ EACH_RUN_OF_OURS: Automation = {
     "for_each": ["prefect.resource.id"],
     "threshold": 1,
 }
-"""The common part of the triggers: each run of this project's flows by itself."""
+"""Common part of the triggers: match the events of this project's flow runs, and count them per flow run."""
 
 
 def find_automations(address: ServerAddress, tag: str, *, name: str = "") -> list[Automation]:
-    """The automations with the tag, of one name or of all.
+    """The automations with this tag and, if `name` is given, with this name.
 
     Raises:
         ServerError: the server cannot be asked.
@@ -41,7 +41,7 @@ def find_automations(address: ServerAddress, tag: str, *, name: str = "") -> lis
 
 
 def put_automation(address: ServerAddress, automation: Automation) -> None:
-    """Make it; any of the same name and first tag that was there before is deleted afterwards.
+    """Create an automation, then delete the earlier automations with the same name and first tag.
 
     Raises:
         ServerError: the server cannot be asked.
@@ -53,7 +53,7 @@ def put_automation(address: ServerAddress, automation: Automation) -> None:
 
 
 def delete_automation(address: ServerAddress, automation: Automation) -> None:
-    """Delete one that was found.
+    """Delete an automation that `find_automations` returned.
 
     Raises:
         ServerError: the server cannot be asked.
@@ -64,29 +64,29 @@ def delete_automation(address: ServerAddress, automation: Automation) -> None:
 NAME = "rollouts: silent runs"
 TAG = "rollouts-silent-runs"
 SILENT = "nothing was heard of its process for"
-"""How the message of a run that was marked begins."""
+"""Beginning of the state message of a flow run that the automation marked Crashed."""
 SILENT_MINUTES = 10
 LEAST_MINUTES = 5
-"""Prefect's processes send a heartbeat every three (PREFECT_FLOWS_HEARTBEAT_FREQUENCY): so long are living runs
-silent, and a heartbeat may come late."""
+"""Lowest accepted number of minutes: a living run sends a heartbeat every three minutes
+(PREFECT_FLOWS_HEARTBEAT_FREQUENCY), and a heartbeat may be late."""
 
 
 def mark_silent_runs(address: ServerAddress, *, after_minutes: int = SILENT_MINUTES) -> None:
-    """Have the server mark runs of this project Crashed that it has not heard of; what it was told before is replaced.
+    """Create or replace the automation that marks flow runs Crashed after `after_minutes` without a heartbeat.
 
     Raises:
-        ServerError: it cannot be asked.
+        ServerError: the server cannot be asked.
     """
     put_automation(address, render_automation(after_minutes))
 
 
 def was_silent(state: State) -> bool:
-    """Whether the server marked a run Crashed because it had not heard of the run's process."""
+    """Whether the automation marked a run Crashed because no heartbeat of the run's process arrived."""
     return bool(state.is_crashed() and (state.message or "").startswith(SILENT))
 
 
 def render_automation(after_minutes: int) -> Automation:
-    """The automation as the server takes it."""
+    """The automation as JSON for Prefect's API."""
     return {
         "name": NAME,
         "description": f"Made by `rollouts watch`: marks runs Crashed without a heartbeat for {after_minutes} minutes.",

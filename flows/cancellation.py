@@ -1,19 +1,21 @@
-"""Give back what a cancelled run holds: its claims on jobs, the jobs that no other run wants, its node.
+"""Release what a cancelled run holds: its leases on jobs, the jobs that no other run wants, and its node.
 
 Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in Prefect's UI or through its API:
 
-    state Cancelling ──> the serving process ──SIGTERM──> the flow: asks for its state, gives back what it holds
-                                   └── when the flow has ended, or was killed after 30 s: gives back what it still holds
+    state Cancelling ──> the serving process ──SIGTERM──> the flow: reads its state, releases what it holds
+                                   └── after the flow ended, or was killed after 30 s: releases what the run still holds
 
-A SIGTERM of another origin does not cancel, and leaves everything for the next start. A run's own process looks now and
-then, too. A run of `rollouts run` has no serving process and treats Cancel as Ctrl-C. A served run ends itself if the
-serving process has not done so in time, which stops looking for good when the server refuses it for some seconds.
+A SIGTERM in any other state does not cancel a run: its jobs go on, and the run's next start attaches to the jobs. Each
+run's process also polls its own state, for two reasons. A run of `rollouts run` has no serving process, and treats
+Cancel as Ctrl-C. A serving process stops polling for good after the server refused it for some seconds, so its runs
+end themselves.
 
-A user or a program may also set a state while the process lives. Prefect then tells nothing to the process:
+A user or a program may also set another state while the process lives. Prefect does not notify the process, which
+finds the state by polling:
 
-    Cancelled, Failed, Completed  ──> the process gives back what it holds and ends; the state stays
-    Crashed                       ──> the process ends and leaves its jobs, as a crashed one does
-    Crashed by automations.py     ──> Running: the server had not heard of a process that lives
+    Cancelled, Failed, Completed  ──> the process releases what it holds and ends; the state stays
+    Crashed                       ──> the process ends, and its jobs go on
+    Crashed by automations.py     ──> Running: the process lives, only its heartbeats did not arrive
 """
 
 from __future__ import annotations
@@ -58,20 +60,23 @@ from rollouts_core.errors import ConfigError
 LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
-"""How long a served run waits for its serving process to cancel it. That process polls, and kills after 30 s."""
+"""How long a served run waits for its serving process to end it. The serving process polls, and kills the run 30 s
+after its SIGTERM."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
-"""Ids of the runs that this process ended because Prefect calls them cancelled or over."""
+"""Ids of the runs that this process ended because of their state in Prefect."""
 NOT_PAUSED = (
-    "a run is not paused, it goes on: Cancel saves a checkpoint, and a new run with the same settings goes on from it"
+    "runs cannot be paused: this run goes on. Cancel saves a checkpoint, from which a new run with the same settings "
+    "resumes"
 )
-"""Prefect only records the pause, and some minutes later a failure. The process of the run hears of neither."""
-NOT_SILENT = "its process lives and is heard again"
+"""Message for a run that a user paused. Prefect only records the pause, and some minutes later a failure, without
+notifying the run's process."""
+NOT_SILENT = "its process lives, and its heartbeats arrive again"
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
 
 
 class HeldByRun(BaseModel):
-    """The belongings of a run whose process is gone."""
+    """Settings of a run whose process is gone, with which everything that the run holds can be released."""
 
     run_id: str
     run_name: str
@@ -81,7 +86,7 @@ class HeldByRun(BaseModel):
 
 
 class Wish(Enum):
-    """The order of a run's state to its living process."""
+    """The action that a run's state in Prefect asks of its living process."""
 
     GO_ON = "go on"
     END_UNLESS_ENDED = "give back everything and end, unless the serving process sees to that"
@@ -90,14 +95,14 @@ class Wish(Enum):
 
 
 def read_wish(run_id: str) -> Wish:
-    """The order of a run's state in Prefect to its process; GO_ON if the server cannot say."""
+    """Read the run's state in Prefect, and return the action that it asks for (GO_ON if the server does not answer)."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state
     except ObjectNotFound as error:
         return Wish.END_UNLESS_ENDED if is_of_deleted_run(error) else Wish.GO_ON
     except (httpx.HTTPError, PrefectException):
-        return Wish.GO_ON  # nothing may be ended because something is wrong with the server
+        return Wish.GO_ON  # a failing server must not end runs
     if state is None or was_silent(state):
         return Wish.GO_ON
     if state.is_cancelling():
@@ -108,7 +113,7 @@ def read_wish(run_id: str) -> Wish:
 
 
 def is_cancelled(run_id: str) -> bool:
-    """True if the run is to be given up: cancelled, called ended while its process lives, or deleted in Prefect."""
+    """True if the run was cancelled, set to a final state other than Crashed, or deleted in Prefect."""
     return run_id in _ended_by_themselves or read_wish(run_id) in (Wish.END_UNLESS_ENDED, Wish.END)
 
 
@@ -118,15 +123,15 @@ def was_ended_by_state() -> bool:
 
 
 def is_of_deleted_run(error: Exception) -> bool:
-    """Whether Prefect's server says that it has no such run; a proxy whose server is away says less."""
+    """Whether Prefect's server answered that it has no such run. A proxy without a server answers 404 in other
+    words."""
     return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)
 
 
 def call_running(run_id: str) -> None:
-    """Have Prefect call a run Running that a user paused, or whose process the server had not heard of.
+    """Set a run back to Running if a user paused it, or if it was marked Crashed for missing heartbeats.
 
-    Nothing happens if the server cannot be asked. A retraining that asks a person is Suspended with a question, and its
-    process ends.
+    The state stays if the server does not answer, or if a retraining waits for approval, whose pause has a form.
     """
     with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(run_id))
@@ -149,7 +154,7 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
     def look() -> None:
         nonlocal asked_at, is_told
         if is_told:
-            return  # a second signal would disturb what the first one ends
+            return  # a second signal would interrupt the cleanup after the first one
         wish = read_wish(run_id)
         if wish is Wish.GO_ON:
             asked_at = None
@@ -169,11 +174,11 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
 
 
 def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
-    """Prefect's hook: a run whose process ended because of the run's state keeps that state, and did not crash."""
+    """Prefect's hook for Crashed: if a process ended because of its run's state, set that state again."""
     if flow_run.deployment_id is not None:
         if str(flow_run.id) not in _ended_by_themselves:
-            return  # the serving process says so
-        release_after_cancellation(flow, flow_run, state)  # what an earlier attempt held, too
+            return  # the serving process sets the state
+        release_after_cancellation(flow, flow_run, state)  # releases what earlier attempts held, too
     with get_client(sync_client=True) as client:
         before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]
         asked = max(before, key=lambda each: each.timestamp, default=None)
@@ -185,13 +190,13 @@ def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # 
 
 
 def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
-    """Prefect's hook: give back what the run's own process did not come to, because it was killed."""
+    """Prefect's hook for Cancelled: release what the run still holds because its process was killed."""
     flow_run_logger(flow_run, flow).info("cancelled: %s", release_for(flow_run))
 
 
 def release_for(flow_run: FlowRun) -> str:
-    """Give back what the run holds, with its own credentials, and say in a sentence what was done."""
-    if "node" not in flow_run.parameters:  # a tool, which holds nothing
+    """Release what the run holds, with the run's credentials, and return a sentence about what was done."""
+    if "node" not in flow_run.parameters:  # the run of a tool holds nothing
         return "nothing was left to give back"
     options = with_store(flow_run.parameters.get("run", {}))
     held = HeldByRun(
@@ -210,7 +215,7 @@ def release_for(flow_run: FlowRun) -> str:
 
 
 def release_leases(held: HeldByRun) -> str:
-    """End the jobs that only this run wants, and say in a sentence what was done."""
+    """End the jobs that only this run wants, release the run's node, and return a sentence about what was done."""
     scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store, stop_timeout_s=held.stop_timeout_s)
     settings = held.node
     try:
@@ -225,7 +230,7 @@ def release_leases(held: HeldByRun) -> str:
 
 
 def release_beside(settings: NodeSettings, scope: RunScope) -> None:
-    """Have a process of its own give back what the run holds, when its jobs have saved what they have."""
+    """Start a process that releases what the run holds after the run's jobs have saved their checkpoints."""
     held = HeldByRun(
         run_id=scope.run_id,
         run_name=scope.run_name,
@@ -245,9 +250,9 @@ def release_beside(settings: NodeSettings, scope: RunScope) -> None:
 
 
 def release_without_settings(run_id: str, store: Path) -> str:
-    """Give back what is found of a run whose settings are lost, and say in a sentence what was done.
+    """Release the local jobs and the rented machines of a run whose settings are lost, and return a sentence about it.
 
-    These are its jobs on this machine and the machines that it rented; leases on other machines stay.
+    The run's leases on other machines stay.
     """
     scope = RunScope(run_id=run_id, run_name=run_id, store=str(store))
     here = provision_node(LocalNode(), store)
@@ -258,7 +263,7 @@ def release_without_settings(run_id: str, store: Path) -> str:
             rented = {rental.name for rental in open_rentals(ledger) if rental.run_id == run_id}
         if jobs := [lease for lease in leases if lease.node == here.name]:
             done += describe_given_up(stop_leased_jobs(scope, here, jobs))
-        drop_leases(scope, [lease for lease in leases if lease.node in rented])  # they end with the machines
+        drop_leases(scope, [lease for lease in leases if lease.node in rented])  # these jobs end with their machines
         done += release_rentals(store, run_id)
     except InfraError as error:
         done.append(NOT_ENDED.format(error=error))
@@ -266,7 +271,8 @@ def release_without_settings(run_id: str, store: Path) -> str:
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
-    """Give back the machines of a run that is over, and say what was done; a silent further machine hinders nothing."""
+    """Release the machines of an ended run, and return a sentence per action. If further machines are unreachable, only
+    the leader is released."""
     store = Path(scope.store)
     try:
         return give_back(provision_node(settings, store), scope)
@@ -281,7 +287,7 @@ def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
 
 
 def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
-    """Give back the machines of a run that is over, without renting any; returns a sentence for each."""
+    """Release the rented machines of an ended run, without renting new ones, and return a sentence per action."""
     store, done = Path(scope.store), []
     try:
         if (node := find_rented(settings, store, scope.run_id)) is not None:
@@ -293,7 +299,7 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
 
 
 def main() -> None:
-    """Give back what the run of the command line holds, which lives as long as that takes."""
+    """Release what the run on the command line holds, and mark the run as alive meanwhile."""
     held = HeldByRun.model_validate_json(sys.argv[1])
     with Ledger(Path(held.store) / LEDGER_FILE) as ledger, ledger.living_run(held.run_id):
         sys.stdout.write(release_leases(held))

@@ -1,11 +1,11 @@
-"""The first stage of a run that Prefect starts: what can be known to fail is found before anything is rented.
+"""The first stage of a run that Prefect starts: find mistakes in its settings before a machine is rented.
 
-Not here: the checks (preflight.py), runs of the command line, which are checked before Prefect hears of them (cli.py).
+Not here: the checks (preflight.py), runs of the command line, which are checked before their flow run exists (cli.py).
 
-    settings ──stdin──> python -m rollouts.flows.check ──> lines: how far it is where that takes long, then findings;
-                                                           exit code 2 and one sentence for a mistake
+    settings ──stdin──> python -m rollouts.flows.check ──> progress lines of long checks, then findings;
+                                                           exit code 2 and a line per mistake
 
-The checks load torch and transformers; in a process of their own, so that the run's stays small.
+The checks load torch and transformers. Therefore the checks run in a child process, and the run's process stays small.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.findings import count_cautions, split_findings
 
 CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, TransientInfraError: 4}
-"""The kinds of failure, by the exit code of the checking process."""
+"""The checking process's exit code for each kind of failure."""
 
 
 @task(name="check", **TRIED_AGAIN)
@@ -48,11 +48,11 @@ def check_settings(
     evaluate: EvaluateConfig | None = None,
     retrain: RetrainConfig | None = None,
 ) -> None:
-    """Check everything that can be checked without training, or of an evaluation without scoring.
+    """Check everything that can be checked without training or, for an evaluation, without scoring.
 
     Raises:
-        InputError: the user must change something, or names code that is not trusted here; one sentence.
-        InfraError: the node or its provider does not answer as it should.
+        InputError: a setting is wrong, or names code that is not trusted on this machine.
+        InfraError: the node or its provider fails, or does not answer.
     """
     check_trusted(config, evaluate, Path(run.store), node)
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
@@ -65,7 +65,7 @@ def check_settings(
 
 
 def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> int:
-    """Check in a process of its own, and say what it prints; returns its exit code."""
+    """Run the checks in a child process, pass its output lines to `say`, and return its exit code."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-P", "-m", "rollouts.flows.check"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=refusal, text=True) as process:
@@ -83,7 +83,7 @@ def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> 
 
 
 def _error_of(exit_code: int, said: str) -> Exception:
-    """The failure that the checking process reports."""
+    """The exception for the exit code and the message of the checking process."""
     for kind, code in CODES.items():
         if exit_code == code:
             return kind(said)
@@ -91,7 +91,7 @@ def _error_of(exit_code: int, said: str) -> Exception:
 
 
 def main() -> None:
-    """Check the pipeline on standard input."""
+    """Check the settings that standard input holds as JSON, and print the findings."""
     settings = json.load(sys.stdin)
     pipeline = Pipeline(
         config=Config.model_validate(settings["config"]),

@@ -100,7 +100,7 @@ ERROR_CODES = {FAILED_CODE: "failed", USER_ERROR_CODE: "user_error", NO_IMPROVEM
 """Names of exit codes in the output of --json."""
 
 GOES_ON = "Finished work is kept: the same command continues from there."
-"""Said when a run ends before its end and the user need not change anything."""
+"""Printed when a run ends early and the user need not change a setting."""
 ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
 
 P = ParamSpec("P")
@@ -148,7 +148,7 @@ def note_what_next(error: Exception) -> None:
 
 
 def explained(function: Callable[P, None]) -> Callable[P, None]:
-    """The function, its expected failures ending in one sentence and an exit code."""
+    """Wrap a command, so that an expected failure prints one sentence and ends with an exit code."""
 
     @functools.wraps(function)
     def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -169,7 +169,7 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
                 said = f"{error.filename} lies on a file system that cannot be written: choose another store"
                 console.print(f"rollouts: {said}", markup=False)
                 raise typer.Exit(USER_ERROR_CODE) from error
-            if error.errno != errno.ENAMETOOLONG:  # whatever was given as a path, or might be one
+            if error.errno != errno.ENAMETOOLONG:  # a text that was too long for a path
                 raise
             given = str(error.filename)
             said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: correct it"
@@ -184,7 +184,7 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def unwrapped(docstring: str) -> str:
-    """The text with each paragraph on one line: the help would break it where the source does, and at the terminal."""
+    """Join each paragraph of a docstring into one line. Otherwise the help would keep the line breaks of the source."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
@@ -196,14 +196,14 @@ def run(
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
-        list[str] | None, typer.Option(help=f"Do this stage anew: {', '.join(STAGE_NAMES)}. Repeatable.")
+        list[str] | None, typer.Option(help=f"Run this stage again: {', '.join(STAGE_NAMES)}. Repeatable.")
     ] = None,
     port: Port = 0,
 ) -> None:
     """Run the pipeline that CONFIG describes.
 
-    Stages that an earlier run finished with the same settings and data are not done again; a stage that is
-    under way is attached to; one that was stopped goes on from its last checkpoint.
+    The run reuses a stage that an earlier run finished with the same settings and data, attaches to a stage that is
+    under way, and resumes a stopped stage from its last checkpoint.
 
     Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve,
     130 interrupted or cancelled.
@@ -253,13 +253,13 @@ def evaluate(
         typer.Argument(
             metavar="[MODEL] [KEY=VALUE]...",
             help="MODEL: base, production, candidate, a registered model, a run or stage of the store, a folder, or a "
-            "URL; what the table evaluate of CONFIG says otherwise. Settings as key=value replace those of CONFIG.",
+            "URL; default: the model in the table evaluate of CONFIG. Settings as key=value replace those of CONFIG.",
         ),
     ] = None,
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
     data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; data.heldout otherwise.")] = "",
     store: ConfiguredStore = None,
-    name: Annotated[str, typer.Option(help="Name of the evaluation; that of the run and -evaluate otherwise.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the evaluation; default: the run's name and -evaluate.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Score again although the same was scored.")] = False,
     port: Port = 0,
 ) -> None:
@@ -311,16 +311,16 @@ def validate(
     store: ConfiguredStore = None,
     preset: PresetName = "",
     show: Annotated[
-        int, typer.Option(min=0, max=1000, help="Print so many rows of each data file as they will be trained on.")
+        int, typer.Option(min=0, max=1000, help="Print this many rows of each data file, as they are trained on.")
     ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object per finding; with --show one per row, and no checks.")
+        bool, typer.Option("--json", help="Print a JSON object per finding or, with --show, per row without checks.")
     ] = False,
 ) -> None:
     """Check everything about CONFIG that can be checked without training.
 
-    Says what it found, warnings last: a run would start in spite of them. With --show N, first prints rows: text
-    between [[ and ]] enters the loss.
+    Prints facts, then warnings, which do not stop a run. With --show N it first prints rows, in which the text between
+    [[ and ]] enters the loss.
     """
     pipeline = load_chosen(context, arguments, preset, reads_rows=True)
     place = store or Path(pipeline.run.store)
@@ -337,7 +337,7 @@ def validate(
 
 def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> None:
     """Print the first rows of each data file as they are trained on."""
-    from rollouts_core.checks.shown import show_rows  # torch and transformers load here
+    from rollouts_core.checks.shown import show_rows  # loads torch and transformers
     from rollouts_core.data.shown_rows import describe_row
 
     mistakes = Mistakes()
@@ -369,15 +369,15 @@ def watch(
         typer.Option(
             min=LEAST_MINUTES,
             metavar="MINUTES",
-            help="With PREFECT_API_URL: that server marks runs Crashed that sent no heartbeat for so long. "
-            "They send one every three minutes, or every PREFECT_FLOWS_HEARTBEAT_FREQUENCY seconds.",
+            help="With PREFECT_API_URL: that server marks a run Crashed after this time without a heartbeat. Runs send "
+            "a heartbeat every three minutes, or every PREFECT_FLOWS_HEARTBEAT_FREQUENCY seconds.",
         ),
     ] = SILENT_MINUTES,
 ) -> None:
     """Serve pages with the curves and samples of runs that are under way, until Ctrl-C.
 
-    With PREFECT_API_URL also look after the runs of that server whose process was on this machine and is gone: they
-    become Crashed, and are started again, `run.restarts` times. Rented machines whose time is over are ended, too.
+    With PREFECT_API_URL, also find runs of that server whose process on this machine was killed: they become Crashed,
+    and are restarted up to `run.restarts` times. Rented machines that have expired are ended, too.
     """
     is_new = not store.exists()
     check_writable(store)
@@ -391,11 +391,11 @@ def watch(
         user, _, password = own_password(store.resolve() / "prefect").partition(":")
         console.print(f"log in as {user} with the password {password}", markup=False)
         if named_url():
-            os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
+            os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # show what `look_after` does
             with local_server(store) as shared:
                 os.environ.update(prefect_environment(store, shared))
                 mark_silent_runs(shared, after_minutes=silent_after)
-                console.print(f"looks after the runs of {shared.ui_url} whose process was here", markup=False)
+                console.print(f"restarts runs of {shared.ui_url} whose process here was killed", markup=False)
                 asyncio.run(look_after(store.resolve()))
         while True:
             time.sleep(3600)
@@ -441,13 +441,13 @@ def run_checked(
             except InputError:
                 raise
             except KeyboardInterrupt as interrupt:
-                from rollouts.flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
+                from rollouts.flows.cancellation import was_ended_by_state  # the run has imported prefect
 
                 said = "the run was cancelled in Prefect, or set to an ended state there"
                 raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
             except Exception as error:
-                console.print()  # what Prefect says when its server refuses ends without a line break
-                check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
+                console.print()  # Prefect's message about a refusing server has no final line break
+                check_writable(store)  # checked first: on a full disk, errors of Prefect or jobs do not name the disk
                 expected = explain_server(error, address)
                 note_what_next(expected or error)
                 if expected:
@@ -456,10 +456,10 @@ def run_checked(
 
 
 def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | None:
-    """The sentence for an error of a run whose server is gone, or that was deleted there; None for any other error."""
+    """The error to show if the run was deleted in Prefect or its server is gone (None for any other error)."""
     import httpx
 
-    from rollouts.flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+    from rollouts.flows.cancellation import is_of_deleted_run  # the run has imported prefect
 
     if is_of_deleted_run(error):
         return RolloutsError("the run was deleted in Prefect, and ended")
@@ -475,33 +475,33 @@ def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | 
 
 
 def own_command() -> str:
-    """How this command can be called again from the same shell, which may have no environment active."""
+    """The command to print for the user: `rollouts` if the shell finds this program by that name, else its path."""
     found = shutil.which("rollouts")
     is_on_path = found is not None and Path(found).resolve() == Path(sys.argv[0]).resolve()
     return "rollouts" if is_on_path else sys.argv[0]
 
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
-    """Run the pipeline in this process; prints the link of its page first."""
-    from rollouts.flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
+    """Run the pipeline in this process, and print the link of the run's page first."""
+    from rollouts.flows.pipeline import sft_rl  # importing prefect reads the environment set before
 
     announced = sft_rl.with_options(on_running=[announce_at(address)])
-    # The flow returns a state, of which Prefect gives the caller the result.
+    # The flow returns a state. Prefect gives the caller the result of this state.
     return cast("PipelineResult", announced(pipeline.config, pipeline.node, pipeline.run))
 
 
 def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:
-    """Run the evaluation in this process; prints the link of its page first."""
-    from rollouts.flows.evaluate import evaluate_model  # imports prefect, which reads the environment that was just set
+    """Run the evaluation in this process, and print the link of the run's page first."""
+    from rollouts.flows.evaluate import evaluate_model  # importing prefect reads the environment set before
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])
-    # The flow returns a state, of which Prefect gives the caller the result.
+    # The flow returns a state. Prefect gives the caller the result of this state.
     return cast("EvaluationResult", announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run))
 
 
 def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of every kind
-    """A hook of Prefect's that prints the page of a run which begins."""
+    """A Prefect hook that prints the URL of a run's page when the run starts."""
 
     def announce(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # Any: any result
         console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
@@ -517,7 +517,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins),
 }
-"""The commands as the help shows them; `models` and `nodes` with what is below them are of the last two panels."""
+"""The commands of each panel of the help. `models`, `gpus`, `nodes` and `reap` are added below."""
 for panel, functions in PANELS.items():
     for function in functions:
         app.command(rich_help_panel=panel)(explained(function))
@@ -528,12 +528,12 @@ add_machine_commands(app, explained, panel="Machines")
 def main() -> None:
     """Entry point of the `rollouts` command."""
     ensure_utf8()
-    logging.raiseExceptions = False  # what a handler cannot send to a lost server is not told on the terminal
-    gc.set_threshold(50_000, 20, 100)  # most of what it allocates are modules, which stay: one second of three
+    logging.raiseExceptions = False  # no traceback on the terminal if a log line cannot be sent to a lost server
+    gc.set_threshold(50_000, 20, 100)  # imports allocate objects that stay: this saves one second of three
     try:
         app()
     finally:
-        gc.freeze()  # otherwise they are all searched once more when the process ends: another second
+        gc.freeze()  # otherwise the collection at the process's end takes another second
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start the `rollouts` command. Ctrl-C during its imports, which take a second, leaves no traceback.
+"""Start the `rollouts` command, without a traceback if Ctrl-C comes during the imports, which take a second.
 
 The help of the whole command needs none of these imports (overview.py).
 

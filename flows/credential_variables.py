@@ -1,7 +1,7 @@
-"""Which environment variables credentials may carry: keys, and nothing that changes which code a process runs.
+"""Restrict the variables in credentials to keys: a variable must not change which code a process runs.
 
-The variables of a block become the environment of the processes that act for a run, and everybody that knows the
-server's password may write blocks. PYTHONPATH, LD_PRELOAD or ROLLOUTS_TRUSTED_CODE there would run any code.
+Every user with the server's password may write credentials, and the processes of a run get their variables. PYTHONPATH,
+LD_PRELOAD or ROLLOUTS_TRUSTED_CODE in credentials could run any code there.
 
 Not here: the blocks (credentials.py), the readers of the keys.
 """
@@ -17,7 +17,7 @@ CARRIED = {
     *("ROLLOUTS_SSH_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AWS_REGION"),
     *("GOOGLE_APPLICATION_CREDENTIALS", "WANDB_ENTITY", "WANDB_PROJECT"),
 }
-"""Variables that are carried although their names do not have the shape of a key's, or begin like one of OWNERS."""
+"""Allowed variables whose names do not match KEY_SHAPE, or begin with one of OWNERS."""
 OWNERS = (
     "ROLLOUTS_",
     "PREFECT_",
@@ -32,7 +32,8 @@ OWNERS = (
     "NODE_",
     "GCONV",
 )
-"""Beginnings of names by which programs are steered, whatever follows."""
+"""Prefixes of variables that control programs. Variables with these prefixes are refused even if they match
+KEY_SHAPE."""
 
 
 def check_carried(name: str, variable: str) -> None:

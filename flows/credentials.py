@@ -3,8 +3,8 @@
     Blocks in the UI, or `rollouts credentials` ──> block rollouts-credentials/team, encrypted
     run.credentials = "team" ──> environment of the run's process ──> readers of RUNPOD_API_KEY, AWS_..., and so on
 
-No value is ever a parameter, so none is shown, logged or kept with the run. Another process that acts for a run, for
-instance to end its machine, is started with the same credentials. Not here: the readers of the variables
+Values are never parameters, so they are not shown, logged or stored with the run. Another process that acts for a run,
+for instance to end its machine, is started with the same credentials. Not here: the readers of the variables
 (infra/providers/clouds.py, infra/ssh/login_keys.py, infra/stores/object_store.py, rollouts_core/keys.py).
 """
 
@@ -45,7 +45,7 @@ def _key_fields() -> dict[str, Any]:  # Any: as pydantic takes fields
 
 
 class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields())):  # type: ignore[misc]  # made from rows
-    """Keys that runs may use by name: `run.credentials`. Leave empty what they do not need."""
+    """Keys that runs may use by name: `run.credentials`. Leave fields empty that runs do not need."""
 
     _block_type_name = TYPE_NAME
     _block_type_slug = TYPE_SLUG
@@ -70,14 +70,14 @@ class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields()))
 
 
 FIELDS = {name.upper(): name for name, field in Credentials.model_fields.items() if field.annotation is SecretStr}
-"""The block's fields, by the variables that they stand for."""
+"""The block's field for each environment variable."""
 
 
 def take_credentials(name: str) -> None:
-    """Put what the block holds into the environment of this process; nothing where none is named.
+    """Put the variables of the credentials into the environment of this process. An empty name changes nothing.
 
     Raises:
-        ConfigError: there is no such block, or it holds a variable that is no key.
+        ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
         TransientInfraError: Prefect does not answer.
     """
     if name:
@@ -85,10 +85,10 @@ def take_credentials(name: str) -> None:
 
 
 def variables_of(name: str) -> dict[str, str]:
-    """The environment that the block stands for: its variables, and its name.
+    """The variables of the credentials, and CREDENTIALS_VARIABLE with their name.
 
     Raises:
-        ConfigError: there is no such block, or it holds a variable that is no key.
+        ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
     """
     if (variables := find_credentials().get(name)) is None:
         raise ConfigError(
@@ -101,9 +101,9 @@ def variables_of(name: str) -> dict[str, str]:
 
 
 def find_credentials() -> dict[str, dict[str, str]]:
-    """The variables of all blocks of the type, by the block's name.
+    """The variables of all credentials, by their names.
 
-    No block is made of them: Prefect would send an event about its use, also where the command ends at once.
+    Blocks are not loaded as objects: Prefect would send an event for each, even if the command ends at once.
 
     Raises:
         TransientInfraError: Prefect does not answer.
@@ -113,7 +113,7 @@ def find_credentials() -> dict[str, dict[str, str]]:
             found = client.read_block_documents_by_type(TYPE_SLUG)
     except PrefectHTTPStatusError as error:
         if error.response.status_code == httpx.codes.NOT_FOUND:
-            return {}  # nobody has saved any on this server
+            return {}  # this server never had credentials
         raise TransientInfraError(f"Prefect does not show its credentials: {error.response.status_code}") from error
     except httpx.HTTPError as error:
         raise TransientInfraError(f"Prefect does not answer: {error}") from error
@@ -121,7 +121,7 @@ def find_credentials() -> dict[str, dict[str, str]]:
 
 
 def variables_in(content: dict[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The variables of a block, without empty ones."""
+    """The variables of a block that are not empty."""
     held = {variable: content.get(name) for variable, name in FIELDS.items()} | (content.get("more") or {})
     return {name: str(value) for name, value in held.items() if value}
 
@@ -134,16 +134,16 @@ def block_of(variables: Mapping[str, str]) -> Credentials:
 
 
 def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) -> str:
-    """Run a module of ours as a program of its own with the credentials; returns what it prints.
+    """Run a module of this project in a child process with the credentials, and return its output.
 
     Raises:
-        ConfigError: there are no such credentials.
-        TransientInfraError: it failed; its last line is the reason.
+        ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
+        TransientInfraError: the child process failed. The message has the last line of its output.
     """
     environment = {**os.environ, **variables_of(name)}
     command = [sys.executable, "-P", "-m", module, *arguments]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         said = shown_line(ended.stderr.strip().rpartition("\n")[2])
-        raise TransientInfraError(f"{module} ended with code {ended.returncode}: {said or 'without a word'}")
+        raise TransientInfraError(f"{module} ended with code {ended.returncode}: {said or 'without a message'}")
     return ended.stdout

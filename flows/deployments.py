@@ -38,31 +38,32 @@ PRESETS = Path(__file__).resolve().parent / "presets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A way to run the pipeline, by name."""
+    """The content of a Prefect deployment: a flow, its parameters and its schedule, under a name."""
 
     name: str
     description: str
-    """What its page says; Markdown."""
+    """Text of the deployment's page, in Markdown."""
     parameters: dict[str, Any]  # Any: JSON
     """Defaults of the form: config, node and run."""
     is_preset: bool = False
     flow: str = FLOW
     schedule: dict[str, Any] | None = None  # Any: JSON
-    """When it runs by itself; the content of ScheduleConfig."""
+    """Schedule of the deployment, as the fields of ScheduleConfig."""
     offered_at: float = 0.0
-    """Time of its `rollouts up`, seconds since 1970. A later `up` registers it again, even if it was deleted in
-    Prefect."""
+    """When `rollouts up` last offered the deployment, in seconds since 1970. A later `up` registers the deployment
+    again, even if a user deleted it in Prefect."""
     code_folders: tuple[str, ...] = ()
-    """Folders that modules named in the configuration are imported from: its own, and the caller's."""
+    """Folders from which modules named in the configuration are imported: the file's folder, and the folder of the
+    caller."""
 
     @property
     def digest(self) -> str:
-        """A digest that changes with any part of it."""
+        """A hash of all fields, which changes with every change of the deployment."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
-    """The presets, with data files in `folder`; those of the quickstart are in a folder of its own."""
+    """The deployments of the presets, with data files in `folder` and, for the preset quickstart, in `quickstart`."""
     made = []
     for path in sorted(PRESETS.glob("*.toml")):
         place = quickstart if path.stem == "quickstart" else folder
@@ -73,7 +74,7 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
 
 
 def tool_deployments() -> list[Deployment]:
-    """Those that train nothing."""
+    """The deployments of the tools, which train nothing."""
     return [
         Deployment(
             name=tool.name,
@@ -91,7 +92,7 @@ def deployments_of(path: Path) -> list[Deployment]:
     """The deployments of the configuration in a file: its run, named after the file, its retraining, its evaluation.
 
     Raises:
-        ConfigError: one sentence with the file, the key and what to do.
+        ConfigError: the file cannot be read, a setting is invalid, or the file has the name of a tool.
     """
     if name_of(path) in TOOLS:
         raise ConfigError(f"{path}: {name_of(path)} is the name of a deployment that there is already: rename the file")
@@ -114,7 +115,7 @@ def deployments_of(path: Path) -> list[Deployment]:
 
 
 def check_names(deployments: Iterable[Deployment]) -> None:
-    """Raise ConfigError where two have one name, of which only the last would be offered."""
+    """Raise ConfigError if two deployments have the same name, because the second would replace the first."""
     names = [each.name for each in deployments]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
@@ -123,15 +124,16 @@ def check_names(deployments: Iterable[Deployment]) -> None:
 
 
 def retraining_name(name: str) -> str:
-    """The name of the deployment that retrains the one of this name."""
+    """The name of the deployment that retrains with the configuration `name`."""
     return f"{name}-retrain"
 
 
 def offered_name(store: Path, name: str) -> str:
-    """The name of a deployment of the store in Prefect.
+    """The name that the store's deployment `name` has in Prefect. At a server of PREFECT_API_URL, the store's id is
+    added.
 
-    A server of PREFECT_API_URL also has deployments of other stores. With equal names, each store would do runs of the
-    others.
+    Without the id, stores on the same server could have deployments with equal names, and would execute each other's
+    runs.
     """
     if not named_url():
         return name
@@ -140,17 +142,17 @@ def offered_name(store: Path, name: str) -> str:
 
 
 def evaluation_name(name: str) -> str:
-    """The name of the deployment that evaluates as the one of this name does."""
+    """The name of the deployment that evaluates with the configuration `name`."""
     return f"{name}-evaluate"
 
 
 def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
-    """Write what is to be served; a preset does not replace a configuration of the user with its name.
+    """Write the deployments for the serving process. A preset does not replace a user's configuration of the same name.
 
-    A configuration that had a retraining, and has none any more, keeps it without its schedule.
+    If a configuration no longer has [retrain], its earlier deployment that retrains stays, without a schedule.
 
     Raises:
-        ConfigError: one has the name of the retraining or evaluation of another configuration, which it would replace.
+        ConfigError: a deployment has the name of another configuration's retraining or evaluation.
     """
     folder = home / "deployments"
     folder.mkdir(exist_ok=True)
@@ -179,14 +181,14 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
     """The deployments to serve, by name.
 
     Raises:
-        ConfigError: a file is not one that `save_deployments` wrote.
+        ConfigError: a file in the folder was not written by `save_deployments`.
     """
     found = {}
     for path in sorted((home / "deployments").glob("*.json")):
         try:
             content = json.loads(path.read_text())
             parameters = content["parameters"]
-            if "node" in parameters:  # an earlier version may have written it
+            if "node" in parameters:  # an earlier version may have written the file
                 parameters = {**parameters, "node": with_present_kind(parameters["node"])}
             folders = tuple(content.get("code_folders", ()))
             found[path.stem] = Deployment(**{**content, "parameters": parameters, "code_folders": folders})
@@ -196,9 +198,9 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
 
 
 def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
-    """The folders that a run of a deployment imports from, as `rollouts up` was given it; () for other runs.
+    """The folders from which runs of the deployment import the user's modules (() for a run without a deployment).
 
-    The store is the serving process's: parameters of a run may name another store.
+    The deployment is looked up in the serving process's store, because a run's parameters may name another store.
     """
     if offered is None or not (store := os.environ.get(STORE_VARIABLE)):
         return ()
@@ -207,7 +209,7 @@ def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
 
 
 def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Parameters whose run keeps everything in this store, wherever it was moved."""
+    """The parameters with the present path of this store, which may have been moved."""
     return {
         name: {**section, "store": str(store.resolve())} if name == "run" or name in TOOLS else section
         for name, section in parameters.items()
@@ -215,11 +217,11 @@ def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 TABLES_OF_FLOWS = {"retrain": RETRAIN_FLOW, "evaluate": EVALUATE_FLOW, "schedule": ""}
-"""Whose parameters have these tables of a file."""
+"""For each of these tables of a file, the flow that has the table among its parameters."""
 _WHERE_ELSE = {
-    "retrain": "the one whose name ends with -retrain has",
-    "evaluate": "the one whose name ends with -evaluate has",
-    "schedule": "which belongs into the file: change it there, and say `rollouts up` again",
+    "retrain": "but the deployment whose name ends with -retrain has",
+    "evaluate": "but the deployment whose name ends with -evaluate has",
+    "schedule": "which belongs into the file: change it there, and call `rollouts up` again",
 }
 
 
@@ -228,13 +230,14 @@ def overridden(
     parameters: Mapping[str, Any],  # Any: JSON
     assignments: Iterable[str],
 ) -> dict[str, Any]:
-    """Parameters of a deployment of this flow with settings replaced; an assignment is `key=value`, a key of a file.
+    """The parameters of a deployment with settings replaced by assignments `key=value`. The keys are dotted names of
+    settings, as in a file.
 
     A value is read as TOML or JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces
     all settings of the former algorithm, even changed ones.
 
     Raises:
-        ConfigError: one sentence; the key is not known, or the value does not fit.
+        ConfigError: a key is unknown, or a value does not fit.
     """
     tables = {name: section for name, section in parameters.items() if name != "config"}
     settings = json.loads(json.dumps({**parameters["config"], **tables}))
@@ -251,7 +254,7 @@ def overridden(
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
-    """The parameters of the flow, as Prefect keeps them."""
+    """The parameters of the flow as JSON."""
     parts: dict[str, BaseModel] = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run}
     if pipeline.retrain is not None:
         parts["retrain"] = pipeline.retrain
@@ -274,13 +277,13 @@ def _evaluation(once: Deployment, pipeline: Pipeline) -> Deployment:
 
 
 def evaluation_options(run: RunOptions) -> RunOptions:
-    """The options of a run for its evaluation, which makes no checkpoint that could be published or registered."""
+    """The options of an evaluation. An evaluation makes no checkpoint, so nothing is published or registered."""
     cleared = {"fresh": (), "report_to": (), "publish": "", "publish_checkpoints": False, "register_as": ""}
     return run.model_copy(update={"name": evaluation_name(run.name)[-64:].lstrip("._-"), **cleared})
 
 
 def _leading_comment(path: Path) -> str:
-    """The comment at the top of a TOML file, as text that keeps its columns."""
+    """The comment at the top of a TOML file, as a Markdown code block, which keeps columns."""
     if path.suffix != ".toml":
         return ""
     lines = []

@@ -1,11 +1,11 @@
-"""Have a team's Prefect server send the messages of a run at once, also after the server was started again.
+"""Make a shared Prefect server that was restarted send a run's notifications without delay.
 
-The event of a state names the event of the state before. Prefect's automations wait up to 15 minutes for that event, if
-this process of the server has not seen it. So a run's earlier events are sent once more, by their ids alone: under
-another name, of another resource, so that no automation takes them for states.
+The event of a state names the event of the previous state. A server that was restarted in between does not know the
+previous event, and its automations wait up to 15 minutes. Therefore this module sends the ids of a run's earlier events
+again. The repeated events have another name and resource, so that automations do not take them for states.
 
-    Crashed ── server is started again ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
-                                            the id of Crashed comes again ──> all of them are handled
+    Crashed ── the server restarts ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
+                                            the id of Crashed is sent again ──> the waiting events are handled
 
 Not here: a store's own server, which waits for seconds (own_server/server_process.py).
 """
@@ -27,16 +27,16 @@ MAX_STATES = 20
 
 
 def recall_states(run_id: str) -> None:
-    """Let a team's server know the events of the last states of a run; the server drops known events.
+    """Send the ids of a run's last states to a shared server, which ignores the ids that it knows.
 
-    Nothing happens if the server cannot be asked or is of another version of Prefect: its messages come later then.
+    If the server does not answer, or has another version of Prefect, the notifications come later.
     """
     if not named_url():
         return
     try:
         with get_client(sync_client=True) as client:
             states = client.read_flow_run_states(UUID(run_id))
-    except (httpx.HTTPError, PrefectException, ValueError):  # pydantic raises these for states of another version
+    except (httpx.HTTPError, PrefectException, ValueError):  # pydantic raises ValueError for states of another version
         return
     for state in sorted(states, key=lambda each: each.timestamp)[-MAX_STATES:]:
         emit_event(EVENT, {"prefect.resource.id": f"rollouts.flow-run.{run_id}"}, id=state.id)

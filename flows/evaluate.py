@@ -1,12 +1,12 @@
 """The `evaluate` flow: score a model on held-out rows, alone or beside another one.
 
-Not here: the stage that scores, which is the one of `sft-rl` (tasks/stage_tasks.py), what names of models mean
+Not here: the stage that scores, also used by `sft-rl` (tasks/stage_tasks.py), what names of models mean
 (tasks/model_names.py).
 
     check -> inputs: names become checkpoints -> provision -> bootstrap -> evaluate -> release -> report
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from collections.abc import Mapping
 from functools import partial
@@ -37,7 +37,7 @@ from rollouts_core.job import InputModel
 
 
 class EvaluationResult(BaseModel):
-    """What an evaluation left."""
+    """The results of an evaluation."""
 
     record: str
     """Path of evaluation.json."""
@@ -54,14 +54,14 @@ class EvaluationResult(BaseModel):
 )
 @with_noted_end
 def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:
-    """Score a model on held-out rows, and compare it with another one.
+    """Score a model on held-out rows, and compare it with another model.
 
     Reads `evaluation`, the graders of `rollout`, and `data.heldout` from the configuration. Nothing is trained.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
-        if deployment.id is not None:  # rollouts evaluate has checked already
+        if deployment.id is not None:  # `rollouts evaluate` has checked the settings
             check_settings(config, node, run, evaluate)
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
@@ -81,5 +81,5 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
 def score_models(
     models: Mapping[str, InputModel], config: Config, scope: RunScope, machine: Node, run: RunStage
 ) -> StageRecord:
-    """The only stage."""
+    """Run the only stage of this flow."""
     return run(plan_evaluation(models, with_choice_of(config, machine), scope, machine))

@@ -23,12 +23,13 @@ class EvaluateConfig(Record):
     sft-<fingerprint>/checkpoints/step_000100), `base` for the configuration's start model, a folder (./folder beside
     the configuration), or a URL."""
     against: str = ""
-    """The model to compare with on the same rows, named in the same way. Empty: no comparison."""
+    """The model to compare with on the same rows, named like `model`. Empty: no comparison."""
     data: str = ""
     """File or URL with the rows. Empty: data.heldout."""
 
     def beside(self, folder: Path) -> Self:
-        """The same with its data, and models that begin with a dot, made absolute against the folder of its file."""
+        """These settings with absolute paths: `data`, and models that begin with a dot, are relative to the file's
+        folder."""
 
         def absolute(given: str) -> str:
             return given if is_url(given) or not given else str((folder / given).resolve())

@@ -1,9 +1,10 @@
-"""End rented machines whose hours or money are used up, or that their failed runs no longer keep.
+"""End rented machines whose hours or budget are used up, or whose keeping after a failure is over.
 
-Not here: what is ended and what is spared (reaper.py). The process that serves deployments looks now and then, as
-a timer with `rollouts reap --spare` would; the deployment `reap` looks when a user or its schedule asks (reap.py).
+Not here: which machines are ended (infra/renting/reaper.py). The serving process checks machines every two minutes,
+like a timer with `rollouts reap --spare`. The deployment `reap` checks machines when a user or its schedule starts a
+run (reap.py).
 
-Machines that were rented with named credentials are looked at by a program of their own, which has these:
+Machines that were rented with named credentials are checked by a child process with these credentials:
 
     python -m rollouts.flows.expired_machines STORE [--spare] ──> the report as JSON
 """
@@ -27,7 +28,7 @@ from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
-"""A machine that is not gone by then is looked at again the next time."""
+"""A machine that is not gone after a minute is checked again at the next look."""
 LATE_S = 24 * 3600.0
 """How long an abandoned request is followed, in case its machine appears after all."""
 SPARE = "--spare"
@@ -36,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = False) -> ReapReport:
-    """End rented machines that no run of the store wants, and say what was done and left.
+    """End rented machines that no run of the store wants, and return what was ended, kept or failed.
 
     Args:
-        spare: machines of killed runs are left to their next start until they expire. Machines that failed runs keep
-            are ended at the end of that time. everywhere: ask all providers whose keys are in the environment, also
-            where the ledger knows of no machine.
+        spare: keep machines of killed runs for the runs' next start, until the machines expire. A machine that a
+            failed run keeps (node.keep_on_failure_minutes) is ended when that time is over, whatever `spare` is.
+        everywhere: ask all providers whose keys are in the environment, even if the ledger has no machine there.
 
     Raises:
         PermanentInfraError: the key of a provider with a rented machine is missing.
@@ -57,7 +58,7 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
 
 
 def end_expired(store: Path) -> list[str]:
-    """End what has expired, and return what was ended; what could not be looked at is logged."""
+    """End expired machines, and return a sentence per ended machine. Failures are logged."""
     try:
         report = look_at_machines(store)
     except (PermanentInfraError, TransientInfraError) as error:
@@ -71,12 +72,12 @@ def end_expired(store: Path) -> list[str]:
 
 
 def looked_for(ledger: Ledger) -> list[Rental]:
-    """The machines that cost money, or may, also because they appear late."""
+    """The machines that cost money, and the abandoned requests whose machine may still appear."""
     return [*open_rentals(ledger), *given_up(ledger, time.time() - LATE_S)]
 
 
 def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
-    """Look at the machines in the accounts whose keys this process has."""
+    """End unwanted machines in the accounts whose keys this process has."""
     own = credentials_in_use()
     with Ledger(store / LEDGER_FILE) as ledger:
         providers = {rental.provider for rental in looked_for(ledger) if rental.credentials == own}
@@ -90,10 +91,10 @@ def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
 
 
 def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
-    """Look at the machines that were rented with other credentials."""
+    """End unwanted machines that were rented with other credentials."""
     if not name:
-        return ReapReport(failures=["machines that were rented without named credentials are not looked at here"])
-    from rollouts.flows.credentials import run_with_credentials  # imports prefect, which reads the environment
+        return ReapReport(failures=["machines that were rented without named credentials are not checked here"])
+    from rollouts.flows.credentials import run_with_credentials  # importing prefect reads the environment
 
     try:
         said = run_with_credentials(name, __spec__.name, [str(store), *([SPARE] if spare else [])])
@@ -103,7 +104,7 @@ def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
 
 
 def main() -> None:
-    """Look at what this process has the keys of, and print the report."""
+    """End unwanted machines in the accounts whose keys this process has, and print the report as JSON."""
     try:
         report = _look_at_own(Path(sys.argv[1]), spare=SPARE in sys.argv[2:], everywhere=False)
     except InfraError as error:

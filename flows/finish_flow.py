@@ -1,9 +1,9 @@
-"""The `finish` flow: have a run that trains go on with what it has, from Prefect's UI.
+"""The `finish` flow: end a run's training early from Prefect's UI, so that the run goes on with its best checkpoint.
 
-Not here: what that means, and the command that does the same (commands/finish.py).
+Not here: how a training ends early, and the command that does the same (commands/finish.py).
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from rollouts.flows.tools import FINISH_FLOW, FinishConfig
 @flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)
 @with_noted_end
 def finish_run(finish: FinishConfig) -> State[Any]:
-    """End the training of a run after the step under way; the run goes on with the best checkpoint so far.
+    """End the training of a run after the step under way. The run goes on with its best checkpoint so far.
 
     Raises:
-        InputError, PermanentInfraError: one sentence; the run does not exist, or trains nothing.
+        InputError, PermanentInfraError: the store or the run does not exist, or the run is not training.
     """
     with known_tool(Path(finish.store).resolve()):
         said = finish_training(Path(finish.store), finish.run)

@@ -1,4 +1,4 @@
-"""The form of a pipeline run: the core's settings, the node's, and the run's own, and how a file becomes them.
+"""The settings of a pipeline run (core, node and run), and how a file or Prefect's form is read into them.
 
 Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 
@@ -65,10 +65,10 @@ OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
 FORMER_KEY, FORMER_KINDS = "provider", {"provision": "rented"}
-"""The name that earlier versions gave `node.kind`, and the kinds that had another name."""
+"""The former name of the setting `node.kind`, and the former names of kinds."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
-"""Prefect's names of blocks; empty names none."""
+"""Names that Prefect accepts for blocks, or an empty text for no credentials."""
 if TYPE_CHECKING:
     StageName = str
 else:
@@ -76,7 +76,7 @@ else:
 
 
 def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked input
-    """The settings of a node of a run that an earlier version began, with the present name of its kind."""
+    """The settings of a node with the present name of its kind, also if an earlier version wrote them."""
     if FORMER_KEY not in node or "kind" in node:
         return node
     former = node[FORMER_KEY]
@@ -87,12 +87,12 @@ def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
     """The form's settings of a node, without leftovers from the tab of another kind.
 
-    The kinds share names of fields. A leftover is the default of the other kind. It is empty, or stands beside fields
-    of the other kind alone.
+    The kinds share names of fields. A leftover is another kind's default value: an empty value, or a value posted
+    together with fields of the other kind only.
     """
     if not isinstance(settings, dict):
         return settings
-    settings = {"kind": "local", **with_present_kind(settings)}  # a request over HTTP may leave it out, as a file may
+    settings = {"kind": "local", **with_present_kind(settings)}  # an HTTP request may omit `kind`, as a file may
     if settings["kind"] not in NODE_TYPES:
         return settings
     own = NODE_TYPES[settings["kind"]].model_fields
@@ -109,7 +109,7 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
 
 
 def node_in_sentences(settings: Any, validate: ValidatorFunctionWrapHandler) -> Any:  # Any: unchecked input
-    """The node that is posted, whose keys must be some kind's: the form leaves those of another tab there."""
+    """Validate a posted node. Keys of all kinds are accepted, because the form also posts fields of its other tabs."""
     known = {FORMER_KEY, *(key for node_type in NODE_TYPES.values() for key in node_type.model_fields)}
     unknown = {key: settings[key] for key in settings if key not in known} if isinstance(settings, dict) else {}
     try:
@@ -130,7 +130,7 @@ def in_sentences(
     settings: Any,  # Any: unchecked input
     validate: ValidatorFunctionWrapHandler,
 ) -> Any:  # Any: the record
-    """The settings as a record; what does not fit is a sentence on the run's page, as it is for files."""
+    """Validate settings as a record. A mistake becomes a sentence on the run's page, as for files."""
     try:
         return validate(settings)
     except ValidationError as error:
@@ -152,9 +152,9 @@ OTHER_VERSION = (
 )
 
 HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
-"""The settings of a node that a run has, whichever version began it."""
+"""The node settings of a run, which an earlier version may have started."""
 FormNode = Annotated[HeldNode, WrapValidator(node_in_sentences)]
-"""A node's settings as Prefect's form posts them; files are read strictly."""
+"""A node's settings as Prefect's form posts them, possibly with leftovers. Settings of files must have no leftovers."""
 FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
@@ -164,30 +164,32 @@ class RunOptions(Record):
     name: str = Field("pipeline", pattern=NAME_PATTERN)
     """The run's name in the UI, in the store and in the report."""
     store: str = ".rollouts"
-    """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
+    """Folder that keeps everything: stages, runs, Prefect's database. A relative path starts in the folder from which
+    the command is called."""
     fresh: tuple[StageName, ...] = ()
-    """Stages that are done anew although an earlier run finished the same."""
+    """Stages to run again, even if an earlier run finished the same stage."""
     report_to: tuple[TrackerName, ...] = ()
     """Also show the metrics of SFT and RL, while they train, in TensorBoard or in Weights & Biases (`wandb`)."""
     restarts: int = Field(2, ge=0, le=10)
-    """How many times a run that `rollouts up` serves, or `rollouts watch` looks after, is started again by itself after
-    its process was killed, by -9 or with the machine."""
+    """Number of automatic restarts of a run whose process was killed (by kill -9, or because its machine died), under
+    `rollouts up` or `rollouts watch`."""
     stop_timeout_s: float = Field(600.0, gt=0)
-    """The most seconds that a training gets to save its last step when the run is cancelled, interrupted or out of
-    money. It takes 1.5 times its longest recent step and save, at least 30 s. On a rented machine it gets at most half
-    of the time that is left there."""
+    """Most seconds that a training gets to save its last step when the run is cancelled, interrupted or out of money.
+    The training takes 1.5 times its longest recent step and save, at least 30 s. On a rented machine it gets at most
+    half of the machine's remaining time."""
     publish: str = ""
     """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
     folder of the run's name. Empty publishes nothing."""
 
     publish_checkpoints: bool = False
-    """Publish checkpoints also during training, with everything that a resume needs. Nothing of them is ever removed
-    there."""
+    """Publish checkpoints also during training, with everything that a resume needs. Published checkpoints are never
+    removed."""
     credentials: str = Field("", pattern=CREDENTIALS_PATTERN)
-    """Name of the credentials, a block of Prefect's, whose keys of providers, machines and stores the run uses. Empty
-    takes the environment variables of the process that serves the run."""
+    """Name of the credentials, a block of Prefect's, whose keys of providers, machines and stores the run uses. Empty:
+    the environment variables of the process that serves the run."""
     register_as: str = Field("", pattern=LINE_PATTERN)
-    """Register the final checkpoint as a candidate under this name, for `rollouts models promote`. Empty does not."""
+    """Register the final checkpoint as a candidate under this name, for `rollouts models promote`. Empty: do not
+    register."""
 
     _find_store = model_validator(mode="before")(with_store)
 
@@ -208,23 +210,23 @@ FormEvaluate = Annotated[EvaluateConfig, WrapValidator(partial(in_sentences, Eva
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Everything that a run of the pipeline is asked to do."""
+    """The settings of a pipeline, from a file, a preset or a deployment."""
 
     config: Config
     node: NodeSettings
     run: RunOptions
     retrain: RetrainConfig | None = None
-    """The watched sources and the rules of promotion; None for a pipeline that is not retrained."""
+    """The watched sources and the rules of promotion (None for a pipeline that is not retrained)."""
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
-    """The models to score; None if the pipeline names none."""
+    """The models to score (None for a pipeline without [evaluate])."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
-    """The file's content. Mistakes are listed in its order."""
+    """The file's content, whose order is the order of the mistakes in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The tables of a file; None stands for a table that does not fit."""
+    """The tables of a file as records (None for a table with mistakes)."""
 
     config: Config | None
     node: NodeSettings | None
@@ -235,13 +237,13 @@ class Draft:
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: unchecked file content
 
     def whole(self) -> Pipeline:
-        """The pipeline, of a file without mistakes."""
+        """The pipeline. Call this only if the file has no mistakes."""
         assert self.config is not None and self.node is not None and self.run is not None, "mistakes were raised"
         return Pipeline(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def load_pipeline(path: Path, assignments: Sequence[str] = ()) -> Pipeline:
-    """The pipeline that a TOML, JSON or Python file describes; a Python file defines `config`.
+    """The pipeline that a TOML, JSON or Python file describes. A Python file must define `config`.
 
     Args:
         assignments: settings that replace those of the file, `key=value`; a later one wins.
@@ -296,7 +298,7 @@ def parse_pipeline(
     path: Path,
     assignments: Sequence[str] = (),
 ) -> Pipeline:
-    """The pipeline of a file's content; paths of this machine are relative to the file's folder.
+    """The pipeline of a file's content. Paths of this machine are relative to the file's folder.
 
     Args:
         assignments: as in `load_pipeline`.
@@ -410,7 +412,7 @@ def _read_settings(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> 
 
 
 def _check_retraining(draft: Draft, path: Path, mistakes: Mistakes) -> None:
-    """Note at `schedule` what the tables of a retraining and the mode say against each other."""
+    """Note contradictions between [schedule], [retrain] and the data as mistakes of `schedule`."""
     if draft.config is not None:
         with mistakes.at("schedule"):
             check_retraining(draft.config, draft.retrain, draft.schedule, source=str(path))
@@ -451,7 +453,8 @@ def _known_keys(
     *,
     hint: Callable[[str], str] = lambda _: "",
 ) -> dict[str, Any]:  # Any: unchecked file content
-    """The settings of a table that its record has; other keys are noted, with `hint` before any other suggestion."""
+    """The settings of a table that are fields of the table's record. Unknown keys are noted as mistakes, with a
+    suggestion, first that of `hint`."""
     for key in [key for key in settings if key not in model.model_fields]:
         said = hint(str(key)) or suggest_key([table, str(key)], list(model.model_fields), Config)
         mistakes.note(f"{table}.{key}", ConfigError(f"{path}: unknown key {table}.{key}{said}"), names_place=True)
@@ -467,7 +470,7 @@ def _settings_beside() -> list[str]:
 
 
 def _suggest_node_key(key: str, *, kind: str) -> str:
-    """A hint that an unknown key of a node belongs into its query, or to other kinds; else nothing."""
+    """A hint that an unknown key of a node is a setting of its query or of other kinds (otherwise empty)."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
     if is_of_query and kind == "rented":
@@ -478,7 +481,7 @@ def _suggest_node_key(key: str, *, kind: str) -> str:
 
 
 def _expected_kind(given: object) -> str:
-    """The choices of `node.kind`, after another value was given."""
+    """The end of the message about an unknown `node.kind`: the choices, and a hint if the value is a provider."""
     expected = f"expected one of {', '.join(NODE_TYPES)}{closest_choice(given, list(NODE_TYPES))}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
@@ -515,20 +518,21 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
 
 
 def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
-    """The mistakes in a record that a Python file makes, a sentence for each setting and each broken rule."""
+    """A sentence per mistake in a record that a Python configuration makes."""
     for problem in error.errors():
         place = dotted([error.title, *map(str, problem["loc"])])
         yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 
 def _name_moved(error: BaseException) -> str:
-    """The new name of a module that a configuration imports by a former one, such as `infra.node`; else nothing."""
+    """A hint with the new name of a module if a configuration imports a former name such as `infra.node` (empty
+    otherwise)."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     return f": import from rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 
 
 def name_of(path: Path) -> str:
-    """The name of a run whose configuration gives none: that of its file, with dashes for what a name cannot have."""
+    """The default name of a run: the name of its file, with dashes for characters that a run's name cannot have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:64] or "pipeline"
 
 
@@ -561,7 +565,7 @@ def _node_beside(node: NodeSettings, folder: Path) -> NodeSettings:
 
 
 def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
-    """Note a function that the jobs, which are other processes, could not find."""
+    """Note functions that jobs could not import, because jobs are other processes."""
     rollout = config.rollout
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}

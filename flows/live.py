@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "live.json"
 MAX_RUNS = 50
-"""So many are listed; the others have their pages too, for links that were given out."""
+"""Number of runs in the list. Older runs keep their pages, so that shared links stay valid."""
 END_S = 10.0
 MAX_LOOKS = 5
 POLICY_OF_LIST = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'; form-action 'self'; base-uri 'none'"
@@ -63,7 +63,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveAddress:
-    """Where the pages are."""
+    """The address of the live pages."""
 
     port: int
     process: ProcessIdentity
@@ -182,7 +182,7 @@ def live_app(store: Path) -> Starlette:
 
 
 def looked_again(render: Callable[[], Made]) -> Made:
-    """A page or block, made anew if a file vanished meanwhile: RL removes samples, and prune stages."""
+    """Make a page or block. Try again if a file was removed meanwhile, because RL removes samples and prune stages."""
     for _ in range(MAX_LOOKS - 1):
         with suppress(FileNotFoundError):
             return render()

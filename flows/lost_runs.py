@@ -1,16 +1,16 @@
-"""Runs whose process is gone, and whose state in Prefect does not say so. Killed ones are started again by themselves.
+"""Find runs whose process is gone although Prefect shows them as alive, and restart runs whose process was killed.
 
-Prefect does not notice a process that vanished together with its serving process, or that could not report its end. Its
-run stays Running, and can be neither retried nor cancelled.
+Prefect does not notice that a process is gone if the serving process died too, or if the process could not report its
+end. The run then stays Running, and can be neither retried nor cancelled.
 
-    Running    and no process  ->  Crashed; also where the process never came to say that it lives
-    Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
-    Cancelling and no process  ->  its jobs end, Cancelled
-    Cancelled, Failed or Completed  while no process of it lives  ->  its jobs end
-    Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
-    Crashed    by the server   ->  the same (automations.py)
-    Crashed    by a lost slot  ->  the same: Prefect ends a run that stood still for minutes, as on a suspended machine
-    AwaitingRetry  without a deployment  ->  Crashed: nothing would ever start it
+    Running    and no process     ->  Crashed; also if the process died before it took its run's lock
+    Pending    for minutes        ->  AwaitingRetry: the process that was to start the run is gone
+    Cancelling and no process     ->  its jobs end, Cancelled
+    Cancelled, Failed or Completed, set without a living process  ->  its jobs end
+    Crashed    by a signal        ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
+    Crashed    by automations.py  ->  AwaitingRetry in the same way
+    Crashed    by a lost concurrency slot  ->  AwaitingRetry in the same way: its machine was suspended for minutes
+    AwaitingRetry  without a deployment  ->  Crashed: Prefect could not start the run
     Running, Cancelling or Crashed, although the process noted another end  ->  that end (run_ends.py)
 """
 
@@ -58,31 +58,33 @@ UNDER_WAY = FlowRunFilter(
     state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
 )
 PENDING_S = 300.0
-"""A process that begins needs seconds for its imports, on a busy machine a minute."""
+"""A run that is Pending for longer counts as lost: a new process imports for seconds, on a busy machine for a
+minute."""
 UNBEGUN_S = 120.0
-"""A process takes its run's lock a moment after it made the run Running, on a busy machine some seconds."""
+"""A run that is Running without a lock for longer counts as lost: a new process takes its run's lock within seconds."""
 GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
 GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
-"""Prefect retries no run that has no deployment."""
+"""State message of a run without a deployment, which Prefect cannot retry."""
 BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
-"""Prefect's words about the process of a run that a signal ended."""
+"""Prefect's state message of a run whose process was ended by a signal."""
 AGAIN = "AwaitingRetry"
-NOT_BEGUN = "started again, because who was about to start it was gone"
+NOT_BEGUN = "started again, because the process that was to start it was gone"
 AWAY = timedelta(days=1)
-"""Runs of a machine that was gone for no longer, which the server marked meanwhile, are started again."""
+"""Longest time that this machine may be down: runs that the server marks Crashed meanwhile are restarted afterwards."""
 STARTED_AGAIN = "started again, because its process was killed"
 LOST_SLOT = "Execution was cancelled by the runtime environment."
-"""Prefect's message of a run whose place among those of its deployment ran out, because it was not renewed in time."""
+"""Prefect's state message of a run whose concurrency slot expired because its lease was not renewed in time."""
 NO_DEPLOYMENT = (
     "its deployment was deleted, so nothing starts it again; rollouts cancel ends its jobs, if any, and a run with the "
     "same settings attaches to them"
 )
 UNREPORTED_S = 90.0
-"""Prefect's client tries for a minute to report the end of a run, for four at a server of several people."""
+"""Seconds after which this module reports a noted end, because Prefect's client has given up its own retries by
+then."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:
-    """Runs of deployments that are Crashed, and became so after that moment."""
+    """A filter for runs of deployments that crashed after this moment."""
     return FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
         end_time=FlowRunFilterEndTime(after_=moment),
@@ -91,25 +93,27 @@ def crashed_since(moment: datetime) -> FlowRunFilter:
 
 
 class LostRuns:
-    """The findings of the last look: a run counts as lost when two looks find the same.
+    """Finds and handles lost runs. A run counts as lost if two looks in a row find it in the same state.
 
     Args:
-        deployments: those that this process serves; the runs of others are started by their own servers.
+        deployments: ids of the deployments whose runs this process starts.
     """
 
     def __init__(self, store: Path, deployments: Collection[UUID] = ()) -> None:
         self._deployments = deployments
         self._waiting_since: dict[tuple[UUID, UUID | None], float] = {}
-        """By runs that never lived and their states, when they were first found so, by this process's clock."""
+        """When a run that never had a process was first found in its present state: monotonic seconds by run and
+        state."""
         self._store = store
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """States of ended runs for which that was tried; a user has to end what could not be ended then."""
+        """States of ended runs whose jobs this object tried to end. There is no second attempt, so a user has to end
+        the rest."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
-        """Mark runs that two looks in a row found lost, and start killed ones again."""
+        """Mark runs that two looks in a row found lost, and restart killed runs."""
         try:
             async with get_client() as client:
                 runs = await client.read_flow_runs(flow_run_filter=UNDER_WAY, limit=200)
@@ -134,7 +138,7 @@ class LostRuns:
         self._suspects = set(suspects)
 
     async def _never_begun(self, client: PrefectClient) -> list[FlowRun]:
-        """Our runs that a process took up to start long ago, and that still have no process."""
+        """Runs of this store that a serving process was to start long ago, and that still have no process."""
         if named_url() and not self._deployments:
             return []
         begun = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -154,13 +158,13 @@ class LostRuns:
         ]
 
     async def _without_deployment(self, client: PrefectClient) -> list[FlowRun]:
-        """Our runs that wait for a retry by a deployment that was deleted."""
+        """Runs of this store that wait for a retry although their deployment was deleted."""
         waiting = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AGAIN])))
         runs = [run for run in await client.read_flow_runs(flow_run_filter=waiting, limit=200) if self._is_ours(run)]
         return [run for run in runs if not await has_deployment(client, run)]
 
     async def _unreported(self, client: PrefectClient) -> list[tuple[FlowRun, RunEnd]]:
-        """Runs whose end Prefect does not know, with that end; one whose end it knows is forgotten here."""
+        """Runs whose noted end Prefect does not know, with that end. Noted ends that Prefect knows are deleted."""
         ends = read_ends(self._store, older_than_s=UNREPORTED_S)
         if not ends:
             return []
@@ -177,17 +181,17 @@ class LostRuns:
         return found
 
     def _is_ours(self, run: FlowRun) -> bool:
-        """Whether the run has died here, or its parameters name this store."""
+        """Whether the run's process died in this store, or the run's parameters name this store."""
         options = run.parameters.get("run")
         named = options.get("store", "") if isinstance(options, dict) else ""
         return self._is_lost(run) or (bool(named) and Path(named) == self._store)
 
     async def _ended_and_holding(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs that were called ended while no process of theirs lived, and that hold jobs or machines.
+        """Runs without a process that a user set to an ended state, and that still hold jobs or machines.
 
-        If a run waits to be started again, Prefect makes it Cancelled at once and tells no process; users may also call
-        it Failed or Completed. A run that is Failed or Completed keeps its rented machine until the machine expires,
-        because a failed run may have asked for that.
+        If a user cancels a run that waits for a restart, Prefect sets it to Cancelled at once, without notifying a
+        process. A user may also set the run to Failed or Completed. A run in these two states keeps its rented machine
+        until the machine expires, because the run's settings may ask for that after a failure.
         """
         with Ledger(self._ledger_path) as ledger:
             renters = {rental.run_id for rental in open_rentals(ledger)}
@@ -209,7 +213,7 @@ class LostRuns:
         ]
 
     def _is_new(self, run: FlowRun) -> bool:
-        """Whether it crashed while this process looked, or while no machine of it was there to look."""
+        """Whether the run crashed after this object was made, or was marked Crashed for missing heartbeats."""
         crashed = run.end_time
         return (crashed is not None and crashed > self._began) or (run.state is not None and was_silent(run.state))
 
@@ -227,19 +231,19 @@ class LostRuns:
         return is_started_here and not has_lived and read_end(self._store, str(run.id)) is None
 
     def _is_gone(self, run: FlowRun) -> bool:
-        """Whether a crashed run is one of this store, and its process is gone by now."""
+        """Whether a crashed run belongs to this store and has no living process."""
         return self._is_lost(run) or self._never_lived(run)
 
 
 async def _tried(act: Callable[[PrefectClient, FlowRun], Awaitable[None]], client: PrefectClient, run: FlowRun) -> None:
-    """Act on a run. A failure is logged, so the other runs get their turn: the run may have been deleted meanwhile."""
+    """Call `act` for a run. A failure is logged, so that other runs get their turn: the run may have been deleted."""
     try:
         await asyncio.to_thread(recall_states, str(run.id))
         await act(client, run)
     except (httpx.HTTPError, PrefectException) as error:
-        logger.warning("run %s (%s) could not be marked, and is looked at again: %s", run.name, run.id, error)
+        logger.warning("run %s (%s) could not be marked, which is tried again: %s", run.name, run.id, error)
     except Exception:
-        logger.exception("run %s (%s) could not be seen to, and is looked at again", run.name, run.id)
+        logger.exception("run %s (%s) could not be handled, which is tried again", run.name, run.id)
 
 
 async def _mark(client: PrefectClient, run: FlowRun) -> None:
@@ -261,12 +265,12 @@ async def _give_back(_: PrefectClient, run: FlowRun) -> None:
 
 
 def mark_of_gone(run: FlowRun) -> State:
-    """The state of a run whose process is gone; its message says how it goes on."""
+    """The state Crashed for a run whose process is gone, with a message about how the run can go on."""
     return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
 
 
 async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
-    """Have a run start that was to be started by a process that is gone; it counts as no restart."""
+    """Schedule a run again if the process that was to start it is gone. This does not count as a restart."""
     if not await has_deployment(client, run):
         await _give_up_retry(client, run)
         return
@@ -276,7 +280,7 @@ async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
 
 
 async def has_deployment(client: PrefectClient, run: FlowRun) -> bool:
-    """Whether the deployment of a run is there, which alone can start the run again."""
+    """Whether the run's deployment exists. Without a deployment, Prefect cannot start the run again."""
     if run.deployment_id is None:
         return False
     try:
@@ -292,7 +296,7 @@ async def _give_up_retry(client: PrefectClient, run: FlowRun) -> None:
 
 
 async def _report(store: Path, end: RunEnd, client: PrefectClient, run: FlowRun) -> None:
-    """Have Prefect know the end of a run that its process could not report."""
+    """Set a run's state in Prefect to the end that the run's process could not report."""
     state = end.state()
     if run.state_type is StateType.CANCELLING:
         state = Cancelled(message=f"{await asyncio.to_thread(release_for, run)}; its process had ended: {state.name}")
@@ -302,7 +306,7 @@ async def _report(store: Path, end: RunEnd, client: PrefectClient, run: FlowRun)
 
 
 async def _start_again(client: PrefectClient, run: FlowRun) -> None:
-    """Have a run whose process was killed start once more, unless that was done as often as it may be."""
+    """Schedule a run again whose process was killed, unless its allowed restarts are used up."""
     if run.state is None or not was_killed(run.state):
         return
     if not await has_deployment(client, run):
@@ -319,6 +323,6 @@ async def _start_again(client: PrefectClient, run: FlowRun) -> None:
 
 
 def was_killed(state: State) -> bool:
-    """Whether a crashed run was ended by what it could do nothing about: a signal, a standstill."""
+    """Whether a run crashed for an external reason: a signal, missing heartbeats, or an expired concurrency slot."""
     message = state.message or ""
     return message in (GONE, LOST_SLOT) or was_silent(state) or BY_SIGNAL.search(message) is not None

@@ -1,4 +1,4 @@
-"""The end of a run whose RL worked and did not help: a state of its own, so that it is not taken for a broken run.
+"""The state of a run whose RL worked but did not improve the model, so that the run does not look like a broken one.
 
 Not here: the verdict (rollouts_core/comparison.py), the flow that ends so (pipeline.py). Imports no Prefect.
 """

@@ -1,19 +1,19 @@
 """The `sft-rl` flow: which stages run, in which order, and what happens when they end.
 
-Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
+Not here: what a stage does (tasks), how a run is requested (form.py, cli.py).
 
     check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
           -> release
 
-Object stores come before and after: inputs are fetched before provision, the publication follows the release. A machine
-elsewhere sends its own files (send) before it is given back.
+Inputs from object stores are fetched before provision, and results are published after release. A remote machine
+uploads its own files (send) before it is released.
 
-Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
-(cancellation.py); a rented one of a run that failed stays for as long as `keep_on_failure_minutes` says. Killed, or
-ended by SIGTERM: everything is left as it is, and the next start attaches to it.
+When a run finishes, fails, or is interrupted or cancelled, its jobs end and its node is released (cancellation.py). A
+failed run keeps its rented node for `keep_on_failure_minutes`. When a run's process is killed or ended by SIGTERM, its
+jobs and its node stay, and the next start attaches to them.
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ from rollouts_core.config import Config
 from rollouts_core.user_code.code_folders import add_code_folders
 
 MAX_LAPSES = 3
-"""Most attempts in a row at a training that fails because the lease of an engine lapsed."""
+"""Most attempts at a training that fails because the lease of an engine lapsed."""
 
 
 class PipelineResult(BaseModel):
@@ -85,9 +85,9 @@ class PipelineResult(BaseModel):
     checkpoint: str
     """Folder of the final checkpoint."""
     verdict: str
-    """Whether RL helped, in a sentence; empty without RL."""
+    """Whether RL helped, in a sentence (empty without RL)."""
     published: str = ""
-    """URL of the publication; empty if none was asked for."""
+    """URL of the publication (empty if none was asked for)."""
 
 
 @flow(
@@ -101,14 +101,14 @@ class PipelineResult(BaseModel):
 def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # Any: PipelineResult, or the error
     """Turn a base model and data into a trained, evaluated checkpoint.
 
-    Ends in the state NoImprovement, a failure, if RL did not improve on the model it started from beyond noise. The
-    report is written then, and nothing is published.
+    Ends in the failed state NoImprovement if RL did not improve its start model beyond noise. A run without improvement
+    writes its report, but publishes nothing.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
         local = prepare(config, node, run, scope)
-        data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # as it is before training
+        data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # the data before training
         note_plan(local, scope)
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
@@ -132,8 +132,9 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
 def prepare(
     config: Config, node: NodeSettings, run: RunOptions, scope: RunScope, retrain: RetrainConfig | None = None
 ) -> Config:
-    """Everything that comes before a machine; returns the configuration with its inputs in the store."""
-    if deployment.id is not None:  # rollouts run has checked already
+    """Check the settings and fetch the inputs, before a machine is needed, and return the configuration with local
+    inputs."""
+    if deployment.id is not None:  # `rollouts run` has checked the settings
         check_settings(config, node, run, retrain=retrain)
     link_live_page(scope)
     local = reach_stores(config, scope) if run.publish or has_inputs_to_bring(config) else config
@@ -142,14 +143,15 @@ def prepare(
 
 
 def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """A stage on the machine, with engines beside it if it asks some, unless an earlier run finished the same."""
+    """Run a stage on the machine, with engines if it samples. A stage that an earlier run finished is reused."""
     if stage.samples and not is_finished(stage):
         return run_with_engines(machine, scope, stage)
     return run_task(stage, scope, machine)
 
 
 def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """A training with engines beside it; both again if it failed while an engine's lease had lapsed."""
+    """Run a training with its engines. If it fails because an engine's lease lapsed, start engines and training
+    again."""
     for attempt in range(1, MAX_LAPSES + 1):
         engines: list[EngineRecord] = []
         with ExitStack() as stack:
@@ -169,7 +171,7 @@ def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecor
 
 
 def open_scope(run: RunOptions) -> RunScope:
-    """The run's identity and place in the store; its modules can be imported from then on."""
+    """Make the user's modules importable, and return the run's identity and its place in the store."""
     add_code_folders(folders_of_deployment(deployment.name))
     store = Path(run.store).resolve()
     return RunScope(
@@ -185,7 +187,7 @@ def open_scope(run: RunOptions) -> RunScope:
 
 
 def link_live_page(scope: RunScope) -> None:
-    """Show the run's live page on its page in Prefect, if it is served."""
+    """Add a link artifact for the run's live page to the run in Prefect, if live pages are served."""
     if link := live_url(scope):
         create_link_artifact(
             link,
@@ -196,7 +198,7 @@ def link_live_page(scope: RunScope) -> None:
 
 
 def live_url(scope: RunScope) -> str:
-    """The address of the run's live page; empty if the live pages are not served."""
+    """The address of the run's live page (empty if the live pages are not served)."""
     live = find_live_pages(Path(scope.store))
     return live.run_url(scope.output_dir.name) if live else ""
 
@@ -209,10 +211,10 @@ def link_report(scope: RunScope, path: str) -> str:
 
 @contextmanager
 def known_to_live(scope: RunScope) -> Iterator[None]:
-    """Let everybody know that the run lives, and keep its server, as long as the block runs.
+    """While the block runs, hold the lock of a living run, keep the run's server, and end this process after Cancel.
 
-    From its beginning on: a run that is tried again has died before, and its inputs may take long to fetch. Cancel ends
-    it, also where no serving process sees to that.
+    The block begins before inputs are fetched, because a retried run would otherwise count as dead meanwhile. Cancel
+    also works without a serving process.
     """
     ended = ended_when_cancelled(scope.run_id, is_served=deployment.id is not None)
     with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), ended:
@@ -228,9 +230,10 @@ def machine_of_the_run(
     *,
     trains: bool = True,
 ) -> Iterator[Node]:
-    """The machine, ready for the stages and given back when the block ends; nothing is rented where all are finished.
+    """Provide a machine that is ready for the stages, and release it when the block ends. If all stages are finished,
+    no machine is rented.
 
-    Work on a rented node ends before the node expires, and the node ends then.
+    Work on a rented node is stopped before the node expires. An expired node is ended.
     """
     if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
         yield nowhere
@@ -244,10 +247,10 @@ def machine_of_the_run(
 
 @contextmanager
 def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Node]:
-    """The machine; everything is given back when the block ends, fails, or is interrupted or cancelled.
+    """Provide the machine, and release everything when the block ends, fails, or is interrupted or cancelled.
 
-    From the moment on in which it is asked for, so that no machine is lost between two steps. Not when the process is
-    terminated for another reason: then the next start attaches to what goes on.
+    If an interrupt comes while machines are being rented, these machines are released, too. If the process is
+    terminated for another reason, nothing is released, and the next start attaches to the jobs.
     """
     keep_minutes = settings.keep_on_failure_minutes if isinstance(settings, RentedNode) else 0.0
     began_at = time.time()
@@ -255,7 +258,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
     try:
         machine = provision(settings, scope)
         yield machine
-    except (KeyboardInterrupt, GeneratorExit):  # the latter where Ctrl-C came just before the block began
+    except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit if Ctrl-C came just before the block
         with noted_interrupts() as is_impatient:  # the flow run is ending: no further task can be run in it
             release_whatever(machine, scope, is_impatient)
         if is_impatient() and machine is not None and machine.is_rented:
@@ -267,22 +270,22 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         raise
     except Exception as error:
         if machine is None:
-            release_unknown(scope, since=began_at)  # what it had before is for the next start
+            release_unknown(scope, since=began_at)  # machines of earlier attempts stay for the next start
             raise
-        # Without money the work could not continue there. After a Cancel during the failure nothing is kept.
+        # The machine is kept only if the budget allows more work, and if the run was not cancelled meanwhile.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
-        with uninterrupted():  # who gets impatient must not leave a machine of which nobody says that it may be rented
+        with uninterrupted():  # a second Ctrl-C must not skip the message that a machine may still be rented
             release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
         raise
-    with interrupted_afterwards():  # what would come next, a publication or a promotion, is not wanted then
+    with interrupted_afterwards():  # after Ctrl-C, nothing is published or promoted
         release(machine, scope)
 
 
 def release_whatever(machine: Node | None, scope: RunScope, is_impatient: Callable[[], bool] = lambda: False) -> None:
-    """Give back the machine, or what was rented where the run was not told of it any more.
+    """Release the machine or, if the run was interrupted while renting, the machines that were rented for it.
 
     Args:
-        is_impatient: True stops waiting for a training that saves its last step.
+        is_impatient: if it returns True, the wait for a training that saves its last step ends.
     """
     if machine is None:
         release_unknown(scope)

@@ -1,4 +1,4 @@
-"""Questions to a Prefect server over HTTP.
+"""HTTP requests to a Prefect server.
 
 A store's own server is asked without importing prefect, which takes seconds. A server of PREFECT_API_URL is asked by
 Prefect's own client, which knows the user's settings for it: the password or key, also in a profile; a private
@@ -18,9 +18,10 @@ from rollouts.flows.own_server.lend import ServerAddress, ServerError
 from rollouts.flows.own_server.password import basic_authorization
 
 TIMEOUT = httpx.Timeout(120.0, connect=30.0)
-"""A server that is gone refuses the connection at once. A living one is slow on a busy machine, most when it starts."""
+"""A server that is gone refuses the connection at once. A living server is slow on a busy machine, most of all during
+its start."""
 BUSY_TIMEOUT_S = 30.0
-"""How long a question is repeated that SQLite answers with 503, because another program writes."""
+"""How long a request is repeated that the server answers with 503 because another program writes to SQLite."""
 OF_PROXIES = (
     httpx.codes.UNAUTHORIZED,
     httpx.codes.FORBIDDEN,
@@ -30,15 +31,15 @@ REFUSED = (httpx.codes.CONFLICT, httpx.codes.UNPROCESSABLE_ENTITY, httpx.codes.N
 
 
 class RefusedError(ServerError):
-    """The server understood the question and says no; the message is its reason."""
+    """The server refused a request for the reason in the message."""
 
 
 def ask(address: ServerAddress, method: str, path: str, question: Any = None) -> Any:  # Any: JSON, both ways
-    """What the server answers.
+    """Send a request to a server, and return the answer's JSON.
 
     Raises:
-        RefusedError: it refuses; the message is its reason.
-        ServerError: it cannot be asked.
+        RefusedError: the server refuses the request: 404, 409 or 422.
+        ServerError: the server does not answer, or answers with another error.
     """
     answer = (
         _ask_own(address, method, path, question) if address.is_local else _ask_named(address, method, path, question)
@@ -69,7 +70,7 @@ def _ask_named(address: ServerAddress, method: str, path: str, question: Any) ->
 
 
 def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
-    """Ask the server of a store, once it has proved itself."""
+    """Send a request to a store's own server, after its certificate proved its identity."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     verify = client_context(address.certificate) if address.certificate else True
     headers = {"Authorization": basic_authorization(address.password)} if address.password else {}
@@ -100,17 +101,17 @@ def _reason(answer: httpx.Response) -> str:
 
 
 RETRIES = 4
-"""Attempts after the first one, 30 s in all. A user waits for a request from a terminal."""
+"""Retries of a request, 30 s in all, because a user waits at a terminal."""
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
-"""Errors of a server that cannot be asked, and of settings that Prefect's client refuses."""
+"""Errors of an unreachable server, and of settings that Prefect's client refuses."""
 
 
 def request_named(
     api_url: str, method: str, path: str, question: Any = None, *, password: str = ""
 ) -> httpx.Response:  # Any: JSON
-    """Return what the server answers, whatever its status.
+    """Send a request to the server of PREFECT_API_URL, and return the answer, whatever its status.
 
-    Prefect reads its logging settings when it is imported, which is here: set the environment before.
+    This imports Prefect, which then reads its logging settings: set the environment before.
 
     Raises:
         One of FAILURES: the server cannot be asked.
@@ -121,7 +122,7 @@ def request_named(
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        root_settings_context() as context,  # the environment of now, not that of the import
+        root_settings_context() as context,  # with the present environment, not that at the import
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
     ):
         api = context.settings.api
@@ -135,10 +136,10 @@ def request_named(
 
 
 def describe_failure(error: Exception) -> str:
-    """The fault, in words that lead to a setting."""
+    """The error's message and, for an untrusted certificate, the setting to change."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
-            f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to that of the authority that "
-            "signed it"
+            f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to the certificate of the "
+            "authority that signed it"
         )
     return str(error)

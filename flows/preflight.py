@@ -1,6 +1,6 @@
-"""Find out what would fail, before anything is started: the store, the files, the port, the settings.
+"""Find mistakes in the store, the files, the ports and the settings before anything is started.
 
-Not here: the checks of models and data themselves (checks/validate.py), those of a node (tasks/bootstrap.py).
+Not here: the checks of models and data (checks/validate.py), the checks of a node (tasks/bootstrap.py).
 This module does not import prefect: it runs before Prefect's environment is set.
 """
 
@@ -79,7 +79,7 @@ from rollouts_core.system.private_files import keep_private
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
-"""Prefect's database asks for room in pieces smaller than this."""
+"""Size of the trial write, which is larger than the pieces in which Prefect's database grows."""
 
 
 def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
@@ -87,8 +87,8 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
 
     Args:
         assignments: settings that replace those of the file, `key=value`; a later one wins.
-        reads_rows: then also reads models and rows, which loads torch. Without it a misspelt key is told within a
-        second.
+        reads_rows: if settings do not fit, also check models and rows, which loads torch. If False, a misspelt key is
+            reported within a second.
 
     Raises:
         InputError: a line for each mistake.
@@ -97,7 +97,7 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
     draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
-            if given == "":  # its absence was noted if the mode needs it
+            if given == "":  # noted already if the mode needs this file
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
@@ -109,16 +109,16 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """Facts and warnings about a pipeline, found without starting anything.
 
-    Models and data that URLs name are fetched into the store: what is in them can only be seen there.
+    Models and data at URLs are fetched into the store, because their content can only be checked there.
 
     Raises:
         InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
-        TransientInfraError: a machine or an object store does not answer, and nothing else was found.
+        TransientInfraError: a machine or an object store does not answer, and there is no mistake.
     """
     mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
     _check_run(pipeline, store, mistakes, findings)
-    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched
+    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched without a store
         mistakes.check()
     config = bring_inputs(pipeline.config, store, findings.append, mistakes)
     if config.missing_data:  # the preparation failed, and every other check would read its files
@@ -139,7 +139,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
 
 
 def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
-    """The configuration with the engine that a run would take now, if its settings leave that open; adds a finding."""
+    """The configuration with a fixed kind of engine: the one that a run would choose now for `auto`. Adds a finding
+    about the choice."""
     kept = with_kept_choice(config, settings, store)
     if not is_open(kept):
         return kept
@@ -162,7 +163,7 @@ def _mistakes_of(pipeline: Pipeline) -> Mistakes:
 
 
 def _check_run(pipeline: Pipeline, store: Path, mistakes: Mistakes, findings: list[str]) -> None:
-    """Check the store, and what the settings of the machines and of the run say by themselves."""
+    """Check the store and the run's settings, and that the machine settings fit the configuration."""
     config, node, run = pipeline.config, pipeline.node, pipeline.run
     with mistakes.at("node"):
         check_trainer_nodes(config, node)
@@ -192,7 +193,7 @@ def _check_store(store: Path, mistakes: Mistakes) -> None:
 def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
     """Describe the machine, or the machines that could be rented."""
     findings: list[str] = []
-    if isinstance(settings, RentedNode):  # a machine costs money: what else it can do is seen when it is there
+    if isinstance(settings, RentedNode):  # renting costs money: other checks run when the machine is there
         size = find_model_size(config.model)
         with mistakes.at("node.query"):
             check_query(settings.query, config, size, sends_weights=settings.num_engine_nodes > 0)
@@ -219,7 +220,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
 
     Raises:
         InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
-        TransientInfraError: a machine or an object store does not answer, and nothing else was found.
+        TransientInfraError: a machine or an object store does not answer, and there is no mistake.
     """
     evaluate, run = pipeline.evaluate, pipeline.run
     assert evaluate is not None, "a pipeline without [evaluate] names no model"
@@ -228,7 +229,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         sentence = "an evaluation makes no checkpoint: leave run.publish and run.register_as empty"
         mistakes.note("run", ConfigError(sentence), names_place=True)
     _check_store(store, mistakes)
-    if mistakes.has("run.store"):  # models of the store are named
+    if mistakes.has("run.store"):  # models are looked up in the store
         mistakes.check()
     with mistakes.at("node"):
         check_copied_packages(pipeline.config, pipeline.node, trains=False)
@@ -245,7 +246,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         config = _choose_engine(without_further_nodes(pipeline.node), config, store, findings)
     with mistakes.at("node"):
         findings += _check_evaluating_node(pipeline.node, config, store, mistakes)
-    from rollouts_core.checks.validate import validate_evaluation  # torch and transformers load here
+    from rollouts_core.checks.validate import validate_evaluation  # loads torch and transformers
 
     findings += validate_evaluation(config, models, mistakes)
     mistakes.check()
@@ -267,26 +268,27 @@ def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, 
 
 
 def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node | None:
-    """The node, logged in to once; None for a machine that is being started, for which a run waits."""
+    """Log in to the node once, and return it (None for a machine that is still starting, for which a run would
+    wait)."""
     if isinstance(settings, InstanceNode):
         instance = find_instance(settings.instance)
         if not instance.has_address:
-            findings.append(f"node: {settings.instance} is {instance.status}: what it can do is seen when it runs")
+            findings.append(f"node: {settings.instance} is {instance.status}: it is checked when it runs")
             return None
     return provision_node(settings, store)
 
 
 def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """Check models and data; errors are noted.
+    """Check models and data, and note errors.
 
     Args:
         trains_here: the training runs on this machine.
     """
-    from rollouts_core.checks.resumed import check_resumed_inputs  # torch and transformers load here
+    from rollouts_core.checks.resumed import check_resumed_inputs  # loads torch and transformers
     from rollouts_core.checks.validate import validate_config
 
     findings = validate_config(config, mistakes, trains_here=trains_here)
-    if mistakes:  # digests of large data take a while
+    if mistakes:  # saves the digests of large data, which take a while
         return findings
     first = next(iter(config.trainings), "")
     for name, training in config.trainings.items():
@@ -298,16 +300,16 @@ def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> 
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """The rule by which a retraining promotes a model; nothing for a pipeline that is not retrained.
+    """A sentence about the rule by which a retraining promotes a model (empty for a pipeline without [retrain]).
 
     Args:
-        config: that of the pipeline, with its inputs here.
+        config: the pipeline's configuration with local inputs.
 
     Raises:
-        ConfigError: no model could be promoted.
-        DataError: what is watched for new data is not there, or has the store in it.
+        ConfigError: the rule could never promote a model.
+        DataError: a watched path does not exist, or contains the store.
     """
-    from rollouts_core.checks.compared_rows import check_promotion  # torch and transformers load here
+    from rollouts_core.checks.compared_rows import check_promotion  # loads torch and transformers
 
     retrain = pipeline.retrain
     if retrain is None:
@@ -322,8 +324,8 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     """The training's share of each GPU, the needed memory, and a warning if the smallest GPU on offer may be too small.
 
     Args:
-        node: its query asks for what the training takes at least.
-        offers: machines that fit it.
+        node: a node whose query asks for the memory that the training needs.
+        offers: the offers that fit the node's query.
     """
     if size.problem:
         return [Caution(size.describe_problem(config.model.path))]
@@ -345,7 +347,7 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
 
 
 def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weights: bool = False) -> None:
-    """Raise ConfigError when a machine that is asked for could not do the work, whichever it is."""
+    """Raise ConfigError if the query asks for fewer GPUs or less disk than the work needs."""
     ranks = (*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks)
     if ranks and max(ranks) >= query.gpu_count:
         raise ConfigError(
@@ -368,7 +370,7 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
     needs_gpu = any(training.policy.needs_gpu for training in config.trainings.values())
     if not (ranks or needs_gpu) or not isinstance(node, LocalNode) or node.python:
         return
-    from rollouts_core.model.loading import count_gpus  # torch is loaded by the checks of models before
+    from rollouts_core.model.loading import count_gpus  # the checks of models have loaded torch
 
     num_gpus = count_gpus()
     if needs_gpu and not num_gpus:
@@ -383,11 +385,12 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
     """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need.
 
-    Checkpoints in the store may be of this run, which then resumes. Bootstrap checks the other inputs.
+    If the store has checkpoints, no room for more is required, because this run may resume from these checkpoints.
+    Bootstrap checks the other inputs.
     """
     if not isinstance(settings, LocalNode):
         return
-    is_here = trains and Path(config.model.path).is_dir()  # the size of a model of a hub is asked for when a run begins
+    is_here = trains and Path(config.model.path).is_dir()  # the size of a hub's model is read when a run begins
     size = find_model_size(config.model) if is_here else ModelSize()
     has_trained = any(Path(node.root).glob("stages/*/checkpoints/*"))
     needed_gb = max(settings.min_free_gb, 0 if has_trained else checkpoint_disk_bytes(config, size) / 1e9)
@@ -442,16 +445,16 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
 
 
 def check_weight_transfer(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if this transfer cannot bring weights from the trainer's GPU to the engines' GPUs beside it.
+    """Raise ConfigError if `weight_transfer` cannot send weights from the trainer's GPU to engines on the same machine.
 
-    They leave the GPU of the trainer's first process.
+    The trainer's first process sends the weights from its GPU.
     """
     deployment, way = config.deployment, config.rollout.engine.weight_transfer
     if not config.samples_for_training or settings_of_engines(node):
         return
     sender = next(iter(deployment.trainer_gpu_ranks), 0)
     of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]
-    # An engine without GPUs of its own sees all, and computes on the first.
+    # An engine without `engine_gpu_ranks` sees all GPUs, and computes on the first.
     if way == "tensors" and (apart := [ranks for ranks in of_engines if ranks and sender not in ranks]):
         raise ConfigError(
             f'rollout.engine.weight_transfer "tensors" maps memory of GPU {sender}, from which the trainer sends, and '
@@ -519,10 +522,10 @@ def is_installed_by_run(settings: NodeSettings | FurtherNode) -> TypeGuard[Packa
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:
-    """Raise ConfigError when something else than an engine of ours listens on the port of the node.
+    """Raise ConfigError if a program other than an engine of an earlier run listens on the node's port.
 
     Args:
-        trainer: the session of the node from which engines are asked.
+        trainer: a session on the node of the trainer, which connects to the engine.
     """
     with as_config_errors():
         if is_own_engine(trainer, port, node, api_key=api_key):
@@ -534,7 +537,8 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, config: Config) -> list[str]:
-    """The same for one machine. An engine among the packages of the node is seen when the run has installed them."""
+    """The sentences of `check_installed_engines` for one machine. An engine among the node's packages is not checked
+    before the run installs these packages."""
     engine = config.rollout.engine
     is_among_packages = is_installed_by_run(settings) and (settings.requirements or engine.install == "never")
     if engine.spec.is_own or (is_among_packages and not engine.python):
@@ -561,7 +565,7 @@ def suggest_placement(config: Config, gpus: Sequence[GpuState]) -> list[str]:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Raise as ConfigError what is wrong with a machine because of the configuration."""
+    """Turn a PermanentInfraError into a ConfigError, because the user must change the configuration."""
     try:
         yield
     except PermanentInfraError as error:
@@ -569,7 +573,7 @@ def as_config_errors() -> Iterator[None]:
 
 
 def check_writable(store: Path) -> None:
-    """Raise ConfigError when nothing can be written into the store, ServerError for a path that Prefect cannot have."""
+    """Raise ConfigError if the store cannot be written, and ServerError if Prefect cannot use the store's path."""
     check_path(store)
     try:
         store.mkdir(parents=True, exist_ok=True)
@@ -584,7 +588,7 @@ def check_writable(store: Path) -> None:
 
 
 def check_files(data: DataConfig, mistakes: Mistakes) -> None:
-    """Note each data file that does not exist; names of hub datasets are left to the loader."""
+    """Note each data file that does not exist. The loader checks the names of hub datasets."""
     given = {
         f"data.{name}": getattr(data, name) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")
     }
@@ -601,7 +605,7 @@ def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "")
     """True when the engine of an earlier run answers on the port of the node: a run may attach to it.
 
     Raises:
-        PermanentInfraError: no engine there could be asked, whatever its port.
+        PermanentInfraError: the trainer's machine does not forward connections to the node.
     """
     with trainer.forward(port or UNUSED_PORT, node.address or LOOPBACK) as local_port:
         if port == 0:
@@ -611,14 +615,14 @@ def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "")
 
 
 MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
-    "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang
+    "/model_info": lambda answer: answer["model_path"],  # path of the embedded engine and SGLang
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
 """The paths at which engines of each kind name the folder of their model, and how the answer is read."""
 
 
 def served_model(url: str, *, api_key: str = "") -> Path | None:
-    """The folder of the model that an engine of any kind serves; None when none answers."""
+    """The folder of the model that an engine of any kind serves (None if no engine answers)."""
     for path, find in MODEL_PATHS.items():
         try:
             answer = httpx.get(

@@ -20,7 +20,7 @@ def quickstart_folder(store: Path, *, seed: int) -> Path:
 
 def write_quickstart(folder: Path, *, seed: int) -> None:
     """Make the data, the tokenizer and the untrained model, and the preset beside them."""
-    from rollouts_core.model.loading import silence_progress_bars  # torch loads here
+    from rollouts_core.model.loading import silence_progress_bars  # loads torch
     from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
     silence_progress_bars()
@@ -29,9 +29,9 @@ def write_quickstart(folder: Path, *, seed: int) -> None:
 
 
 def write_missing_quickstart(folder: Path) -> Path:
-    """The folder, with the files of seed 0 in it."""
+    """Write the quickstart with seed 0 if the folder does not have it, and return the folder."""
     if (folder / CONFIG_NAME).is_file():
-        _write_config(folder)  # an earlier version may have written it
+        _write_config(folder)  # an earlier version may have written the file
     else:
         write_quickstart(folder, seed=0)
     return folder

@@ -1,10 +1,10 @@
 """The `reap` flow: end rented machines that no run wants, and show what was ended, what stays, and why.
 
-Not here: what is ended and what is spared (infra/renting/reaper.py), the regular look without a command
+Not here: which machines are ended (infra/renting/reaper.py), the regular checks of the serving process
 (expired_machines.py).
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ def reap_machines(reap: ReapConfig) -> State[Any]:
     """End rented machines that no run wants.
 
     Raises:
-        TransientInfraError: something could not be looked at, or not be ended; the table says what.
+        TransientInfraError: a machine or provider could not be checked, or a machine could not be ended. The table
+            artifact has the details.
     """
     store = Path(reap.store).resolve()
     with known_tool(store):
@@ -48,7 +49,7 @@ NOTHING = {"outcome": "nothing is rented", "machine": ""}
 
 
 def table_of(report: ReapReport) -> list[dict[str, str]]:
-    """A row for every machine that was looked at."""
+    """A row for every machine that was checked."""
     outcomes = {
         "ended": report.ended,
         "kept": report.kept,

@@ -1,15 +1,15 @@
 """The `retrain` flow: train when data is new, compare with production, and promote what is better.
 
-Not here: what is done next and why (tasks/retraining.py), when it is looked (schedules.py), the stages (pipeline.py).
+Not here: the order of the steps (tasks/retraining.py), the schedule (schedules.py), the stages (pipeline.py).
 
     new data? -> the stages of `sft-rl`, production evaluated beside them -> registry: candidate -> promote | reject
                                                                                         \\-> a person is asked
 
-A run that waits for approval has no process and no machine. The answer starts it again, and it reuses its stages. Retry
-does the same.
+A run that waits for approval has no process and no machine. The answer starts the run again, which then reuses its
+finished stages. Retry does the same.
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from collections.abc import Mapping
 from functools import partial
@@ -95,7 +95,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
         note_in_reports(Path(scope.store), ledger)
         if outcome.is_promotion and run.publish:
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
-            if production is not None and row is not None and production.id == row.model_id:  # not put back meanwhile
+            if production is not None and row is not None and production.id == row.model_id:  # not rolled back since
                 publish_results(str(Path(scope.store) / production.checkpoint), scope)
     has_report = (scope.output_dir / "report.html").is_file()
     shown = f"; the report is {link_report(scope, str(scope.output_dir / 'report.html'))}" if has_report else ""
@@ -103,7 +103,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
 
 
 class PipelineWork:
-    """The work of `retrain_once`, by the stages of the pipeline and Prefect's form."""
+    """The steps of `retrain_once`, done by the pipeline's stages and Prefect's form for approval."""
 
     def __init__(
         self, config: Config, node: NodeSettings, run: RunOptions, retrain: RetrainConfig, scope: RunScope
@@ -119,7 +119,7 @@ class PipelineWork:
         return digest_sources(watched_sources(self._config, self._retrain.sources))
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate and compare it, unless an earlier try did; finished stages are reused."""
+        """Train, register the candidate and compare it, unless an earlier try did this. Finished stages are reused."""
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
         local = prepare(config, self._node, self._run, scope, self._retrain)
         store = Path(scope.store)
@@ -134,7 +134,8 @@ class PipelineWork:
         return self._judge(model, records[-1], production)
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Score the candidate beside what is in production now; whatever the data is by now, nothing is trained."""
+        """Score the candidate and the model that is in production now. Nothing is trained, even if the data has
+        changed."""
         config, scope = self._config, self._scope
         local = prepare(config, self._node, self._run, scope, self._retrain)
         if settings_of_engines(self._node):
@@ -164,7 +165,8 @@ class PipelineWork:
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
-        """What a person entered; until then the run is suspended, and this process ends."""
+        """Ask for approval, and return the user's answer. If there is no answer yet, the run is suspended and this
+        process ends."""
         table = render_comparison(candidate.name, candidate.evaluation)
         form = Approval.with_initial_data(description=f"## Put {escaped(candidate.name)} into production?\n\n{table}")
         answer = suspend_flow_run(wait_for_input=form, key=f"approve-{candidate.id}-{row.baseline_id}")

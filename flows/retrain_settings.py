@@ -2,7 +2,7 @@
 
 Not here: the other settings (form.py, rollouts_core/config/), what a retraining does (tasks/retraining.py).
 
-A schedule's cron expression is checked here without prefect. Prefect works out from the same text when it fires next.
+A schedule's cron expression is checked here without prefect. Prefect computes the next run from the same text.
 
     minute 0-59   hour 0-23   day of month 1-31   month 1-12, jan-dec   day of week 0-7, sun-sat
     each: * or a list of values and ranges, with steps: 0,30   9-17   */15   mon-fri
@@ -38,7 +38,7 @@ class RetrainConfig(Record):
     """The candidate's mean score must exceed production's by more than this, beyond noise. A negative margin accepts a
     slightly worse model, if newer data is valuable by itself."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
-    """Highest p-value of the comparison; 1 promotes every candidate."""
+    """Highest p-value of the comparison (1 promotes every candidate)."""
     approval: bool = False
     """Ask for approval in Prefect's UI before a better candidate goes into production."""
     force: bool = False
@@ -47,7 +47,7 @@ class RetrainConfig(Record):
     """After this many failed retrainings in a row on the same data, wait for other data."""
 
     def beside(self, folder: Path) -> Self:
-        """The same with its sources made absolute against the folder of its file."""
+        """These settings with absolute paths: `sources` are relative to the file's folder."""
         absolute = (each if is_url(each) else str((folder / each).resolve()) for each in self.sources)
         return self.model_copy(update={"sources": tuple(absolute)})
 
@@ -62,7 +62,8 @@ class ScheduleConfig(Record):
     time_zone: str = "UTC"
     """Name of the time zone of `cron`, for example Europe/Berlin."""
     overlap: Literal["queue", "skip"] = "queue"
-    """For a check that is due while the previous one still runs. queue: it waits. skip: it is skipped."""
+    """Rule for a check that is due while the previous check still runs. queue: the check waits. skip: the check is
+    skipped."""
 
     def _broken_rules(self) -> Iterator[str]:
         if bool(self.cron) == (self.interval_minutes is not None):
@@ -79,14 +80,14 @@ class ScheduleConfig(Record):
 def check_retraining(
     config: Config, retrain: RetrainConfig | None, schedule: ScheduleConfig | None, *, source: str
 ) -> None:
-    """Raise ConfigError for a schedule of nothing, and for data that is not there or can never change."""
+    """Raise ConfigError for a schedule without [retrain], and for a schedule whose data can never change."""
     if retrain is None:
         if schedule is not None:
             raise ConfigError(f"{source}: a schedule needs something to retrain: add the table retrain")
         return
     if schedule is not None and not can_change(watched_sources(config, retrain.sources)):
         raise ConfigError(
-            f"{source}: the schedule has no data that could change: every dataset is held to a commit; leave out its "
+            f"{source}: the schedule has no data that could change: every dataset is pinned to a commit; leave out its "
             "revision, or name files or folders in retrain.sources"
         )
 
@@ -124,7 +125,7 @@ def _read_field(text: str, name: str, low: int, high: int, names: Mapping[str, i
     for part in text.split(","):
         match = PART.fullmatch(part)
         if match is None or (match["first"] == "*" and match["last"]):
-            raise ValueError(f"{part!r} is no {name}: expected *, a number, a range like {low}-{high}, or */2")
+            raise ValueError(f"{part!r} is not a valid {name}: expected *, a number, a range like {low}-{high}, or */2")
         step = int(match["step"] or 1)
         if match["first"] == "*":
             first, last = low, high
@@ -133,7 +134,7 @@ def _read_field(text: str, name: str, low: int, high: int, names: Mapping[str, i
             is_open = match["step"] is not None and match["last"] is None
             last = high if is_open else _read_number(match["last"] or match["first"], name, low, high, names)
         if last < first or not step:
-            raise ValueError(f"{part!r} is no range of {name}: its end lies before its start, or its step is 0")
+            raise ValueError(f"{part!r} is not a valid range of {name}: its end is before its start, or its step is 0")
         values.update(range(first, last + 1, step))
     return values
 
@@ -141,5 +142,5 @@ def _read_field(text: str, name: str, low: int, high: int, names: Mapping[str, i
 def _read_number(text: str, name: str, low: int, high: int, names: Mapping[str, int]) -> int:
     number = names.get(text.lower(), int(text) if text.isdigit() else -1)
     if not low <= number <= high:
-        raise ValueError(f"{text!r} is no {name}: expected {low} to {high}")
+        raise ValueError(f"{text!r} is not a valid {name}: expected {low} to {high}")
     return number

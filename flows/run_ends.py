@@ -1,12 +1,13 @@
-"""How a run's process ended, kept in the store until Prefect knows it.
+"""Note in the store how a run's process ended, until Prefect knows the end.
 
-A process reports its end to Prefect last of all. If the server is away then, for longer than Prefect's client tries,
-the run would stay Running for ever, or be called Crashed although it completed. lost_runs.py makes up for it.
+A process reports its end to Prefect as its last step. If the server is unreachable for longer than Prefect's client
+tries, the run would stay Running for ever, or become Crashed although it completed. lost_runs.py then sets the noted
+state.
 
-Not here: a process that was killed, which notes nothing; its locks tell (infra/ledger.py).
+Not here: killed processes, which note nothing, and are found by their free locks (infra/ledger.py).
 """
 
-# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 import inspect
 import json
@@ -36,7 +37,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """The state in which a run's process left."""
+    """The state with which a run's process ended."""
 
     type: str
     name: str
@@ -45,24 +46,24 @@ class RunEnd:
     """Seconds since 1970."""
 
     def state(self) -> State:
-        """The state in Prefect's terms."""
+        """The end as a state of Prefect."""
         return State(type=StateType(self.type), name=self.name, message=self.message)
 
 
 def note_end(store: Path, run_id: str, state: State) -> None:
-    """Keep the end of a run."""
+    """Note the end of a run."""
     (store / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     end = RunEnd(type=state.type.value, name=state.name or "", message=state.message or "", ended_at=time.time())
     write_json(store / FOLDER / run_id, asdict(end))
 
 
 def forget_end(store: Path, run_id: str) -> None:
-    """Remove what is kept of a run: Prefect knows it, or the run begins anew."""
+    """Delete the noted end of a run, because Prefect knows the end or the run starts again."""
     (store / FOLDER / run_id).unlink(missing_ok=True)
 
 
 def read_end(store: Path, run_id: str) -> RunEnd | None:
-    """The end that is kept of a run; None without one, or if its file cannot be read as one."""
+    """The noted end of a run (None without a note, or if its file cannot be read)."""
     try:
         return RunEnd(**json.loads((store / FOLDER / run_id).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -70,7 +71,7 @@ def read_end(store: Path, run_id: str) -> RunEnd | None:
 
 
 def read_ends(store: Path, *, older_than_s: float) -> dict[str, RunEnd]:
-    """The ends that have been kept for so long, by the ids of their runs."""
+    """The noted ends that are at least `older_than_s` old, by the ids of their runs."""
     kept = {path.name: read_end(store, path.name) for path in (store / FOLDER).glob("*-*-*-*-*")}
     now = time.time()
     return {run_id: end for run_id, end in kept.items() if end is not None and now - end.ended_at >= older_than_s}
@@ -78,13 +79,14 @@ def read_ends(store: Path, *, older_than_s: float) -> dict[str, RunEnd]:
 
 @contextmanager
 def known_tool(store: Path) -> Iterator[None]:
-    """Keep the server, and let it show if the process of a tool is killed, as long as the block runs."""
+    """While the block runs, keep the server, and hold the lock of a living run, which a killed process releases."""
     with held_server(), Ledger(store / LEDGER_FILE) as ledger, ledger.living_run(str(flow_run.id)):
         yield
 
 
 def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, ResultT]:
-    """A flow's function, with a parameter that names the store, which notes there how it ended."""
+    """Decorate a flow's function, so that it notes how the run ended, in the `store` that one of its arguments
+    names."""
 
     @wraps(flow_function)
     def run_and_note(*args: FlowP.args, **kwargs: FlowP.kwargs) -> ResultT:
@@ -103,7 +105,7 @@ def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, R
         except (KeyboardInterrupt, TerminationSignal):
             note_end(store, run_id, State(type=StateType.CRASHED, message="its process was told to end"))
             raise
-        except Pause:  # the run is suspended, which is told, too
+        except Pause:  # the run is suspended, and receivers get a notification
             recall_states(run_id)
             raise
         note_end(store, run_id, result if isinstance(result, State) else State(type=StateType.COMPLETED))

@@ -1,6 +1,6 @@
 """The schedule of a deployment in Prefect, and the rule for runs that overlap.
 
-Not here: what a schedule may say (retrain_settings.py), the process that registers deployments (serving.py).
+Not here: the settings of a schedule (retrain_settings.py), the process that registers deployments (serving.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ ANCHOR = datetime(2020, 1, 1)
 """The start of intervals: a fixed time, so that a restart does not shift them."""
 SLUG = "new-data"
 DATA_UPDATED = "data.updated"
-"""The event at which retrainings look at once."""
+"""The event after which retrainings check their data at once."""
 DATA_RESOURCE = "rollouts.data"
-"""The subject of the event: the data of every retraining, or, with a dot and its name, those of one configuration."""
+"""The event's resource: all retrainings or, with `.NAME` added, the retraining of the configuration NAME."""
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
-    """Keywords for `Runner.aadd_flow`; of what runs by itself one at a time. A paused schedule stays so.
+    """Keywords for `Runner.aadd_flow`. Deployments with a schedule or trigger run one at a time. A paused schedule
+    stays paused.
 
-    Registration drops settings of a deployment that people made in Prefect: schedules, tags and its limit of parallel
-    runs. They are set again here.
+    Registration drops the schedules, the tags and the concurrency limit that users set in Prefect, so they are passed
+    again.
     """
     known = await known_deployment(deployment)
     schedules = known_schedules(known) if known else []
@@ -58,7 +59,8 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
 
 
 def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAML
-    """The same for a prefect.yaml, in which times are text; deploying again starts a schedule that was paused."""
+    """Schedule, trigger and concurrency limit for a prefect.yaml, with times as text. Deploying again resumes a paused
+    schedule."""
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
     options: dict[str, Any] = {
         "concurrency_limit": {"limit": 1, "collision_strategy": _overlap_strategy(settings).value},
@@ -76,7 +78,7 @@ def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAM
 
 
 def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
-    """Has the retraining look when an event says that its data, or all data, were updated."""
+    """A trigger that starts the retraining after an event about new data, of this configuration or of all."""
     configuration = deployment.name.partition("@")[0].removesuffix(retraining_name(""))
     own = f"{DATA_RESOURCE}.{configuration}"
     return DeploymentEventTrigger(
@@ -87,7 +89,7 @@ def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
 
 
 async def known_deployment(deployment: Deployment) -> DeploymentResponse | None:
-    """A deployment as Prefect has it."""
+    """The deployment as it is registered in Prefect (None if it is not registered)."""
     async with get_client() as client:
         try:
             return await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")
@@ -102,7 +104,7 @@ def known_schedules(known: DeploymentResponse) -> list[DeploymentScheduleCreate]
 
 
 def build_schedule(settings: ScheduleConfig, *, is_active: bool = True) -> Schedule:
-    """The schedule in Prefect's terms."""
+    """The settings as a schedule of Prefect."""
     if settings.cron:
         return Cron(settings.cron, timezone=settings.time_zone, slug=SLUG, active=is_active)
     assert settings.interval_minutes is not None, "a schedule has either"
@@ -117,7 +119,7 @@ def _overlap_strategy(settings: ScheduleConfig | None) -> ConcurrencyLimitStrate
 
 
 async def drop_schedule(deployment_id: UUID) -> None:
-    """Delete the schedule that the deployment's file had: registration without a schedule would keep it."""
+    """Delete the schedule that the deployment's file had before, because registration without a schedule keeps it."""
     async with get_client() as client:
         for schedule in await client.read_deployment_schedules(deployment_id):
             if schedule.slug == SLUG:

@@ -1,19 +1,19 @@
-"""The process that serves a store's deployments: each run that is asked for becomes a process of its own.
+"""The process that serves a store's deployments, and starts a process for each requested run.
 
-Not here: what is served (deployments.py), the start and end of this process (commands/up.py), the flow (pipeline.py),
-looking after its runs (upkeep.py).
+Not here: the deployments (deployments.py), the start and end of this process (commands/up.py), the flow (pipeline.py),
+restarts of killed runs (upkeep.py).
 
     rollouts up ──starts──> serving ──shared lock──> the Prefect server, which stays as long as this process
-                               ├─ a run of a deployment ──> a process with the flow ──> jobs, which need neither
+                               ├─ a run of a deployment ──> a process with the flow ──> jobs, which outlive both
                                └─ a tool that trains nothing ──> the same, without waiting for a slot
 
     serving.lock   held as long as this process lives
-    gpu_slots      how many runs go at once; a change takes effect within a second (store.py)
+    gpu_slots      number of runs under way at once; a change takes effect within a second (store.py)
     serving.json   written when every deployment is registered: pid, process, since, deployments with their digests,
                    gpu_slots, named_url
-    serving.log    what this process and its flows said
+    serving.log    output of this process and its flows
 
-SIGTERM ends it and the flows, and leaves their jobs: the next start, or Retry, attaches to them.
+SIGTERM ends this process and the flows, but not the flows' jobs, to which the next start, or Retry, attaches.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""How often Prefect's server is asked for runs to start, and for those to cancel."""
+"""Seconds between two polls of Prefect's server for runs to start and for runs to cancel."""
 LOOK_S = 1.0
 FLOWS_END_S = 20.0
-"""After this long a flow that was told to end is killed; its jobs stay either way."""
+"""Seconds after which a flow that was told to end is killed. The flow's jobs stay in any case."""
 RUNNER_END_S = 10.0
 MAX_LOG_BYTES = 8 * 1024 * 1024
 
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    # Set before anything imports Prefect, which reads them once; the caller's are those of a terminal.
+    # Set before the first import of Prefect, which reads the environment once. The caller's values suit a terminal.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING")
     os.environ["PREFECT_RUNNER_POLL_FREQUENCY"] = f"{POLL_S:.0f}"
     with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):
@@ -73,16 +73,16 @@ def serve_store(store: Path) -> None:
 
 
 def _load_flows(store: Path, address: ServerAddress) -> None:
-    """Import Prefect, which reads the environment, and the flows: two seconds that a new server takes anyway."""
+    """Set the environment, and import Prefect and the flows, which takes two seconds, while the server starts."""
     os.environ.update({**prefect_environment(store, address), STORE_VARIABLE: str(store.resolve())})
-    gc.disable()  # a fifth of the imports' time
+    gc.disable()  # saves a fifth of the imports' time
     offered_flows()
     gc.enable()
     gc.freeze()
 
 
 def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
-    """The flows by their names; Prefect, which is loaded here, reads the environment once."""
+    """The flows by their names. This imports Prefect, which reads the environment once."""
     from rollouts.flows.evaluate import evaluate_model
     from rollouts.flows.finish_flow import finish_run
     from rollouts.flows.pipeline import sft_rl
@@ -109,13 +109,13 @@ async def _serve(store: Path) -> None:
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
     deployments: set[UUID] = set()
-    await Credentials.register_type_and_schema()  # so that the UI offers to save some
+    await Credentials.register_type_and_schema()  # so that the UI offers this type of block
     await _register(runner, tools, store, served, deployments)
     running = [asyncio.create_task(each.start()) for each in (runner, tools)]
     while not (runner.started and tools.started) and not _has_ended(running):
         await asyncio.sleep(0.02)
     stop = asyncio.Event()
-    # Not what Prefect does at SIGTERM, which is to cancel every run.
+    # This replaces Prefect's handler of SIGTERM, which would cancel every run.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state = _write_state(home, served, apply_gpu_slots(runner, home))
@@ -127,8 +127,8 @@ async def _serve(store: Path) -> None:
             await _register(runner, tools, store, served, deployments)
             if (served, gpu_slots := apply_gpu_slots(runner, home)) != state:
                 state = _write_state(home, served, gpu_slots)
-        except Exception:  # the flows that go on have nothing to do with it
-            logger.exception("what changed in %s could not be taken over, and is tried again", store)
+        except Exception:  # a failure here must not end the running flows
+            logger.exception("changes in %s could not be applied, which is tried again", store)
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
     upkeep.cancel()
@@ -147,11 +147,11 @@ def _has_ended(running: Sequence[asyncio.Task[None]]) -> bool:
 
 
 def apply_gpu_slots(runner: Runner, home: Path) -> int:
-    """Have a started runner begin as many runs at once as the store says; returns how many that is.
+    """Set the number of runs that a started runner may have under way to the store's GPU slots, and return the number.
 
-    A smaller number ends no run. The next run begins when enough have ended.
+    A smaller number ends no run. The next run starts when enough runs have ended.
     """
-    limiter = runner._limiter  # Prefect itself takes another limit at a start alone
+    limiter = runner._limiter  # set here, because Prefect sets the limit only at the start
     assert limiter is not None, "the runner has a limit, and was started"
     try:
         limiter.total_tokens = load_gpu_slots(home)
@@ -161,7 +161,8 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
 
 
 async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str], deployments: set[UUID]) -> None:
-    """Make Prefect's deployments those of the store, and note them in `served` and, by their ids, `deployments`."""
+    """Register new and changed deployments in Prefect, and add their digests to `served` and their ids to
+    `deployments`."""
     from rollouts.flows.schedules import drop_schedule, schedule_options
 
     flows = offered_flows()
@@ -187,7 +188,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
 
 
 def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[dict[str, str], int]:
-    """Say what is served, and return that."""
+    """Write serving.json, and return the served digests and the number of GPU slots."""
     state = {
         "pid": os.getpid(),
         "process": asdict(identify(os.getpid())),
@@ -201,7 +202,7 @@ def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[di
 
 
 def _end_flows() -> None:
-    """End the processes of the flows, which leave their jobs and say to Prefect that they crashed."""
+    """End the processes of the flows. Their jobs go on, and their runs become Crashed in Prefect."""
     flows = multiprocessing.active_children()
     for flow in flows:
         flow.terminate()

@@ -22,14 +22,14 @@ class Setting:
     """A setting of a pipeline."""
 
     name: str
-    """Its dotted name, as in a file: training.rl.num_steps."""
+    """The setting's dotted name, as in a file: training.rl.num_steps."""
     value: Any  # Any: JSON
     default: Any  # Any: JSON
-    """None of a setting without a default."""
+    """None for a setting without a default."""
     is_default: bool
     is_required: bool
     origin: str
-    """file, default, or the setting that filled it in."""
+    """Origin of the value: file, default, or the setting that filled the value in."""
 
 
 def settings_of(pipeline: Pipeline) -> list[Setting]:
@@ -75,7 +75,8 @@ def _settings(
 
 
 def _is_given(name: str, given: Mapping[str, Any]) -> bool:  # Any: file content
-    """Whether the file has the setting; one from Python, whose content is not kept, counts as having all."""
+    """Whether the file has the setting. A Python file counts as having all settings, because its content is not
+    kept."""
     section: Any = given
     for part in name.split("."):
         if not isinstance(section, Mapping) or part not in section:

@@ -1,4 +1,4 @@
-"""Which folder is the store when no setting names it, and how many runs of its deployments may go at the same time.
+"""The default folder of the store, and the number of runs of its deployments that may be under way at once.
 
 Not here: what lies in a store (docs/run_directory.md), and the GPUs that jobs take (infra/supervisor/gpu_slots.py).
 This module does not import prefect, because it runs before Prefect's environment is set.
@@ -15,11 +15,11 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_atomically
 
 STORE_VARIABLE = "ROLLOUTS_STORE"
-"""Names the store for commands, and in a serving process for runs without a store of their own."""
+"""Environment variable with the default store: for commands, and in a serving process for runs that name no store."""
 
 
 def with_store(settings: Any) -> Any:  # Any: what a form, a request or a program gives
-    """The settings, with the store of this process if they name none or the form's field is empty."""
+    """The settings, with the store of this process if the settings name no store or an empty one."""
     if not isinstance(settings, Mapping):
         return settings
     store = settings.get("store")
@@ -32,7 +32,7 @@ def with_store(settings: Any) -> Any:  # Any: what a form, a request or a progra
 
 
 def from_home(path: Path | None) -> Path | None:
-    """The path with a ~ at its beginning made the home folder, which shells do not in --store=~/runs."""
+    """The path with a leading ~ replaced by the home folder, because shells do not replace it in --store=~/runs."""
     try:
         return path and path.expanduser()
     except RuntimeError:  # the named user does not exist on this machine
@@ -44,15 +44,15 @@ FILE = "gpu_slots"
 
 
 def save_gpu_slots(home: Path, number: int) -> None:
-    """Have it so from now on, and from the next `rollouts up` on."""
+    """Save the number of GPU slots for the present serving process and for later ones."""
     write_atomically(home / FILE, f"{number}\n")
 
 
 def load_gpu_slots(home: Path) -> int:
-    """The number that was asked for last.
+    """The saved number of GPU slots, or the default.
 
     Raises:
-        ConfigError: the file is not one that `save_gpu_slots` wrote.
+        ConfigError: the file does not hold a number of slots.
     """
     path = home / FILE
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The runs of a store by its ledger and files alone: stages, state, scores and cost. No server is asked.
+"""Read a store's runs from its ledger and files, without a server: stages, state, scores and cost.
 
 Not here: pages about runs (live.py), commands (commands/runs.py), the states of runs in Prefect (commands/status.py).
 """
@@ -25,18 +25,18 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, EVALUATE, is_selection, is_training
 
 MIN_ID_CHARS = 4
-"""At least so many characters of a run's id name the run."""
+"""Fewest characters of a run's id that name the run."""
 
 MAX_NAMES = 10
-"""A sentence about an unknown run names at most so many of the latest ones."""
+"""Number of latest runs whose names may be suggested in place of an unknown name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScore:
-    """The score of a model on the rows of a stage that scores."""
+    """The score of a model in a selection or an evaluation."""
 
     model: str
-    """base, sft, rl, or the name of a checkpoint."""
+    """Name of the model: base, sft, rl, or the name of a checkpoint."""
     mean: float
     low: float
     """Lower end of the interval, by the method that the report names."""
@@ -45,34 +45,35 @@ class ModelScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in one line."""
+    """The state and the results of a run, for one line of a table."""
 
     run: str
-    """The name of its folder of results."""
+    """The name of the run's folder of results."""
     state: str
-    """running, done, cancelled, failed, or stopped: no process of it lives, and its last job says no more."""
+    """running, done, cancelled, failed, or stopped: the run has no living process, and its last job has no recorded
+    end."""
     stage: str
-    """The last stage that it came to."""
+    """The last stage that the run has reached."""
     training: str
-    """The last stage that trains; empty for a run that only scores."""
+    """The run's last stage that trains (empty for a run that only scores)."""
     step: int
-    """The last logged step of that stage."""
+    """The last logged step of the stage `training`."""
     num_steps: int
     began_at: float
     """Seconds since 1970."""
     score: ModelScore | None
     """The last model that was scored, on held-out rows if the run came so far, else on the rows of the selection."""
     change: float | None
-    """The difference of its mean to that of the start model, on held-out rows."""
+    """The score's mean minus the start model's mean, on held-out rows."""
     usd: float | None
-    """Cost of rented machines so far; None without any."""
+    """Cost of rented machines so far (None without rented machines)."""
     verdict: str
     report: str
-    """The path of the report; empty before the end."""
+    """The path of the report (empty before the end)."""
 
 
 def runs_by_use(store: Path) -> list[list[StageUse]]:
-    """The stages that each run came to, in order; the run that came to one last is the first."""
+    """The stages that each run has reached, in order. The run that reached a stage most recently comes first."""
     runs: dict[str, list[StageUse]] = {}
     with Ledger(store / LEDGER_FILE) as ledger:
         for use in ledger.stage_uses():
@@ -102,7 +103,7 @@ def find_named_run(store: Path, given: str) -> list[StageUse]:
             return found
     names = [uses[0].run for uses in runs]
     if not names:
-        raise InputError(f"the store {store} has no runs yet: --store names another one")
+        raise InputError(f"the store {store} has no runs yet: --store names another store")
     hint = closest_name(given, names[:MAX_NAMES])
     raise InputError(f"the store {store} has no run {given}{hint}")
 
@@ -113,7 +114,7 @@ def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
 
 
 def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
-    """Whether a run is under way, or what it left; its stages may be those of other runs, too."""
+    """The state of a run in a few words: running, its results, or how its last stage ended."""
     if is_alive:
         return "running"
     report = report_path(store, uses)
@@ -127,7 +128,7 @@ def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool)
 
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
-    """A run as far as it has come."""
+    """A run with the stages that it has reached, for its live page."""
     is_followed = lives(uses, living_runs(store))
     path = report_path(store, uses)
     labels = labels_of(path.with_name(EVALUATION_FILE))
@@ -166,7 +167,8 @@ def planned_stages(store: Path, run: str) -> tuple[str, ...]:
 
 
 def describe_end(run_dir: Path) -> tuple[int, str]:
-    """The last attempt of a stage that has an exit record, and how it ended in a few words; 0 and "" without one."""
+    """The last attempt of a stage that has an exit record, and how it ended in a few words (0 and "" without an exit
+    record)."""
     attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
     if not attempts:
         return 0, ""
@@ -185,7 +187,7 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
 
 
 def verdict_of(record: Path) -> str:
-    """The verdict in a run.json; empty without a record or a verdict."""
+    """The verdict in a run.json (empty if the file or its verdict is missing)."""
     try:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -193,7 +195,8 @@ def verdict_of(record: Path) -> str:
 
 
 def labels_of(record: Path) -> dict[str, str]:
-    """The user's names of the models of an evaluation, by their names in its stage; empty without its record."""
+    """The names that the user gave for the models of an evaluation, by the models' names in the stage (empty without a
+    record)."""
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return {name: str(model["named"]) for name, model in models.items()}
@@ -202,13 +205,13 @@ def labels_of(record: Path) -> dict[str, str]:
 
 
 def living_runs(store: Path) -> Collection[str]:
-    """The ids of living runs, asked for once: the look at each run locks the folder of all of them."""
+    """The ids of living runs. Ask once for many runs, because each call locks the folder of all runs."""
     with Ledger(store / LEDGER_FILE) as ledger:
         return ledger.living_runs().keys()
 
 
 def lives(uses: Sequence[StageUse], living: Collection[str]) -> bool:
-    """Whether a process lives of a run, whose stages may have been done by several attempts with ids of their own."""
+    """Whether a run has a living process. Its stages may be of several attempts, each with its own id."""
     return any(use.run_id in living for use in uses)
 
 
@@ -217,7 +220,7 @@ def stage_name(use: StageUse) -> str:
 
 
 def usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
-    """The cost of the run's machines; None if it rented no machine."""
+    """The cost of the run's machines (None if it rented no machine)."""
     ids = {use.run_id for use in uses}
     with Ledger(store / LEDGER_FILE) as ledger:
         if not any(rental.run_id in ids for rental in all_rentals(ledger)):
@@ -226,7 +229,7 @@ def usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
 
 
 def summarize_run(store: Path, uses: Sequence[StageUse], *, living: Collection[str]) -> RunSummary:
-    """A run in one line."""
+    """Sum up a run for one line of a table."""
     path = report_path(store, uses)
     last = store / "stages" / uses[-1].stage
     training = next((use for use in reversed(uses) if is_training(stage_name(use))), None)
@@ -265,7 +268,8 @@ def state_of(report: Path, last_stage: Path, *, is_alive: bool) -> str:
 
 
 def scores_of(store: Path, use: StageUse) -> list[ModelScore]:
-    """The models that a finished stage scored: all of an evaluation, the chosen one of a selection; else nothing."""
+    """The scores of a finished stage: all models of an evaluation, the chosen model of a selection (empty for other
+    stages)."""
     name = stage_name(use)
     if not is_selection(name) and name != EVALUATE.name:
         return []

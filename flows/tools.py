@@ -1,7 +1,7 @@
 """Deployments that train nothing: their names, the fields of their forms, and their schedules.
 
     reap      end rented machines that no run wants (reap.py); every hour
-    finish    have a run that trains go on with what it has (finish_flow.py)
+    finish    end a run's training early, so that the run goes on with its best checkpoint (finish_flow.py)
 
 Not here: deployments of pipelines (deployments.py). This module does not import prefect: it runs before Prefect's
 environment is set.
@@ -23,15 +23,15 @@ from rollouts_core.errors import ConfigError
 REAP_FLOW = "reap"
 FINISH_FLOW = "finish"
 HOURLY = "17 * * * *"
-"""Once an hour, and not when everybody else's hourly jobs begin."""
+"""Once an hour, at a minute at which few other hourly jobs start."""
 
 
 class ReapConfig(Record):
-    """Which rented machines are ended."""
+    """Rented machines to end."""
 
     spare: bool = True
-    """Leave machines of killed runs to their next start until they expire. Off ends them now. Machines that failed runs
-    keep (node.keep_on_failure_minutes) stay until then in any case."""
+    """Keep machines of killed runs for the runs' next start, until the machines expire. Off: end these machines now.
+    Machines that failed runs keep (node.keep_on_failure_minutes) stay until that time is over in any case."""
     store: str = ".rollouts"
     """Folder whose ledger knows what is rented."""
 
@@ -39,30 +39,30 @@ class ReapConfig(Record):
 
 
 class FinishConfig(Record):
-    """Which run ends its training."""
+    """The run whose training ends early."""
 
     run: str = Field(min_length=1)
     """The run that trains: its name, my-run-5793d50a, or its id, the end of its page's address."""
     store: str = ".rollouts"
-    """Folder in which it runs."""
+    """Store of the run."""
 
     _find_store = model_validator(mode="before")(with_store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A flow with one record of settings, whose only deployment has its name."""
+    """A flow that trains nothing. The flow has one record of settings, and one deployment of the same name."""
 
     name: str
     """The name of the flow, of the deployment, and of the flow's parameter."""
     settings: type[Record]
     description: str
-    """What its page says; Markdown."""
+    """Text of the deployment's page, in Markdown."""
     schedule: ScheduleConfig | None = None
 
     @property
     def defaults(self) -> dict[str, Any]:  # Any: JSON
-        """What its form begins with; fields that have no default are left to whoever fills it in."""
+        """Default values of the form's fields. Users fill in the fields that have no default."""
         fields = self.settings.model_fields.items()
         return {name: field.default for name, field in fields if not field.is_required()}
 
@@ -74,14 +74,14 @@ TOOLS = {
             name=REAP_FLOW,
             settings=ReapConfig,
             description="End rented machines that no run of this store wants, and show what was ended, what stays, and "
-            "why. The process that serves the deployments ends what has expired by itself, every two minutes.",
+            "why. The process that serves the deployments also ends expired machines by itself, every two minutes.",
             schedule=ScheduleConfig(cron=HOURLY, overlap="skip"),
         ),
         Tool(
             name=FINISH_FLOW,
             settings=FinishConfig,
-            description="Finish now: the SFT or RL that a run is at ends after the step under way, with a checkpoint, "
-            "and the run goes on with selection, evaluation and sync. Later runs of the same settings train the rest.",
+            description="Finish now: a run's present SFT or RL ends after the step under way, with a checkpoint, and "
+            "the run goes on with selection, evaluation and sync. Later runs with the same settings train the rest.",
         ),
     )
 }
@@ -90,10 +90,10 @@ TOOLS = {
 def overridden_tool(
     name: str, parameters: Mapping[str, Any], assignments: Iterable[str]
 ) -> dict[str, Any]:  # Any: JSON
-    """The parameters of a tool with settings replaced; each assignment is `reap.spare=false`.
+    """The parameters of a tool with settings replaced by assignments such as `reap.spare=false`.
 
     Raises:
-        ConfigError: one sentence; the key is not known, or the value does not fit.
+        ConfigError: a key is unknown, or a value does not fit.
     """
     settings = dict(parameters.get(name, {}))
     for assignment in assignments:

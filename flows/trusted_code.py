@@ -1,4 +1,5 @@
-"""Which code, machines and secrets a run may name that was asked for through Prefect: by a form, a schedule, or HTTP.
+"""Check the code, machines and secrets that a run may name if it was requested through Prefect: a form, a schedule or
+HTTP.
 
     function    rollout.reward_fn and its like: module, or the package above it
     program     an interpreter, an argument or a command, packages to install, an image, OpenSSH's configuration,
@@ -7,11 +8,11 @@
     model       model.path with trust_remote_code, which runs code in the model's folder, and then also
                 evaluate.model and evaluate.against, unless a run of the store made them: the exact path
 
-The fields carry their kind as a mark (`needs_trust`). Without this list, everybody that may start a run could call any
-function of any installed package. Trusted are the values in configurations that were given to `rollouts up`, in a shell
-of this machine, and the values that ROLLOUTS_TRUSTED_CODE lists, separated by commas.
+Fields that need trust are marked with their kind (`needs_trust`). Without this check, every user who may start a run
+could call any function of any installed package. A value is trusted if it is in a configuration that was given to
+`rollouts up`, in a shell of this machine, or in the comma-separated list ROLLOUTS_TRUSTED_CODE.
 
-Not here: `rollouts run CONFIG`, whose configuration is the user's own; that names can be resolved (rollouts_core).
+Not here: `rollouts run CONFIG`, whose configuration is the user's own; resolving names (rollouts_core).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ OWN_MODULES = (
     *("rollouts_core.environments.json_schema", "rollouts_core.environments.math"),
     *("rollouts_core.environments.multiple_choice", "rollouts_core.environments.text_transformation"),
 )
-"""Modules of this project that grade and filter. Others start programs, delete folders, or write files."""
+"""This project's modules with graders and filters, which are always trusted. This project's other modules can start
+programs, delete folders, or write files."""
 SCORED = ("evaluate.model", "evaluate.against")
 
 
@@ -53,12 +55,12 @@ def check_trusted(
     store: Path | None = None,
     node: NodeSettings | None = None,
 ) -> None:
-    """Raise ConfigError for the values in the settings that need trust and have none, a line for each.
+    """Raise ConfigError if the settings have values that need trust but are not trusted, with a line per value.
 
     Args:
-        evaluate: which models are loaded in place of the configuration's own.
-        store: the run's. Its models are trusted like the configurations that made them.
-        node: on which it is to run.
+        evaluate: names the models that are loaded in place of the configuration's own.
+        store: the run's store, whose runs made trusted models.
+        node: the node of the run.
     """
     models = models_named_by(config, evaluate)
     if store is not None and is_served(store):
@@ -88,12 +90,12 @@ class Named:
 
     setting: str
     kind: str
-    """function, program, secret or model: see the head of this file."""
+    """Kind of the value: function, program, secret or model (see the head of this file)."""
     value: str
 
 
 def is_trusted(named: Named, trusted: Collection[str]) -> bool:
-    """True if the value is among the trusted ones; a package that is trusted stands for its modules, too."""
+    """True if the value is trusted. A trusted package includes its modules."""
     if named.kind != "function":
         return named.value in trusted
     if named.value in OWN_MODULES:
@@ -123,7 +125,8 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
 
 
 def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
-    """The parts of a marked field's value that need trust, each with its place; numbers and empty texts need none."""
+    """The parts of a marked field's value that need trust, each with its place. Numbers and empty texts need no
+    trust."""
     if kind == "function":
         module, colon, _ = name_of_function(value).partition(":")
         return [(setting, module)] if colon else []
@@ -134,7 +137,7 @@ def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[st
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:
-    """The models whose folders bring code to run, by their settings."""
+    """The models whose folders may contain code to run, by the names of their settings."""
     if not config.model.trust_remote_code:
         return {}
     scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}
@@ -151,38 +154,38 @@ def _is_number(word: str) -> bool:
 
 
 def is_served(store: Path) -> bool:
-    """Whether runs of this process are for this store; a request for a run may name another store."""
+    """Whether this process serves this store. Models of other stores, which a request may name, are not trusted."""
     served = os.environ.get(STORE_VARIABLE)
     return not served or Path(served).resolve() == store.resolve()
 
 
 def is_made_in(store: Path, given: str) -> bool:
-    """Whether a model's name means a result of the store, and not any folder or URL."""
+    """Whether a model's name means a result of the store, and not another folder or a URL."""
     if is_url(given):
         return False
     own = [store.resolve() / kind for kind in (RUNS, STAGES)]
     folder = next((each for each in (*(kind / given for kind in own), Path(given)) if each.is_dir()), None)
-    return folder is None or any(folder.resolve().is_relative_to(kind) for kind in own)  # None: of the registry
+    return folder is None or any(folder.resolve().is_relative_to(kind) for kind in own)  # None: a registered model
 
 
 def listed() -> list[str]:
-    """What the environment trusts."""
+    """The values that ROLLOUTS_TRUSTED_CODE lists."""
     return [name for each in os.environ.get(VARIABLE, "").split(",") if (name := each.strip())]
 
 
 def given_to_up() -> set[str]:
-    """The values that need trust in the configurations of the process that serves this run."""
+    """The values that need trust in the configurations that were given to `rollouts up`."""
     if not (store := os.environ.get(STORE_VARIABLE)):
         return set()
     code: set[str] = set()
     for deployment in load_deployments(Path(store) / "prefect").values():
-        with suppress(KeyError, ValidationError):  # it trains nothing, or another version made it
+        with suppress(KeyError, ValidationError):  # a tool's deployment, or one of another version
             config = Config.model_validate(deployment.parameters["config"])
             scored = deployment.parameters.get("evaluate")
             evaluate = EvaluateConfig.model_validate(scored) if scored else None
             code.update(each.value for each in find_marked(config))
             code.update(models_named_by(config, evaluate).values())
-        with suppress(KeyError, ValidationError):  # it names no machine, or another version made it
+        with suppress(KeyError, ValidationError):  # a deployment without a machine, or of another version
             node = TypeAdapter[NodeSettings](NodeSettings).validate_python(deployment.parameters["node"])
             code.update(each.value for each in find_marked(node))
     return code

@@ -1,8 +1,7 @@
-"""Look after the runs of a store, beside the process that starts them.
+"""Regularly handle lost runs and expired machines of a store.
 
-Not here: what is done with runs whose process was killed (lost_runs.py), with machines that expired
-(expired_machines.py). The serving process does it; with a server for several people `rollouts watch`, on the machine
-whose workers have the store.
+Not here: how lost runs (lost_runs.py) and expired machines (expired_machines.py) are handled. The serving process calls
+this module. With a shared server, `rollouts watch` calls it, on the machine of the workers that have the store.
 """
 
 from __future__ import annotations
@@ -15,20 +14,22 @@ from pathlib import Path
 from uuid import UUID
 
 LOST_S = 15.0
-"""How often runs are looked for whose process is gone; one that is found twice is marked."""
+"""Seconds between two looks for runs whose process is gone. Two looks in a row must find a run before the run is marked
+Crashed."""
 EXPIRED_S = 120.0
-"""How often rented machines are looked at."""
+"""Seconds between two checks of rented machines."""
 
 logger = logging.getLogger(__name__)
 
 
 async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
-    """Look after the runs and machines of a store, until cancelled, whatever goes wrong at a single look.
+    """Handle lost runs and expired machines of a store until cancelled. If a look fails, the failure is logged, and the
+    next look comes.
 
     Args:
-        deployments: those that this process serves; more may be added.
+        deployments: ids of the deployments that this process serves, to which the caller may add more.
 
-    Prefect has to know its server by then: it reads the environment when it is imported, which is here.
+    This imports Prefect, which then reads its server's address from the environment: set the environment before.
     """
     from rollouts.flows.expired_machines import end_expired
     from rollouts.flows.lost_runs import LostRuns
@@ -36,7 +37,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     lost, end = (
         LostRuns(store, deployments),
         partial(asyncio.to_thread, end_expired, store),
-    )  # providers may take long to answer
+    )  # in a thread, because providers may answer slowly
     async with asyncio.TaskGroup() as both:
         both.create_task(again_and_again(lost.look, interval_s=LOST_S, first_after_s=LOST_S))
         both.create_task(again_and_again(end, interval_s=EXPIRED_S))
@@ -45,9 +46,9 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
 async def again_and_again(
     look: Callable[[], Awaitable[object]], *, interval_s: float, first_after_s: float = 0.0
 ) -> None:
-    """Look after every interval, until cancelled; a look that fails is logged, and the next one comes.
+    """Call `look` in every interval until cancelled. A call that fails is logged, and the next call comes.
 
-    An exception must not escape: it would end the serving process, and with it the flows and the end of machines.
+    An exception must not escape, because it would end the serving process with all flows.
     """
     await asyncio.sleep(first_after_s)
     while True:

@@ -1,1 +1,2 @@
-"""Commands of `rollouts` with a file of their own, and their common parts (terminal.py). `cli.py` lists them all."""
+"""Commands of `rollouts` that have their own files, and common parts of commands (terminal.py). `cli.py` lists them
+all."""

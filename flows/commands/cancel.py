@@ -1,12 +1,12 @@
-"""`rollouts cancel`: give a run up, as Cancel on its page does, also one whose process is gone.
+"""`rollouts cancel`: cancel a run as Prefect's UI does, even if the run's process is gone.
 
-Not here: what is given back (cancellation.py), a run that goes on with what it has (finish.py).
+Not here: releasing what the run holds (cancellation.py), ending only the run's training (finish.py).
 
-    a process follows the run      Prefect is asked; the process gives back what the run holds; that is waited for
-    the same, of a run that        the process follows the state by itself; Prefect is asked if it has not done so
-      Prefect calls ended            within a minute
-    no process does any more       it is given back here, and Prefect told that the run is cancelled
-    the run was deleted in Prefect the same, as far as that can be found without the run's settings
+    run with a process              set Cancelling, and wait until the process has released what the run holds
+    run with a process, ended in    wait for the process, which polls the state; set Cancelling after a minute
+      Prefect by a user
+    run without a process           set Cancelled, and release here what the run holds
+    run that was deleted in Prefect release here what can be found without the run's settings
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rollouts.infra.renting.rentals import open_rentals
 from rollouts_core.errors import InputError, RolloutsError
 
 WAIT_S = 720.0
-"""Added to the time that a training may take to save. Results on another machine are fetched within ten minutes."""
+"""Added to `run.stop_timeout_s`, because fetching results from another machine may take ten minutes."""
 FOLLOW_S = 60.0
-"""A living process of a run that was called ended looks at the run's state every 15 s, and gives back what it holds."""
+"""How long a living process gets to notice that its run was set to an ended state: it polls the state every 15 s."""
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
-"""States in which no process follows a run any more. A served run that is Crashed is started again."""
+"""Final states of a run. Crashed is not final, because a served run that crashed is restarted."""
 
 FlowRunJson = dict[str, Any]  # Any: JSON
 
@@ -50,15 +50,15 @@ def cancel(
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Cancel RUN: jobs that no other run wants save a checkpoint and end, its machine is given back.
+    """Cancel RUN: jobs that no other run wants save a checkpoint and end, and its machine is released.
 
-    Also of a run whose process was killed, or that failed and keeps its machine. A new run with the same settings goes
-    on from the checkpoint.
+    RUN may also be a run whose process was killed, or one that failed and keeps its machine. A new run with the same
+    settings resumes from the checkpoint.
     """
     check_server(store)
     with open_registry(store) as ledger, local_server(store) as address:
         if deleted := find_deleted_run(address, ledger, run):
-            console.print(f"cancelling     {deleted.run_name}, which Prefect knows no more", markup=False)
+            console.print(f"cancelling     {deleted.run_name}, which was deleted in Prefect", markup=False)
             typer.echo(f"{deleted.run_name}: {_give_back_deleted(address, ledger, store.resolve(), deleted)}")
             return
         found = find_flow_run(address, ledger, store.resolve(), run)
@@ -70,11 +70,11 @@ def cancel(
 
 
 def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> str:
-    """Give a run up; returns what was done, in a sentence.
+    """Cancel a run, and return a sentence about what was done.
 
     Raises:
-        InputError: it has ended, no process of it lives, and it holds nothing.
-        RolloutsError: its process has not given it up in time.
+        InputError: the run has ended, has no living process, and holds nothing.
+        RolloutsError: the run's process has not released everything in time.
     """
     has_ended, is_alive = run["state_type"] in ENDED, ledger.is_alive(run["id"])
     if has_ended and not is_alive and not _holds(ledger, run["id"]):
@@ -92,7 +92,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
             return "cancelled"
         if state["state_type"] in ("COMPLETED", "FAILED"):
             if not has_ended:
-                return f"it came to its end meanwhile, {state['state_name']}"
+                return f"it ended meanwhile: {state['state_name']}"
             if not _holds(ledger, run["id"]) and not ledger.is_alive(run["id"]):
                 return f"its process ended; the run was {state['state_name']} already"
         if has_ended and waited_s > FOLLOW_S and state["state_type"] in ENDED and ledger.is_alive(run["id"]):
@@ -101,14 +101,14 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
             return _give_back_here(address, store, state)
         time.sleep(POLL_S)
     raise RolloutsError(
-        f"{full_name(run)} was asked to give up and has not in {wait_s / 60:.0f} minutes: its page says more, "
+        f"{full_name(run)} was told to cancel, and has not ended within {wait_s / 60:.0f} minutes: see its page, "
         f"{run_url(address, run['id'])}"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedRun:
-    """A run whose process is gone, which Prefect does not know, and that left something."""
+    """A run that was deleted in Prefect, whose process is gone, and that still holds jobs or machines."""
 
     run_id: str
     run_name: str
@@ -116,7 +116,7 @@ class DeletedRun:
 
 
 def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> DeletedRun | None:
-    """The named run, if it was deleted in Prefect after its process had gone."""
+    """The run that the user named, if it was deleted in Prefect and its process is gone (otherwise None)."""
     names = {use.run_id: use.run for use in ledger.stage_uses() if use.run}
     dead = [run_id for run_id in _holding(ledger) if ledger.has_died(run_id)]
     meant = [
@@ -132,7 +132,7 @@ def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> Dele
 
 
 def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: str) -> FlowRunJson:
-    """The named run of the store. If several have the name, exactly one must be under way, or hold something.
+    """The run that the user named. If several runs have this name, exactly one must be under way or hold something.
 
     Raises:
         InputError: no run, or several runs, have this name.
@@ -156,46 +156,46 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: st
             names = " or ".join(f"{full_name(run)} ({run['state_name']})" for run in those)
             raise InputError(f"{given} may be {names}: name one of them")
     going = ", ".join(full_name(run) for run in every if run["id"] in holding or run in under_way) or "none"
-    raise InputError(f"there is no run {given}: those that can be cancelled are {going}")
+    raise InputError(f"there is no run {given}: the runs that can be cancelled are {going}")
 
 
 def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> bool:
-    """Whether a run of this store lost its process, and no serving process will end it."""
+    """Whether a run's process is gone, and no serving process will end the run."""
     if not ledger.has_died(run["id"]) or find_serving(store) is not None:
         return False
     if run["deployment_id"] is None or not named_url():
         return True
-    # Another machine may serve the run: then the server heard of that process within the last minute.
+    # If another machine serves the run, the deployment is READY: that machine polled within the last minute.
     return bool(ask(address, "GET", f"/deployments/{run['deployment_id']}")["status"] == "NOT_READY")
 
 
 def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> str:
-    if run["state_type"] not in ENDED:  # first of all: one that is Crashed would be started again meanwhile
+    if run["state_type"] not in ENDED:  # first, because a Crashed run would be restarted
         _set_state(address, run["id"], "CANCELLED", force=True)
     os.environ.update(prefect_environment(store, address))
-    from prefect.client.schemas.objects import FlowRun  # reads the environment that was just set
+    from prefect.client.schemas.objects import FlowRun  # importing prefect reads the environment
 
     from rollouts.flows.cancellation import release_for
 
-    # The store may have been given as it is seen from another folder.
+    # The run's parameters may have the store's path relative to another folder.
     settings = {**run["parameters"].get("run", {}), "store": str(store)}
     return release_for(FlowRun.model_validate({**run, "parameters": {**run["parameters"], "run": settings}}))
 
 
 def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run: DeletedRun) -> str:
-    """Give everything back, and say in a sentence what was done.
+    """Release what a deleted run holds, and return a sentence about what was done.
 
     Raises:
-        RolloutsError: something is left.
+        RolloutsError: the run still holds jobs or machines afterwards.
     """
     os.environ.update(prefect_environment(store, address))
-    from rollouts.flows.cancellation import release_without_settings  # imports prefect, which reads what was just set
+    from rollouts.flows.cancellation import release_without_settings  # importing prefect reads the environment
 
     said = release_without_settings(run.run_id, store)
     if left := sorted({lease.node for lease in ledger.leases_of(run.run_id)}):
         raise RolloutsError(
-            f"{run.run_name}: {said}; how {', '.join(left)} is reached was known to Prefect alone: a run with the same "
-            "settings attaches to the jobs there, and can be cancelled"
+            f"{run.run_name}: {said}; only the deleted run knew how to reach {', '.join(left)}: start a run with the "
+            "same settings, which attaches to the jobs there, and cancel it"
         )
     if _holds(ledger, run.run_id):
         raise RolloutsError(f"{run.run_name}: {said}")
@@ -203,7 +203,7 @@ def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run:
 
 
 def _set_state(address: ServerAddress, run_id: str, state: str, *, force: bool) -> None:
-    """Set a state; `force` passes by Prefect's rules, which refuse to cancel a run that is called ended."""
+    """Set the run's state. `force` bypasses Prefect's rules, which refuse to cancel an ended run."""
     ask(address, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": state}, "force": force})
 
 
@@ -213,9 +213,9 @@ def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:
 
 
 def _holding(ledger: Ledger) -> set[str]:
-    """The ids of all runs that hold something."""
+    """The ids of all runs that hold jobs or machines."""
     holders = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
-    return holders - {""}  # a machine that was found, and was not in the ledger, is no run's
+    return holders - {""}  # a machine that was only found at its provider has no run
 
 
 def _holds(ledger: Ledger, run_id: str) -> bool:

@@ -1,10 +1,10 @@
 """Talk to models in the terminal, or from a pipe: one line is a message.
 
-Not here: which folders are meant (serve.py), how a chat runs (rollouts_core/embedded/chatting.py).
+Not here: finding the checkpoints (serve.py), how a chat runs (rollouts_core/embedded/chatting.py).
 
     you            >  a line, or /reset, /system TEXT, /set NAME=VALUE, /help, /quit
-    one model      its answer, as it comes
-    two models     both compute at once; the first answer as it comes, then the second
+    one model      its answer is printed as it is generated
+    two models     both generate at once; the second answer is printed after the first
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ THINKING = "(thinking) "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How models answer."""
+    """The system prompt and the sampling settings of a chat."""
 
     system: str = ""
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int | None = None
-    """None for the room that the context has."""
+    """Most tokens of an answer (None: as many as fit into the context)."""
     seed: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Talker:
-    """A model, and what was said with it."""
+    """A model and its conversation so far."""
 
     model: ServedModel
     messages: list[Message] = field(default_factory=list)
 
 
 def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> None:
-    """Answer lines of the standard input until it ends."""
+    """Answer each line of standard input until its end."""
     with ExitStack() as stack:
         models = [
             stack.enter_context(loaded_model(folder, name, num_threads=threads)) for name, folder in folders.items()
@@ -72,7 +72,7 @@ def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> No
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines; only a terminal is shown a prompt."""
+    """The user's lines. A prompt is printed only on a terminal."""
     is_terminal = sys.stdin.isatty()
     while True:
         try:
@@ -88,7 +88,7 @@ def _lines() -> Iterator[str]:
 
 
 def obey(line: str, settings: Settings, talkers: list[Talker]) -> Settings:
-    """Carry out a command, and return the settings from now on."""
+    """Carry out a command such as /set, and return the settings after it."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     if command in ("/reset", "/system"):
@@ -116,14 +116,14 @@ def _set(rest: str, settings: Settings) -> Settings:
 
 
 def _answer(line: str, settings: Settings, talkers: list[Talker]) -> None:
-    """Let all models answer at once, and write the answers behind each other."""
+    """Let all models generate at once, and print their answers one after another."""
     try:
         asyncio.run(_answer_all(line, settings, talkers))
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         console.print("the answer was ended; /reset forgets the conversation")
     except BrokenPipeError:
-        sys.stdout = None  # nothing more can be written
+        sys.stdout = None  # the reader of the pipe has left
         raise SystemExit(1) from None
 
 
@@ -148,7 +148,7 @@ async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> N
 
 
 async def _say(line: str, settings: Settings, talker: Talker, parts: asyncio.Queue[str | None]) -> None:
-    """Put a model's answer into a queue as it comes, and remember it."""
+    """Put a model's answer into a queue as it is generated, and add it to the model's conversation."""
     asked: list[Message] = [*talker.messages, {"role": "user", "content": line}]
     system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
     sampling = {

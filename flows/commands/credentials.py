@@ -1,6 +1,6 @@
-"""`rollouts credentials`: what Prefect keeps of keys, and how other commands use them.
+"""`rollouts credentials`: save, list and remove keys in Prefect, and use the keys in other commands.
 
-    rollouts credentials                                     which there are, and what each holds
+    rollouts credentials                                     list the saved credentials and their variables
     rollouts credentials team RUNPOD_API_KEY HF_TOKEN        save these variables of the environment
     rollouts credentials team --remove
 
@@ -27,20 +27,20 @@ from rollouts.flows.preflight import check_writable
 from rollouts_core.errors import ConfigError, InputError
 
 CredentialsName = Annotated[
-    str, typer.Option("--credentials", metavar="NAME", help="Use the keys of these credentials; see that command.")
+    str, typer.Option("--credentials", metavar="NAME", help="Use the keys that `rollouts credentials` saved as NAME.")
 ]
 
 
 def credentials(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="What runs call them: run.credentials.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Name of the credentials, for run.credentials.")] = "",
     variables: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[VARIABLE]...", help="Variables of this environment to save in them."),
+        typer.Argument(metavar="[VARIABLE]...", help="Environment variables to save."),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Forget them.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete the credentials.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Save keys under a NAME in Prefect, for runs that it starts; without NAME, show which there are.
+    """Save keys under NAME in Prefect, for runs that it starts. Without NAME, list the saved credentials.
 
     rollouts credentials team RUNPOD_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY
     """
@@ -56,7 +56,7 @@ def credentials(
                 typer.echo(line)
         elif remove:
             remove_credentials(name)
-            console.print(f"{name} is forgotten", markup=False)
+            console.print(f"{name} was deleted", markup=False)
         else:
             held = save_credentials(name, values)
             console.print(f"saved          {name} holds {', '.join(held)}", markup=False)
@@ -65,12 +65,12 @@ def credentials(
 
 @contextmanager
 def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]:
-    """While the block runs, this process has the keys of the credentials, and the server that keeps them.
+    """While the block runs, this process has the variables of the credentials, and keeps the server that stores them.
 
-    Nothing is done where none is named.
+    An empty name changes nothing.
 
     Raises:
-        ConfigError: there are no such credentials.
+        ConfigError: Prefect has no credentials with this name.
     """
     if not name:
         yield
@@ -78,7 +78,7 @@ def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]
     before = dict(os.environ)
     with local_server(store, port=port) as address:
         os.environ.update(prefect_environment(store.resolve(), address))
-        from rollouts.flows.credentials import take_credentials  # imports prefect, which reads the environment
+        from rollouts.flows.credentials import take_credentials  # importing prefect reads the environment
 
         take_credentials(name)
         try:
@@ -89,23 +89,23 @@ def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]
 
 
 def check_request(name: str, variables: Sequence[str], *, remove: bool) -> None:
-    """Raise InputError for what cannot be meant, before any server is started."""
+    """Raise InputError for options that do not fit together, before a server is started."""
     if remove and (variables or not name):
-        raise InputError("--remove goes with the NAME alone")
+        raise InputError("--remove takes a NAME and no other option")
     if name and not remove and not variables:
         raise InputError(
             f"expected the variables to save in {name}, as in: rollouts credentials {name} RUNPOD_API_KEY; "
-            "without a NAME it shows which credentials there are"
+            "without a NAME, the command lists the saved credentials"
         )
     if not re.fullmatch(CREDENTIALS_PATTERN, name):
-        raise InputError(f"{name!r} is no name of credentials: expected lower-case letters, digits and dashes")
+        raise InputError(f"{name!r} is not a name for credentials: expected lower-case letters, digits and dashes")
 
 
 def read_variables(variables: Sequence[str]) -> dict[str, str]:
-    """The values that the environment has.
+    """Read environment variables.
 
     Raises:
-        ConfigError: it lacks one.
+        ConfigError: a variable is missing or empty.
     """
     for variable in variables:
         if not os.environ.get(variable):
@@ -114,7 +114,7 @@ def read_variables(variables: Sequence[str]) -> dict[str, str]:
 
 
 def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
-    """Save the values beside those that the block holds already; returns the variables that it holds then."""
+    """Add the values to the block, and return the names of all variables in the block."""
     from rollouts.flows.credentials import block_of, find_credentials
 
     held = {**find_credentials().get(name, {}), **values}
@@ -126,17 +126,17 @@ def remove_credentials(name: str) -> None:
     """Delete the block.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no credentials have this name.
     """
     from rollouts.flows.credentials import Credentials, find_credentials
 
     if name not in find_credentials():
-        raise ConfigError(f"Prefect has no credentials named {name}: rollouts credentials shows which there are")
+        raise ConfigError(f"Prefect has no credentials named {name}: rollouts credentials lists the saved ones")
     Credentials.delete(name)
 
 
 def describe_credentials() -> list[str]:
-    """A line for each: its name and the variables that it holds."""
+    """A line per saved credentials: the name, and the names of the variables."""
     from rollouts.flows.credentials import find_credentials
 
     found = find_credentials()

@@ -1,8 +1,8 @@
-"""The command about object stores: fetch what a run published, or any model or data there.
+"""`rollouts pull`: download what a run published, or any other model or data, from an object store.
 
     rollouts pull s3://bucket/runs/my-run best      the checkpoint that the run published, verified
 
-Not here: the other commands (cli.py), how it is fetched (infra/stores/download.py).
+Not here: the other commands (cli.py), the download itself (infra/stores/download.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def pull(
             help="run.publish and the run's name, as s3://bucket/team/my-run; or the URL of any folder or object.",
         ),
     ],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is to lie; must not exist yet.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; must not exist yet.")],
 ) -> None:
-    """Fetch a published checkpoint, or any folder or object, to DIR: verified, and all at once.
+    """Download a published checkpoint, or any folder or object, to DIR, which appears when everything is verified.
 
-    If the command breaks off, give it again: it continues where it was.
+    If the command is interrupted, run it again: it continues the download.
     """
     if not is_url(url):
         where = "lies on this machine already" if Path(url).exists() else "is no URL"
@@ -40,7 +40,7 @@ def pull(
     try:
         if target.exists():
             raise InputError(f"{directory} exists: give a folder that does not, or remove it")
-    except OSError as error:  # of a name that is too long
+    except OSError as error:  # the name is too long
         raise InputError(f"{directory} cannot be written: {error.strerror}") from error
     wanted = find_wanted(source)
     download(source, wanted, target)

@@ -1,6 +1,6 @@
-"""`rollouts finish`: have a run that trains go on with what it has, as the deployment `finish` does.
+"""`rollouts finish`: end a run's training early, so that the run goes on with its best checkpoint.
 
-Not here: how the request reaches the job, and what a stage that ended early means to others (tasks/early_end.py).
+Not here: how the request reaches the job, and how other runs treat a stage that ended early (tasks/early_end.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.stages import TRAININGS, is_training
 
 MIN_ID_CHARS = 8
-"""So many characters of a run's id stand for it."""
+"""Fewest characters of a run's id that name the run."""
 
 
 def finish(
@@ -27,22 +27,22 @@ def finish(
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """End the training of RUN after the step under way; the run goes on with the best checkpoint so far."""
+    """End the training of RUN after the step under way. RUN goes on with its best checkpoint so far."""
     typer.echo(finish_training(store, run))
 
 
 def finish_training(store: Path, given: str) -> str:
-    """Ask a run to end the training that it is at; returns what happens now, in a sentence.
+    """Ask a run to end its present training early, and return a sentence about what happens next.
 
     Raises:
-        InputError, PermanentInfraError: one sentence; the run does not exist, or trains nothing.
+        InputError, PermanentInfraError: the store or the run does not exist, or the run is not training.
     """
     with open_registry(store) as ledger:
         run_id, name = find_run(ledger, given)
         if not ledger.is_alive(run_id):
             if (report := store / "runs" / name / "report.html").is_file():
                 raise InputError(f"{name} trains no more: its report is {report}")
-            raise InputError(f"no process follows {name}: Retry it, or start it again, and ask then")
+            raise InputError(f"{name} has no process: Retry or start the run, then finish it")
         claimed = [Path(lease.run_dir).name for lease in ledger.leases_of(run_id)]
         training = next((each for each in reversed(claimed) if is_training(each.rpartition("-")[0])), "")
         if not training:
@@ -56,15 +56,15 @@ def finish_training(store: Path, given: str) -> str:
         ]
     if others:
         raise InputError(
-            f"{training} is trained for {' and '.join(others)} too, which did not ask for less: cancel that one first, "
+            f"{training} is trained for {' and '.join(others)} too, which needs all steps: cancel that run first, "
             "or let the training go on"
         )
     ask_run_to_finish(store.resolve() / "stages" / training, run_id)
-    return f"{name}: {training} ends after the step under way, and the run goes on with what it has"
+    return f"{name}: {training} ends after the step under way, and the run goes on with its best checkpoint"
 
 
 def find_run(ledger: Ledger, given: str) -> tuple[str, str]:
-    """The id and the name of the named run. If several have the name, exactly one must live.
+    """The id and the name of the run that the user named. If several runs have the name, exactly one must be alive.
 
     Raises:
         InputError: no run, or several runs, have this name.
@@ -81,4 +81,4 @@ def find_run(ledger: Ledger, given: str) -> tuple[str, str]:
     if living:
         raise InputError(f"{given} may be {' or '.join(living.values())}: name one of them")
     at_work = ", ".join(name for run_id, name in runs.items() if ledger.is_alive(run_id)) or "none"
-    raise InputError(f"there is no run {given}: at work are {at_work}")
+    raise InputError(f"there is no run {given}: the running ones are {at_work}")

@@ -70,10 +70,11 @@ MachineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the ma
 
 
 def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) -> None:
-    """Add the commands to the command line; `explained` makes sentences of their failures.
+    """Add `gpus`, `nodes` and `reap` to the command line.
 
     Args:
-        panel: the part of the help that shows them.
+        explained: wraps a command, so that an expected failure prints one sentence.
+        panel: the section of the help that lists these commands.
     """
     nodes = typer.Typer(help="The machines that this store has rented, and their cost.", no_args_is_help=False)
     app.command(rich_help_panel=panel)(explained(gpus))
@@ -98,7 +99,7 @@ OPTIONS = {
     "security": "--community",
     "spot": "--spot",
 }
-"""The options of `rollouts gpus`, by the fields of a query."""
+"""The option of `rollouts gpus` for each field of `GPUQuery`."""
 
 
 # ── offers ──
@@ -150,7 +151,7 @@ def gpus(
     if others:
         endpoints = [find_cloud(name).endpoint for name in others]
         variables = ", ".join(f"{endpoint.title} ({endpoint.key_variable})" for endpoint in endpoints)
-        typer.echo(f"not asked, for want of a key: {variables}", err=as_json)
+        typer.echo(f"not asked, because the key is missing: {variables}", err=as_json)
     for failure in failures:
         typer.echo(shown_lines(failure), err=True)
     if len(failures) == len(names):
@@ -164,7 +165,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
     """The query with these fields.
 
     Raises:
-        InputError: names the option whose value will not do.
+        InputError: a value is invalid. The message names the option of the value.
     """
     try:
         return GPUQuery(**fields)
@@ -175,7 +176,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
 
 
 def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
-    """The offers, by the price of a GPU, and a sentence for each provider that did not answer."""
+    """The offers, sorted by the price per GPU, and a sentence per provider that failed."""
 
     def search(cloud: Cloud) -> list[Offer] | str:
         try:
@@ -213,7 +214,7 @@ def render_offers(offers: Sequence[Offer]) -> str:
 
 
 def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
-    """The providers of a command line; all when none is given."""
+    """The providers that the user named, or all providers if the user named none."""
     for name in given:
         if name not in cloud_names():
             if explained := explain_reached_through(name):
@@ -224,9 +225,9 @@ def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
 
 
 def check_version(given: str) -> str:
-    """A CUDA version as major.minor, or nothing."""
+    """Check that a text is empty or a CUDA version such as 12.8, and return it."""
     if not re.fullmatch(CUDA_PATTERN, given):
-        raise InputError(f"--min-cuda {given} is no version: give it as 12.8")
+        raise InputError(f"--min-cuda {given} is not a version: give it as 12.8")
     return given
 
 
@@ -234,7 +235,7 @@ def check_version(given: str) -> str:
 
 
 def list_unless_asked(explained: Explained) -> Callable[..., None]:
-    """`rollouts nodes` without a command of its own lists."""
+    """A callback for `rollouts nodes` without a subcommand, which lists the machines."""
 
     @explained
     def listed(store: Path, everything: bool, as_json: bool) -> None:
@@ -243,7 +244,7 @@ def list_unless_asked(explained: Explained) -> Callable[..., None]:
     def callback(
         context: typer.Context,
         store: Store = DEFAULT_STORE,
-        everything: Annotated[bool, typer.Option("--all", help="Also those that are gone.")] = False,
+        everything: Annotated[bool, typer.Option("--all", help="Also list machines that are gone.")] = False,
         as_json: AsJson = False,
     ) -> None:
         if context.invoked_subcommand is None:
@@ -253,14 +254,15 @@ def list_unless_asked(explained: Explained) -> Callable[..., None]:
 
 
 def list_nodes(store: Path, *, everything: bool, as_json: bool) -> None:
-    """Print the machines in the ledger. For people, also print unknown machines at the providers."""
+    """Print the machines in the ledger. Without --json, also print machines at the providers that the ledger does not
+    know."""
     with open_ledger(store) as ledger:
         rentals = all_rentals(ledger) if everything else open_rentals(ledger)
         now = time.time()
         if as_json:
             emit({"kind": "machine", **asdict(rental), "usd": rental.usd(now)} for rental in rentals)
             return
-        typer.echo(render_rentals(rentals, now) if rentals else "nothing is rented, says the ledger")
+        typer.echo(render_rentals(rentals, now) if rentals else "nothing is rented according to the ledger")
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
         known = {rental.name: rental for rental in all_rentals(ledger)}
@@ -280,8 +282,8 @@ def list_nodes(store: Path, *, everything: bool, as_json: bool) -> None:
                     found = f"{shown_line(instance.name)} at {instance.provider}, {instance.status.value}"
                     if rental is None:
                         typer.echo(f"not of this store: {found}")
-                    else:  # it was given up, and appeared after that
-                        typer.echo(f"there all the same: {found}: `rollouts reap` ends it")
+                    else:  # the machine appeared after its request was given up
+                        typer.echo(f"given up, but there: {found}: `rollouts reap` ends it")
 
 
 def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
@@ -304,19 +306,19 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "host key": f"{rental.host_key} ({rental.believed_by})" if rental.host_key else "not known",
         "note": note_of(rental) or "-",
     }
-    echo_facts(facts)  # before its provider is asked, which may not answer
+    echo_facts(facts)  # printed before the provider is asked, because it may not answer
     if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(cloud_names())[0]):
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             instance = look_up(cloud, rental.instance_id, rental.name)
         echo_facts({"provider says": "it is gone" if instance is None else instance.status.value})
         if instance is not None and instance.has_address:
-            is_behind = bool(instance.proxy_jump)  # so that its address alone would lead elsewhere
+            is_behind = bool(instance.proxy_jump)  # the address is only valid from the jump host
             login = f"ssh -p {instance.port} {instance.user}@{instance.host}"
             echo_facts({"login": f"rollouts nodes ssh {rental.name}" if is_behind else login})
 
 
 def echo_facts(facts: Mapping[str, object]) -> None:
-    """Print each with its name, in a line."""
+    """Print a line per fact: its name and its value."""
     typer.echo("\n".join(f"{name:14} {shown_lines(str(value))}" for name, value in facts.items()))
 
 
@@ -327,12 +329,13 @@ def ssh(
     ],
     command: Annotated[list[str] | None, typer.Argument(help="Command to run there in place of a shell.")] = None,
     key_file: Annotated[
-        str, typer.Option(metavar="FILE", help="Private key to log in with; those of your ssh otherwise.")
+        str, typer.Option(metavar="FILE", help="Private key to log in with; default: the keys of your ssh.")
     ] = "",
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Log in on a machine by your own ssh, wherever it is now; it has to show the host key that a run noted."""
-    from rollouts.infra.ssh.openssh import login_command  # paramiko loads here
+    """Log in to a machine with your own ssh, at its present address. The host key must be the one that a run
+    recorded."""
+    from rollouts.infra.ssh.openssh import login_command  # loads paramiko
 
     if ":" in name:
         instance = find_instance(name)
@@ -346,7 +349,7 @@ def ssh(
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             found = look_up(cloud, rental.instance_id, rental.name)
         if found is None or not found.has_address:
-            raise InputError(f"{name} is {found.status if found else 'gone'}: nobody can log in there")
+            raise InputError(f"{name} is {found.status if found else 'gone'}: login is not possible")
         instance = found
     words = login_command(instance, known_hosts_of(store, name), key_file=key_file, command=command or ())
     sys.stdout.flush()
@@ -354,7 +357,7 @@ def ssh(
 
 
 def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
-    """End a machine, also one in use, and return when its provider has it no more."""
+    """End a machine, even one in use, and wait until its provider no longer has the machine."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
         with (
@@ -370,7 +373,7 @@ def reap_now(
     spare: Annotated[
         bool,
         typer.Option(
-            "--spare", help="Leave machines of killed runs to their next start, until shortly before they expire."
+            "--spare", help="Keep machines of killed runs for the next start, until shortly before they expire."
         ),
     ] = False,
     other_store: Annotated[
@@ -379,10 +382,10 @@ def reap_now(
 ) -> None:
     """End every machine of this store that no living run wants, and print what is left.
 
-    A machine that a failed run keeps (node.keep_on_failure_minutes) stays until then; `rollouts nodes release` ends it
-    at once.
+    A machine that a failed run keeps (node.keep_on_failure_minutes) stays until that time is over, or until `rollouts
+    nodes release` ends the machine.
     """
-    # A deleted store left machines without a ledger. Any store can end them, even an empty one.
+    # A deleted store left machines without a ledger, which any other store can end, even an empty store.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())
@@ -397,7 +400,7 @@ def reap_now(
     for line in report.failures:
         typer.echo(shown_line(line), err=True)
     if report.failures:
-        raise TransientInfraError("not everything could be looked at, or ended: the same command tries again")
+        raise TransientInfraError("some machines could not be checked or ended: run the same command again")
     typer.echo(f"{len(report.ended)} ended, {len(report.kept)} kept")
 
 
@@ -416,13 +419,13 @@ def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> 
 
 
 def open_ledger(store: Path, *, nothing: str = "nothing was rented by it") -> Ledger:
-    """The ledger of a store.
+    """Open the ledger of a store.
 
     Args:
-        nothing: what is true of a store without one.
+        nothing: for the message, the reason why a store has no ledger.
 
     Raises:
-        PermanentInfraError: there is none.
+        PermanentInfraError: the store has no ledger.
     """
     path = store / LEDGER_FILE
     if not path.exists():
@@ -455,7 +458,7 @@ def note_of(rental: Rental) -> str:
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as what is in them; each row is a line, whatever people and services wrote."""
+    """Render aligned columns. Line breaks in cells are escaped, so that each row is one line."""
     cells = [[shown_line(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]

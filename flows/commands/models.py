@@ -1,10 +1,10 @@
-"""The commands about the models of a store: which there are, which is in production, and changing that by hand.
+"""`rollouts models` and its subcommands: list the models of a store, and change by hand which model is in production.
 
     rollouts models                   every model with its aliases and its last comparison
     rollouts models history           what was in production when, and why
     rollouts models promote small-3   put a model into production, whatever a comparison says
-    rollouts models rollback          put the one back that the present one replaced
-    rollouts models forget small-2    strike a model out, so that prune may remove what it came from
+    rollouts models rollback          put the previous production model back
+    rollouts models forget small-2    unregister a model, so that prune may remove its stages
     rollouts models path small        folder of the checkpoint in production, for other commands
 
 Not here: the other commands (cli.py), the registry (infra/registry.py), promotions by comparison (tasks/retraining.py).
@@ -48,7 +48,7 @@ Store = Annotated[
 ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
 Line = Annotated[
     str,
-    typer.Argument(metavar="[LINE]", help="Name of the models: small for small-1. Needed if the store has several."),
+    typer.Argument(metavar="[LINE]", help="Name of a line of models: small for small-1. Needed if there are several."),
 ]
 Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
 
@@ -56,10 +56,11 @@ NO_MODELS = "there are no models: a retraining registers them, and a run with a 
 
 
 def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) -> None:
-    """Add the commands to the command line; `explained` makes sentences of their failures.
+    """Add `models` and its subcommands to the command line.
 
     Args:
-        panel: the part of the help that shows them.
+        explained: wraps a command, so that an expected failure prints one sentence.
+        panel: the section of the help that lists these commands.
     """
     group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)
     listed = _list_unless_asked(explained)
@@ -72,7 +73,7 @@ def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) ->
 
 
 def _list_unless_asked(explained: Explained) -> Callable[..., None]:
-    """`rollouts models` without a command of its own lists."""
+    """A callback for `rollouts models` without a subcommand, which lists the models."""
 
     def callback(context: typer.Context, store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
         if context.invoked_subcommand is None:
@@ -100,7 +101,7 @@ def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson 
         names = {model.id: model.name for model in models(ledger)}
         changes = history(ledger, line)
         if line and not changes:
-            only_line(ledger, line)  # says which there are
+            only_line(ledger, line)  # raises an error that names the lines of the store
     if as_json:
         emit({"kind": "change", **asdict(change), "model": names.get(change.model_id or 0)} for change in changes)
         return
@@ -119,7 +120,7 @@ def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson 
 
 
 def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reason = "by hand") -> None:
-    """Put a model into production, whatever a comparison says; its checkpoint is verified first."""
+    """Put a model into production, whatever a comparison says, after its checkpoint was verified."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         check_whole(model, store.resolve())
@@ -131,11 +132,11 @@ def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reaso
 
 
 def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand") -> None:
-    """Put the model back into production that the present one replaced; its checkpoint is verified first."""
+    """Put the previous production model back into production, after its checkpoint was verified."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
         replaced = find_replaced(ledger, chosen)
-        check_whole(replaced, store.resolve())  # takes minutes for a large one, in which others promote
+        check_whole(replaced, store.resolve())  # takes minutes, in which other users may promote
         model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     said = f"{model.name} is in production again: {store.resolve() / model.checkpoint}"
@@ -144,18 +145,19 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
 
 
 def forget(name: ModelName, store: Store = DEFAULT_STORE) -> None:
-    """Strike a model out that no alias and no rollback needs; its checkpoint stays, its stages may be pruned."""
+    """Unregister a model that no alias and no rollback needs. The model's checkpoint stays, but prune may remove its
+    stages."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         forget_model(ledger, model)
         note_in_reports(store.resolve(), ledger, forgotten=model)
-    typer.echo(f"{model.name} is no model any more; its checkpoint is still {store.resolve() / model.checkpoint}")
+    typer.echo(f"{model.name} is no longer registered; its checkpoint stays: {store.resolve() / model.checkpoint}")
 
 
 def show_path(
     line: Line = "",
     store: Store = DEFAULT_STORE,
-    alias: Annotated[Alias, typer.Option(help="Of which model.")] = Alias.PRODUCTION,
+    alias: Annotated[Alias, typer.Option(help="Alias of the model.")] = Alias.PRODUCTION,
 ) -> None:
     """Print the folder of the checkpoint in production, as for `rollouts serve $(rollouts models path)`."""
     with open_registry(store) as ledger:
@@ -167,7 +169,8 @@ def show_path(
 
 
 def open_registry(store: Path) -> Ledger:
-    """The ledger of a store, which has the registry; raises PermanentInfraError if the store has no ledger."""
+    """Open the ledger of a store, which contains the registry. Raises PermanentInfraError if the store has no
+    ledger."""
     return open_ledger(store, nothing="nothing was trained in it")
 
 
@@ -175,15 +178,15 @@ def _user() -> str:
     """The name of the user, for the history."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # in a container that runs as a number without a name
+    except (KeyError, OSError):  # a container may run as a user id without a name
         return f"user {os.getuid()}"
 
 
 def only_line(ledger: Ledger, line: str) -> str:
-    """The line that was named, or the only one of the store.
+    """The line of models that the user named, or the only line of the store.
 
     Raises:
-        InputError: there is no such line, or there are several and none was named.
+        InputError: the store does not have this line, or it has several lines and `line` is empty.
     """
     known = sorted({model.line for model in models(ledger)})
     if line in known or (not line and len(known) == 1):
@@ -213,12 +216,12 @@ def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Mo
 
 
 def aliases_of(model: Model, aliases: Mapping[tuple[str, Alias], Model | None]) -> list[str]:
-    """The aliases that stand for a model."""
+    """The aliases of a model."""
     return sorted(alias.value for (line, alias), each in aliases.items() if line == model.line and each == model)
 
 
 def _figures(evaluation: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
-    """The score, and the difference to what it was compared with."""
+    """A model's score, and its difference to the model that it was compared with."""
     if not evaluation:
         return "-", "-"
     difference, low, high = (evaluation[key] for key in ("difference", "difference_low", "difference_high"))

@@ -1,12 +1,12 @@
-"""`rollouts notify`: messages when runs end, fail or wait for a person, by Prefect's own blocks and automations.
+"""`rollouts notify`: send notifications when runs end, fail or wait for approval, by Prefect's blocks and automations.
 
-    rollouts notify                                      who is told what
-    rollouts notify team --url-variable TEAM_URL         tell an address of Slack, or another webhook
-    rollouts notify sendgrid-email/night --on failed     tell a block that was made in Prefect's UI
-    rollouts notify team --remove                        no more
+    rollouts notify                                      list the receivers and their states
+    rollouts notify team --url-variable TEAM_URL         notify an address of Slack, or another webhook
+    rollouts notify sendgrid-email/night --on failed     notify through a block that was made in Prefect's UI
+    rollouts notify team --remove                        stop the notifications
 
-An address is often a secret, so it is read from the environment and kept as a block. The messages are sent by the
-Prefect server, as long as it runs.
+An address is often a secret, so it is read from the environment and kept in a Prefect block. The Prefect server sends
+the messages, as long as it runs.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ if TYPE_CHECKING:
 
 
 class RunState(StrEnum):
-    """How runs end or wait, by the names that Prefect's UI shows."""
+    """States in which runs end or wait, by the names that Prefect's UI shows."""
 
     COMPLETED = "completed"
     FAILED = "failed"
     NO_IMPROVEMENT = "no-improvement"
-    """A run ended whose RL did not improve."""
+    """The run ended, but its RL did not improve the model."""
     CRASHED = "crashed"
     CANCELLED = "cancelled"
     SUSPENDED = "suspended"
-    """A retraining asks a person."""
+    """A retraining waits for approval."""
     PROMOTED = "promoted"
     REJECTED = "rejected"
     SKIPPED = "skipped"
 
     @property
     def event(self) -> str:
-        """The event of Prefect's that a run causes by coming into the state."""
+        """The Prefect event of a run that enters the state."""
         return f"prefect.flow-run.{''.join(map(str.capitalize, self.split('-')))}"
 
 
 DEFAULT_STATES = tuple(state for state in RunState if state not in (RunState.CANCELLED, RunState.SKIPPED))
-"""All but what a person did just now, and what a schedule does every day."""
+"""All states except cancelled, which a user just asked for, and skipped, which a schedule may cause every day."""
 
 TAG = "rollouts-notify"
-"""Marks the automations of this command among those of others."""
+"""Tag of the automations that this command makes."""
 NAME_PREFIX = "notify "
 SLACK_HOST = "hooks.slack.com"
 ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
-"""A reference to a block, as Prefect takes it."""
+"""Names that Prefect accepts for a block."""
 
 MENTIONS = "|replace('@', '@\u200b')"
-"""Separates the sign from a name such as everyone."""
+"""Jinja filter that disables mentions such as @everyone, by an invisible space after the @."""
 PLAIN = f"replace('<', '‹')|replace('>', '›')|replace('](', '] ('){MENTIONS}"
-"""Filters of Jinja: names of runs and what machines said must be no links or mentions of a whole channel."""
+"""Jinja filters that disable links and mentions in names of runs and in state messages."""
 SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
 BODY = (
     "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume in the menu of the page of "
@@ -81,7 +81,7 @@ FIRST_BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
-"""The text of messages from before runs could end as NoImprovement; they ended as failed."""
+"""Text of messages of an earlier version, in which runs without improvement ended as failed."""
 EARLIER_BODIES = (
     FIRST_BODY,
     "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
@@ -90,8 +90,8 @@ EARLIER_BODIES = (
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
     BODY.replace(MENTIONS, ""),
 )
-"""Texts of earlier versions; any other text is the user's own."""
-FIRST_MESSAGE = "From now on you are told here when a run is {states}."
+"""Texts of messages of earlier versions. Any other text was written by the user."""
+FIRST_MESSAGE = "From now on you get a message here when a run is {states}."
 
 
 def notify(
@@ -113,13 +113,15 @@ def notify(
         list[str] | None,
         typer.Option(
             metavar="STATE",
-            help=f"State to tell of, of {', '.join(RunState)}; repeatable. Otherwise {', '.join(DEFAULT_STATES)}.",
+            help=f"Send a message for this state: {', '.join(RunState)}. Repeatable. "
+            f"Default: {', '.join(DEFAULT_STATES)}.",
         ),
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Stop its messages.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Have Prefect send a message when runs end, fail or wait for a person; without NAME, list what is sent to whom."""
+    """Have Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers and their
+    states."""
     states = read_states(on or ())
     check_request(block, url_variable, states, remove=remove)
     url = read_url(url_variable) if url_variable else ""
@@ -131,16 +133,16 @@ def notify(
                 typer.echo(line)
         elif remove:
             remove_notification(address, block)
-            console.print(f"{block} is told nothing any more", markup=False)
+            console.print(f"{block} gets no more messages", markup=False)
         else:
             told_of = states or DEFAULT_STATES
             add_notification(address, block, url, told_of)
-            console.print(f"told           {block}: a message is there now, and more when runs are", markup=False)
+            console.print(f"notified       {block}: a test message was sent; more follow when runs are", markup=False)
             console.print(f"               {join(told_of)}", markup=False)
 
 
 def read_states(given: Sequence[str]) -> tuple[RunState, ...]:
-    """The states of a command line; InputError for one that there is not."""
+    """Read the names of states on the command line, and raise InputError for an unknown name."""
     known = [state.value for state in RunState]
     for name in given:
         if name not in known:
@@ -149,20 +151,20 @@ def read_states(given: Sequence[str]) -> tuple[RunState, ...]:
 
 
 def check_request(block: str, url_variable: str, states: tuple[RunState, ...], *, remove: bool) -> None:
-    """Raise InputError for what cannot be meant, before any server is started."""
+    """Raise InputError for options that do not fit together, before a server is started."""
     if not block and (url_variable or states or remove):
-        raise InputError("expected a NAME for whom to tell, as in: rollouts notify team --url-variable TEAM_URL")
+        raise InputError("expected the NAME of a receiver, as in: rollouts notify team --url-variable TEAM_URL")
     if remove and (url_variable or states):
-        raise InputError("--remove goes with the NAME alone")
+        raise InputError("--remove takes a NAME and no other option")
     if url_variable and not ADDRESS_NAME.fullmatch(block):
         raise InputError(f"expected a NAME of lowercase letters, digits and dashes for a new address, found {block}")
 
 
 def read_url(variable: str) -> str:
-    """The address that an environment variable holds.
+    """Read an address from an environment variable.
 
     Raises:
-        ConfigError: it holds none; what it holds is not repeated.
+        ConfigError: the variable holds no address. The message does not repeat the value, which may be a secret.
     """
     url = os.environ.get(variable, "").strip()
     if not url:
@@ -176,29 +178,29 @@ def read_url(variable: str) -> str:
 
 
 def add_notification(address: ServerAddress, name: str, url: str, states: tuple[RunState, ...]) -> None:
-    """Send a first message, and have the server send one whenever a run comes into one of the states.
+    """Send a test message, and have the server send a message whenever a run enters one of the states.
 
     Raises:
-        ConfigError: there is no such block, or it cannot be told; nothing is changed then.
+        ConfigError: the block does not exist, or the test message could not be sent. Nothing is changed then.
     """
-    from prefect.blocks.abstract import NotificationBlock  # imports prefect, which reads the environment
+    from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
 
     block = make_block(name, url) if url else load_block(name)
-    assert isinstance(block, NotificationBlock), "both know nothing else"
+    assert isinstance(block, NotificationBlock), "both functions return such blocks"
     try:
         with block.raise_on_failure():
             block.notify(FIRST_MESSAGE.format(states=join(states)), subject="rollouts")  # type: ignore[unused-coroutine]
     except Exception as error:
-        raise ConfigError(f"{name} could not be told: {describe_failure(error)}") from error
+        raise ConfigError(f"{name} could not be notified: {describe_failure(error)}") from error
     previous = _blocks_of(find_automations(address, TAG, name=NAME_PREFIX + name))
     document_id = str(block.save(name, overwrite=True) if url else block._block_document_id)
     put_automation(address, render_automation(name, document_id, states))
-    if url:  # one of another kind of address is another block
+    if url:  # a new address may be in another block
         _delete_blocks(address, previous - {document_id})
 
 
 def make_block(name: str, url: str) -> NotificationBlock:
-    """A block for the address: Slack's, or that of other webhooks, which keeps the address as a secret."""
+    """A block for the address: Prefect's Slack block, or its webhook block with the address as a secret."""
     from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook
 
     if urlsplit(url).hostname == SLACK_HOST:
@@ -211,7 +213,7 @@ def load_block(name: str) -> NotificationBlock:
     """A block that a user saved in Prefect.
 
     Raises:
-        ConfigError: there is none, or it is no block that can be told something.
+        ConfigError: the block does not exist, or it cannot send notifications.
     """
     from prefect.blocks.abstract import NotificationBlock
     from prefect.blocks.core import Block
@@ -231,10 +233,11 @@ def load_block(name: str) -> NotificationBlock:
 
 
 def render_automation(name: str, document_id: str, states: tuple[RunState, ...]) -> Automation:
-    """The automation as the server takes it: when a run of ours comes into one of the states, tell the block."""
+    """The automation as JSON for Prefect's API: when a run of this project enters one of the states, notify the
+    block."""
     return {
         "name": NAME_PREFIX + name,
-        "description": f"Made by `rollouts notify`: tells {name} of runs that are {join(states)}.",
+        "description": f"Made by `rollouts notify`: notifies {name} of runs that are {join(states)}.",
         "tags": [TAG],
         "trigger": {
             **EACH_RUN_OF_OURS,
@@ -249,19 +252,19 @@ def render_automation(name: str, document_id: str, states: tuple[RunState, ...])
 
 
 def describe_notifications(address: ServerAddress) -> list[str]:
-    """A line for each that is told something."""
+    """A line per receiver: its name and its states."""
     lines = []
     for each in find_automations(address, TAG):
         ordered = [state for state in RunState if state.event in each["trigger"]["expect"]]
         paused = "" if each["enabled"] else " (paused in Prefect)"
         lines.append(f"{each['name'].removeprefix(NAME_PREFIX)}: {', '.join(ordered)}{paused}")
-    return lines or ["nobody is told anything: rollouts notify NAME --url-variable VARIABLE adds an address"]
+    return lines or ["no messages are sent: rollouts notify NAME --url-variable VARIABLE adds an address"]
 
 
 def renew_notifications(address: ServerAddress) -> list[str]:
-    """Replace automations that an earlier version made; returns the name of each that is told of more states now.
+    """Replace automations that an earlier version made, and return the receivers that now get messages for more states.
 
-    An automation whose text the user changed stays as it is.
+    An automation stays as it is if the user changed its text.
 
     Raises:
         ServerError: the server cannot be asked.
@@ -284,12 +287,12 @@ def renew_notifications(address: ServerAddress) -> list[str]:
 
 
 def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
-    """Send a message about what a person changed by hand to all that are told of such a state.
+    """Notify all receivers of this state about a change that a user made by hand.
 
-    A message that cannot be sent is a warning: the change is made.
+    If a message cannot be sent, a warning is printed, because the change itself succeeded.
     """
     if not named_url() and not (store / "prefect" / "prefect.db").is_file():
-        return  # nobody can have asked for messages
+        return  # a store without a database has no receivers
     try:
         with local_server(store) as address:
             told = [
@@ -306,13 +309,13 @@ def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
 
 
 def _tell(automation: Automation, subject: str, body: str) -> None:
-    from prefect.blocks.abstract import NotificationBlock  # imports prefect, which reads the environment
+    from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
     from prefect.blocks.core import Block
 
     name = automation["name"].removeprefix(NAME_PREFIX)
     try:
         block = Block.load_from_ref({"block_document_id": automation["actions"][0]["block_document_id"]})
-        assert isinstance(block, NotificationBlock), "the server sends its messages by nothing else"
+        assert isinstance(block, NotificationBlock), "the server only notifies such blocks"
         with block.raise_on_failure():
             block.notify(body, subject=subject)  # type: ignore[unused-coroutine]
     except Exception as error:  # noqa: BLE001 - whatever a service raises: the change was made
@@ -320,16 +323,16 @@ def _tell(automation: Automation, subject: str, body: str) -> None:
 
 
 def remove_notification(address: ServerAddress, name: str) -> None:
-    """Delete the automation, and the block of an address that this command made.
+    """Delete a receiver's automation, and its block if this command made the block.
 
     Raises:
-        ConfigError: it is told nothing.
+        ConfigError: no automation sends messages to this receiver.
     """
     automations = find_automations(address, TAG, name=NAME_PREFIX + name)
     if not automations:
         told = [each["name"].removeprefix(NAME_PREFIX) for each in find_automations(address, TAG)]
-        known = ", ".join(told) or "nobody"
-        raise ConfigError(f"{name} is told nothing: told is {known}")
+        known = ", ".join(told) or "none"
+        raise ConfigError(f"{name} gets no messages: the receivers are {known}")
     for each in automations:
         delete_automation(address, each)
     if "/" not in name:
@@ -342,7 +345,7 @@ def _blocks_of(automations: Iterable[Automation]) -> set[str]:
 
 def _delete_blocks(address: ServerAddress, document_ids: Iterable[str]) -> None:
     for document_id in document_ids:
-        with suppress(RefusedError):  # a user deleted it in the UI
+        with suppress(RefusedError):  # a user deleted the block in the UI
             ask(address, "DELETE", f"/block_documents/{document_id}")
 
 
@@ -352,6 +355,6 @@ def join(states: tuple[RunState, ...]) -> str:
 
 
 def describe_failure(error: Exception) -> str:
-    """The service's answer, without its address."""
+    """The answer of the service, without its address, which may be a secret."""
     log = getattr(error, "log", "")
     return first_line(RuntimeError(log)) if log else type(error).__name__

@@ -1,6 +1,6 @@
-"""`rollouts plugins`: what installed packages add.
+"""`rollouts plugins`: list the plugins of installed packages.
 
-Not here: how it is found (rollouts_core/plugins.py), the other commands (cli.py).
+Not here: finding plugins (rollouts_core/plugins.py), the other commands (cli.py).
 """
 
 from __future__ import annotations
@@ -35,4 +35,4 @@ def plugins(
         cells = [(*(row[column] for column in columns), row["problem"] or "ok") for row in rows]
         typer.echo(render_table(("GROUP", "NAME", "PACKAGE", "VERSION", "STATE"), cells))
     else:
-        typer.echo("no installed package adds anything: docs/library.md says how one does")
+        typer.echo("no installed package has plugins: docs/library.md shows how to write one")

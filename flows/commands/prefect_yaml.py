@@ -4,8 +4,8 @@ Not here: what a deployment says (deployments.py), a server and deployments for 
 
     my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
 
-The workers import the flows from this package, wherever it is installed there: nothing is downloaded. Modules that the
-settings name are imported from the folder of the configuration and the current one, if the workers have these folders.
+The workers import the flows from their own installation of this package, so nothing is downloaded. Workers import
+modules that the settings name from the configuration's folder and the current folder, if they have these folders.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def render_prefect_yaml(
     """The text of a prefect.yaml.
 
     Raises:
-        ConfigError: the store is relative, and each worker would have another one; two deployments have one name; or a
-            setting has what this file takes for a placeholder.
+        ConfigError: the store's path is relative, two deployments have the same name, or a setting contains a
+            placeholder of prefect.yaml.
     """
     if not store.is_absolute():
         raise ConfigError(
@@ -80,7 +80,7 @@ def render_prefect_yaml(
         work_pool["work_queue_name"] = queue
     if job_variables:
         work_pool["job_variables"] = dict(job_variables)
-    # Without a word about it, workers would have to have the folder in which `prefect deploy` was called.
+    # Without an empty `pull`, workers would need the folder in which `prefect deploy` was called.
     content = {"pull": [], "deployments": [_describe(each, store, work_pool) for each in deployments]}
     text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return _HEADER + text
@@ -90,7 +90,7 @@ _HEADER = "# Written by `rollouts prefect-yaml`; `prefect deploy --all` makes th
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes lines as lines, and repeats repeated values: aliases would be hard to read."""
+    """Writes texts of several lines as blocks, and repeated values in full, because aliases are hard to read."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -104,7 +104,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) -> dict[str, Any]:  # Any: YAML
     variables = dict(work_pool.get("job_variables", {}))
-    if deployment.code_folders:  # a worker knows nothing of the folder of the configuration
+    if deployment.code_folders:  # workers do not know the configuration's folder
         variables["env"] = {CODE_PATH: ":".join(deployment.code_folders), **variables.get("env", {})}
     described: dict[str, Any] = {  # Any: YAML
         "name": deployment.name,
@@ -114,7 +114,7 @@ def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) ->
         "work_pool": {**work_pool, "job_variables": variables} if variables else work_pool,
     }
     if deployment.flow == RETRAIN_FLOW:
-        from rollouts.flows.schedules import yaml_schedule_options  # imports prefect, which takes a second
+        from rollouts.flows.schedules import yaml_schedule_options  # importing prefect takes a second
 
         described |= yaml_schedule_options(deployment)
     if "{{" in json.dumps(described):

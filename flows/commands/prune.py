@@ -22,16 +22,16 @@ GB = 1e9
 
 def prune(
     store: Store = DEFAULT_STORE,
-    days: Annotated[float, typer.Option(min=0, help="Remove folders that no run used for so many days.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0, help="Remove folders that no run used for this many days.")] = 30.0,
     max_gb: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove more, longest unused first, until the rest takes at most so many GB."),
+        typer.Option(min=0, help="Remove more, longest unused first, until the rest takes at most this many GB."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only shown.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the folders; without --yes they are only listed.")] = False,
 ) -> None:
     """Remove stages, checkpoints of runs and fetched inputs that were not used for long and that nothing refers to.
 
-    Never what a registered model came from, what a run which goes on uses, or what a deployment names.
+    Folders of registered models, of running runs and of deployments are never removed.
     """
     root = store.resolve()
     with open_registry(store) as ledger:
@@ -47,7 +47,7 @@ def prune(
     elif not yes:
         typer.echo(f"would remove {len(plan.removed)} folders of {total_gb(plan.removed):.3f} GB with --yes; {kept}")
     else:
-        spared = f", {num_spared} that are used by now" if num_spared else ""
+        spared = f", {num_spared} are in use meanwhile" if num_spared else ""
         typer.echo(f"removed {len(removed)} folders of {total_gb(removed):.3f} GB; {kept}{spared}")
 
 
@@ -58,5 +58,5 @@ def render_folders(folders: Sequence[FoundFolder]) -> str:
 
 
 def total_gb(folders: Sequence[FoundFolder]) -> float:
-    """What folders take together."""
+    """The total size of folders in GB."""
     return sum(folder.num_bytes for folder in folders) / GB

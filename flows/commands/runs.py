@@ -7,7 +7,7 @@
     rollouts report RUN --open             the report, rendered again
 
 Results go to stdout, one JSON object per line with --json; each object has a `kind` (docs/terminal.md). No server is
-asked, so all of them also work while nothing runs.
+asked, so all commands also work while nothing runs.
 
 Not here: finding and summing up runs (store_runs.py), how settings are compared with defaults (shown_settings.py).
 """
@@ -73,7 +73,7 @@ RunName = Annotated[
 
 def runs(
     store: Store = DEFAULT_STORE,
-    limit: Annotated[int, typer.Option(min=0, help="So many of the latest runs; 0 shows all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Number of latest runs to show (0: all).")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the runs of the store, the latest first: state, step, score, change and cost."""
@@ -177,7 +177,7 @@ def _value(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilter:
-    """Which samples are wanted; an empty field asks for nothing."""
+    """Conditions on samples; an empty field accepts every sample."""
 
     reward: str = ""
     """A comparison as `<1`, `>=0.5` or `=0`."""
@@ -187,7 +187,7 @@ class SampleFilter:
     """The id of a prompt."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:  # Any: JSON
-        """Whether a line of a file of samples is wanted."""
+        """Whether a sample meets the conditions."""
         if self.prompt and self.prompt != prompt_id(record):
             return False
         if self.reward and not _compare(record.get("reward"), self.reward):
@@ -205,7 +205,7 @@ def samples(
     reward: Annotated[str, typer.Option(help="Only rewards such as '<1', '>=0.5' or '=0'.")] = "",
     grep: Annotated[str, typer.Option(help="Only samples whose texts match this regular expression.")] = "",
     prompt: Annotated[str, typer.Option(help="Only this prompt, by the id that the output shows.")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0 shows all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Most samples to show (0: all).")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out answers of a model."""
@@ -233,7 +233,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     """The file with RL samples of a step, the newest by default, or with held-out answers of a model.
 
     Raises:
-        InputError: the run has no such file; the sentence names those it has.
+        InputError: the run has no such file; the message names the files that it has.
     """
     if step is not None and model:
         raise InputError("--step names RL samples and --model held-out answers: give one of them")
@@ -282,7 +282,7 @@ def _compare(found: object, wanted: str) -> bool:
 
 
 def prompt_id(record: Mapping[str, Any]) -> str:  # Any: JSON
-    """The id of a sample's prompt; the number of its group where the data names none."""
+    """The id of a sample's prompt, or the number of the sample's group if the data has no ids."""
     named = (record.get("metadata") or {}).get("prompt_id")
     return str(record.get("group_index") if named is None else named)
 
@@ -351,7 +351,7 @@ def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
     """The run directory of the stage, or of an engine of the run's RL.
 
     Raises:
-        InputError: the run has not come to such a stage.
+        InputError: the run has not reached this stage.
     """
     folders = {stage_name(use): store / "stages" / use.stage for use in uses}
     for name, folder in [*folders.items()]:
@@ -367,7 +367,7 @@ def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
 
 
 def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
-    """The text of a file, and what is appended to it until `is_over`; a line that is not whole waits for its end."""
+    """The text of a file, and the text that is appended to it until `is_over`, in whole lines."""
     offset, rest = 0, b""
     while True:
         ends_now = is_over()  # before reading: nothing is appended after the end

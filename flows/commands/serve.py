@@ -32,14 +32,14 @@ Store = Annotated[
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 30000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0: any free port).")] = 30000,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
     api_key: Annotated[
         str,
         typer.Option(
             envvar="ROLLOUTS_API_KEY",
-            help="Key that every request must carry; needed where --host is beyond this machine.",
+            help="Key that every request must carry; needed if other machines can reach --host.",
             show_default=False,
         ),
     ] = "",
@@ -47,7 +47,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.
 
-    Prints its address and lines to paste; Ctrl-C ends it. A run starts its engines itself.
+    Prints the server's address and example requests. Ctrl-C ends the server. Runs need no such server, because they
+    start their own engines.
     """
     raise_file_limit()
     model_dir = find_checkpoint(model, store)
@@ -75,32 +76,33 @@ def serve(
 
 def chat(
     model: Model,
-    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="A second model, which answers the same.")] = "",
+    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="A second model, which gets the same messages.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Only the most probable tokens that together reach it.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer; 0 for the context's room.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Total probability of the tokens to sample from.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer (0: as many as fit).")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.", show_default=False)] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Talk to one model, or to two at once. Each line is a message, from a terminal or a pipe.
 
-    Answers go to the output, everything else to the error output. /help shows the commands; Ctrl-C ends an answer,
-    Ctrl-D the chat.
+    Answers go to the standard output, everything else to the standard error. /help shows the commands. Ctrl-C ends an
+    answer, Ctrl-D ends the chat.
     """
     folders = {given: find_checkpoint(given, store) for given in (model, other) if given}
-    from rollouts.flows.commands.chat import Settings, talk  # torch
+    from rollouts.flows.commands.chat import Settings, talk  # loads torch
 
     settings = Settings(system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens or None, seed=seed)
     talk(folders, settings, threads=threads)
 
 
 def find_checkpoint(given: str, store: Path) -> Path:
-    """The folder of the named checkpoint: a folder, a run (of several with the name the latest), a registered model.
+    """The checkpoint's folder. `given` is a folder, a run (the latest of several with this name), or a registered
+    model.
 
     Raises:
-        InputError: nothing has this name.
+        InputError: no folder, finished run or registered model has this name.
     """
     folder = Path(given)
     for found in (folder, folder / "checkpoint"):
@@ -115,7 +117,7 @@ def find_checkpoint(given: str, store: Path) -> Path:
         return registered
     named = [each for each in runs.glob("*/checkpoint") if each.parent.name.rpartition("-")[0] == given]
     if named:
-        return max(named, key=lambda each: each.stat().st_mtime)  # the latest, as `rollouts samples` takes it
+        return max(named, key=lambda each: each.stat().st_mtime)  # the latest run, as in `rollouts samples`
     raise InputError(
         f"{given} is not a folder, nor a finished run or a registered model of the store {store}: give the folder of a "
         "Hugging Face checkpoint, or a name from `rollouts status` or `rollouts models`"
@@ -134,7 +136,7 @@ def _registered(given: str, store: Path) -> Path | None:
 
 
 def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> str:
-    """Lines to paste that ask the server for an answer; the key is named, not shown."""
+    """Example requests for the server, with the name of the key's variable in place of the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
@@ -151,10 +153,10 @@ def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> s
 
 
 NUMBERS = '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 16}}'
-"""For a model without a tokenizer."""
+"""Body of an example request to a model without a tokenizer."""
 
 
 def render_curl(url: str, path: str, body: str, *, has_key: bool) -> str:
-    """A command that sends a request."""
+    """A curl command that sends a request to the server."""
     key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
     return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"

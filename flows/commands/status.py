@@ -1,6 +1,6 @@
 """Show the state of a store: its runs, their jobs, and the machines that it rents.
 
-Not here: starting and ending them (up.py).
+Not here: starting and ending the server and its deployments (up.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
-"""Prefect's addition to the name of a task without a name of its own."""
+"""Suffix that Prefect adds to the name of a task run."""
 LATEST = 5
-"""So many runs that ended are shown, besides all that did not."""
+"""Number of ended runs that are shown, besides all runs under way."""
 MANY = 200
-"""So many are looked through where others may have run most of them; Prefect's server answers no more at once."""
+"""Number of ended runs to read from a shared server, where most may be of other stores. Prefect returns at most 200."""
 TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
 """States whose message says more than their name."""
 OF_PREFECT = re.compile(r"^Flow run encountered an exception: (\w+: )?")
@@ -51,30 +51,31 @@ ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingJob:
-    """A job that is under way, or of which only its node may know."""
+    """A job that runs on this machine, or may run on another node, because other nodes are not asked."""
 
     run_dir: str
     node: str
     is_known_to_run: bool
-    """False for a job on a node that was not asked."""
+    """Whether the job is known to run: True on this machine, False on another node, because other nodes are not
+    asked."""
     has_run: bool
-    """False when every run that wanted it is gone."""
+    """Whether a run wants the job: False if the processes of all runs that wanted the job have died."""
     run: str
     """The name of a run that wants the job, or was the last to want it."""
     waits_for: str = ""
-    """The GPU for which the job waits and its present job, in a sentence. Empty while the job works."""
+    """A sentence about the GPU that the job waits for and the job that has this GPU (empty while the job works)."""
 
     def sentence(self) -> str:
-        """For people."""
+        """Describe the job to users: its state, its node and its run."""
         state = "goes on" if self.is_known_to_run else "may go on"
         ended_by = f", rollouts cancel {self.run} ends it" if self.run else ""
-        owner = "" if self.has_run else f", without a run: the next one that needs it attaches to it{ended_by}"
+        owner = "" if self.has_run else f", without a run: the next run that needs it attaches to it{ended_by}"
         waits = f", {self.waits_for}" if self.waits_for else ""
         return f"{self.run_dir} {state} on {self.node}{waits}{owner}"
 
 
 def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
-    """The lines about every run that has not ended, and about the latest that have."""
+    """The lines about each run under way, and about each of the latest ended runs."""
     runs, ended = _runs_of_store(address, store)
     tasks: list[dict[str, Any]] = []  # Any: JSON
     if runs:
@@ -108,19 +109,19 @@ def _runs_of_store(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # Any: JSON
     latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
     ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
-    # From the earliest on: what schedules foresee is more than the server answers at once, and comes last.
+    # Earliest first: schedules plan more runs than the server returns at once, and planned runs come last.
     under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
     return of_store(address, store, without_later_looks(under_way))[::-1], ended
 
 
 def describe_reports(store: Path) -> list[str]:
-    """A line for each of the latest runs that came to their end, for when no server knows of them."""
+    """A line per report of the latest finished runs, for use when no server knows the runs."""
     reports = sorted((store / "runs").glob("*/report.html"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [f"{path}  {verdict_of(path.with_name('run.json'))}".rstrip() for path in reports[:LATEST]]
 
 
 def uses_of_runs(store: Path) -> dict[str, list[StageUse]]:
-    """The stages that each run came to, in order, by the run's id."""
+    """The stages that each run has reached, in order, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     found: dict[str, list[StageUse]] = {}
@@ -159,7 +160,8 @@ def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
 
 
 def read_stop(directory: RunDirectory) -> str:
-    """Which step a training has saved that was stopped and has not gone on since; empty for any other stage."""
+    """A sentence about the last saved step of a training that was stopped and not resumed (empty for any other
+    stage)."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "stopped":
         return ""
@@ -167,7 +169,7 @@ def read_stop(directory: RunDirectory) -> str:
 
 
 def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
-    """The runs of the store alone: a server that the user named has others, too."""
+    """Select the runs of this store, because a server of PREFECT_API_URL also has runs of other stores."""
     if address.is_local:
         return runs
     own: set[str] = set()
@@ -198,7 +200,7 @@ def describe_run(
     nodes: Mapping[str, str],
 ) -> str:
     """The name by which `cancel`, `finish` and `evaluate` know a run, its state and stage, since when, and where."""
-    # A task run of an attempt that was killed stays Running for ever.
+    # Task runs of a killed attempt stay Running for ever, so only the latest task run counts.
     own = [each for each in tasks if each["flow_run_id"] == run["id"] and each["start_time"]]
     last = max(own, key=lambda each: str(each["start_time"]), default=None)
     is_running = run["state_type"] == "RUNNING" and last is not None
@@ -208,11 +210,12 @@ def describe_run(
     stage = f", {SUFFIX.sub('', last['name'])}" if is_running and last else ""
     where = nodes.get(run["id"], parameter_of(run, "node").get("kind", "local"))
     line = f"{full_name(run):<20} {run['state_name']}{stage} {when} on {where}"
-    return shown_lines(line).replace("\n", " ")  # on a server of several people names are what others wrote
+    return shown_lines(line).replace("\n", " ")  # on a shared server, other users chose the names
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
-    """The present or future name of a run: until it begins, Prefect has two random words for it."""
+    """A run's name. Prefect names a run by two random words until it starts, so the name then comes from its
+    parameters."""
     return str((not run.get("start_time") and parameter_of(run, "run").get("name")) or run["name"])
 
 
@@ -222,19 +225,19 @@ def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON
-    """A table of settings of a run. Empty for a flow of another project that shares the name of ours."""
+    """A table of a run's settings (empty for a run of another project's flow with the same name)."""
     value = run.get("parameters", {}).get(name)
     return value if isinstance(value, Mapping) else {}
 
 
 def going_jobs(store: Path) -> list[GoingJob]:
-    """The jobs of the store that are under way; those on other machines are named without asking."""
+    """The running jobs of the store. Jobs on other machines are listed without asking these machines."""
     by_place: dict[tuple[str, str], list[Lease]] = {}
     for lease in _leases(store):
         if lease.is_started:
             by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
     if not by_place:
-        return []  # looking must not create a store
+        return []  # this command must not create a store
     local = provision_node(LocalNode(), store)
     found = []
     for (run_dir, node), leases in by_place.items():
@@ -259,7 +262,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 
 def waits_for_gpus(directory: RunDirectory) -> str:
-    """The thing that a living job waits for, as far as its events have come here; empty when for nothing."""
+    """A sentence about the GPUs that a job waits for, from its last fetched event (empty if the job does not wait)."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "waits_for_gpus":
         return ""

@@ -35,7 +35,7 @@ Port = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Port of the Prefect server, which `rollouts up` keeps; 0 takes the kept one, 4200 or any free one.",
+        help="Port of the Prefect server; `rollouts up` remembers it. 0: the remembered port, 4200 or a free one.",
     ),
 ]
 
@@ -62,13 +62,13 @@ def describe_finding(finding: str) -> dict[str, str]:
 
 
 def style(text: str, *, fg: str | None = None, bold: bool = False, dim: bool = False) -> str:
-    """The text in colour on a terminal that shows any; NO_COLOR and TERM=dumb turn colours off."""
+    """The text in colour on a terminal with colours. NO_COLOR and TERM=dumb turn colours off."""
     shows_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return typer.style(text, fg=fg, bold=bold, dim=dim) if shows_colours else text
 
 
 def page(blocks: Iterable[str]) -> None:
-    """Print text, on a terminal by its pager, which stays out of the way of a text that fits the screen."""
+    """Print text. On a terminal, a pager shows a text that does not fit the screen."""
     if not sys.stdout.isatty() or os.environ.get("TERM") in (None, "dumb"):
         for block in blocks:
             typer.echo(block, nl=False)
@@ -79,7 +79,7 @@ def page(blocks: Iterable[str]) -> None:
 
 @contextmanager
 def told_progress(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell a line now and then while checks read many rows, until the block is left."""
+    """While the block runs, pass the progress lines of long checks to `tell`."""
 
     class Teller(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -97,11 +97,11 @@ def told_progress(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) -> None:
-    """Make checks and print their findings, a line each. Warnings and their number come last, where people see them.
+    """Run the checks and print a line per finding. Warnings and their number come last, where users see them.
 
     Args:
         fact: the start of a line with a fact, or with the progress of a long check.
-        caution: what one that warns begins with.
+        caution: the start of a line with a warning.
     """
     with told_progress(lambda line: console.print(f"{fact}{line}", markup=False)):
         facts, cautions = split_findings(check())

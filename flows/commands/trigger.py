@@ -1,4 +1,4 @@
-"""Ask a store's Prefect server to run a deployment, as its form does.
+"""Ask a store's Prefect server to run a deployment, as the deployment's form in the UI does.
 
 Not here: what deployments there are (deployments.py), the process that runs them (serving.py).
 """
@@ -19,7 +19,7 @@ from rollouts_core.errors import ConfigError
 
 
 def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
-    """Have a deployment run, with settings replaced by `key=value`; returns the page of the run.
+    """Start a run of a deployment, with settings replaced by `key=value`, and return the URL of the run's page.
 
     Raises:
         ServerError: nothing serves the deployments of the store, or the server refuses.
@@ -34,8 +34,8 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
         except RefusedError as error:
             if name in known:
                 raise ConfigError(
-                    f"the deployment {name} was deleted in Prefect: rollouts up with its configuration makes it again, "
-                    "and one of a preset rollouts down and rollouts up"
+                    f"the deployment {name} was deleted in Prefect: call rollouts up with its configuration again; for "
+                    "a preset, call rollouts down and rollouts up"
                 ) from error
             raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
         change = partial(overridden_tool if flow in TOOLS else overridden, flow)

@@ -1,9 +1,9 @@
 """`rollouts up`, `down` and `status`: a Prefect server with deployments, which outlives the terminal.
 
-Not here: the process that is started (serving.py), the server (own_server/), and the deployments (deployments.py).
+Not here: the serving process (serving.py), the server (own_server/), and the deployments (deployments.py).
 
     up     joins or starts the server, then the serving process, which keeps the server
-    down   ends the serving process and its flows; the server follows, jobs go on
+    down   ends the serving process and its flows; the server then stops by itself, and jobs go on
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from rollouts_core.errors import InputError
 READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 45.0
 SERVER_END_S = 12.0
-"""The server leaves about two seconds after its last user."""
+"""How long `rollouts down` waits for the server, which stops about two seconds after its last user left."""
 POLL_S = 0.05
 
 
@@ -80,16 +80,16 @@ class Serving:
 
     pid: int
     process: ProcessIdentity
-    """Tells whether `pid` is a process of this machine: several containers may share the store."""
+    """Shows whether `pid` is a process of this machine, because several containers may share the store."""
     since: float
     """Seconds since 1970."""
     deployments: dict[str, str]
     """Digests by name."""
     gpu_slots: int = DEFAULT_GPU_SLOTS
-    """So many runs go at once."""
+    """Number of runs that may be under way at once."""
     named_url: str | None = None
-    """The server of PREFECT_API_URL that the process uses. Empty: the store's own. None: an earlier version wrote the
-    file."""
+    """The PREFECT_API_URL of the process. It is empty if the process uses the store's own server, and None if an
+    earlier version wrote the file."""
 
 
 def up(
@@ -102,11 +102,11 @@ def up(
         int,
         typer.Option(
             min=0,
-            help="Runs that go at once, further ones are queued; kept in the store. 0 leaves it as it is, 5 at first.",
+            help="Runs under way at once; further runs are queued. Kept in the store. 0: unchanged, at first 5.",
         ),
     ] = 0,
 ) -> None:
-    """Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.
+    """Start Prefect with a deployment per preset, and per CONFIG, in the background. `rollouts down` ends Prefect.
 
     If Prefect runs already, the deployment of a CONFIG is added to it.
     """
@@ -145,19 +145,17 @@ def up(
     if address.password:
         user, _, _ = address.password.partition(":")
         console.print(f"log in with    {address.password}", markup=False)
-        said = f"as it stands in Prefect; on the pages to watch as user {user} with what follows the colon"
+        said = f"as it stands in Prefect; on the live pages as user {user} with the part after the colon"
         console.print(f"               {said}", markup=False)
         console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
     if port and f":{port}/" not in address.api_url:
-        console.print(
-            f"port           {port} was asked for, but the store's server was up already; the next one takes it"
-        )
+        console.print(f"port           {port} is for the next server of the store: the present one was up already")
     console.print(f"see the runs   rollouts status{at_store}", markup=False, soft_wrap=True)
     console.print(f"end it         rollouts down{at_store} (what trains goes on)", markup=False, soft_wrap=True)
 
 
 def down(store: Store = DEFAULT_STORE) -> None:
-    """End what `up` started: the Prefect server and the runs; their training jobs go on."""
+    """End what `up` started: the Prefect server and the runs. The runs' training jobs go on."""
     home = store.resolve() / "prefect"
     serving = _wait_until_begun(store)
     if serving is None:
@@ -183,7 +181,7 @@ def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
     """Signal the process that serves.
 
     Raises:
-        ServerError: its number means another process here, because it was given in another container or machine.
+        ServerError: the process runs in another container or machine, so its number means another process here.
     """
     if not serving.process.is_here:
         raise ServerError(
@@ -238,7 +236,7 @@ def lines_about_serving(store: Path, serving: Serving | None) -> Iterator[str]:
 
 
 def find_server(store: Path) -> tuple[ServerAddress | None, str]:
-    """The server of this store's commands, if it answers, and a sentence about it."""
+    """The Prefect server that commands for this store use (None if no server answers), and a sentence about it."""
     try:
         address = named_server(store) if named_url() else running_server(store)
     except ServerError as error:
@@ -247,12 +245,13 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
-    """Start the process that serves the deployments, `own` too. False if it runs already: then it will take up `own`.
+    """Save the deployments in `own`, and start the serving process. Returns False if the serving process runs already,
+    which then registers `own`.
 
-    It needs the store's server, but not at once.
+    The store's server may still be starting.
 
     Args:
-        gpu_slots: how many runs go at once from now on; 0 leaves that as it is.
+        gpu_slots: number of runs that may be under way at once from now on (0 leaves it unchanged).
     """
     home = store / "prefect"
     own_folder(home)
@@ -274,10 +273,10 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
     """Return when every deployment of the store is served.
 
     Args:
-        gpu_slots: how many runs are to go at once; 0: any number.
+        gpu_slots: also wait until the process uses this number of slots (0 accepts any number).
 
     Raises:
-        ServerError: the process does not start; the message has the end of its log.
+        ServerError: the process does not start. The message has the end of the process's log.
     """
     home = store / "prefect"
     log = home / "serving.log"
@@ -294,7 +293,7 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
 
 
 def find_serving(store: Path) -> Serving | None:
-    """The process that serves the store's deployments; None if no such process lives or it is not ready."""
+    """The process that serves the store's deployments (None if no such process lives or it is not ready)."""
     home = store.resolve() / "prefect"
     try:
         state = json.loads((home / "serving.json").read_text())
@@ -307,20 +306,22 @@ def find_serving(store: Path) -> Serving | None:
 
 
 def is_starting(store: Path) -> bool:
-    """Whether a process that will serve the store's deployments lives, and is not ready."""
+    """Whether the serving process of the store lives but is not ready yet."""
     home = store.resolve() / "prefect"
     return home.is_dir() and _is_locked(home) and find_serving(store) is None
 
 
 def check_server(store: Path) -> None:
-    """Raise InputError where the store's deployments are served at another server than this command would ask."""
+    """Raise InputError if the store's deployments are served at another Prefect server than the one that this command
+    uses."""
     serving = find_serving(store)
     if serving and (elsewhere := _served_elsewhere(serving)):
         raise InputError(f"{store}: {elsewhere}")
 
 
 def _served_elsewhere(serving: Serving) -> str:
-    """The other server at which the deployments are served, if commands of this terminal use another one."""
+    """A sentence about the server at which the deployments are served (empty if this terminal's commands use the same
+    server)."""
     if serving.named_url in (None, named_url()):
         return ""
     if url := serving.named_url:
@@ -329,7 +330,7 @@ def _served_elsewhere(serving: Serving) -> str:
 
 
 def describe_deployments(serving: Serving) -> str:
-    """The names of what is served; evaluations, one per pipeline, are named by their ending."""
+    """The names of the served deployments. The evaluations, one per pipeline, are summed up by their common ending."""
     evaluations = {evaluation_name(name) for name in serving.deployments}
     names = [name for name in serving.deployments if name not in evaluations and name not in TOOLS]
     tools = [name for name in serving.deployments if name in TOOLS]
@@ -337,8 +338,8 @@ def describe_deployments(serving: Serving) -> str:
 
 
 def describe_gpu_slots(serving: Serving) -> str:
-    """How many runs go at once, for people."""
-    return f"{serving.gpu_slots}: as many runs go at once, further ones are queued"
+    """A phrase about the number of runs that may be under way at once."""
+    return f"{serving.gpu_slots}: number of runs under way at once; further runs are queued"
 
 
 def require_serving(store: Path) -> Serving:
@@ -346,7 +347,7 @@ def require_serving(store: Path) -> Serving:
 
     Raises:
         ServerError: no process serves, so no run would start.
-        InputError: it serves them at another server than this command would ask.
+        InputError: the deployments are served at another Prefect server than the one that this command uses.
     """
     check_server(store)
     if (serving := find_serving(store)) is None:
@@ -355,15 +356,15 @@ def require_serving(store: Path) -> Serving:
 
 
 def _is_locked(home: Path) -> bool:
-    """Whether the process lives: a killed one holds no lock, whatever its file says."""
+    """Whether the serving process lives. A killed process holds no lock, although its serving.json may remain."""
     return is_locked(home / "serving.lock", fcntl.LOCK_EX)
 
 
 def _wait_until_begun(store: Path) -> Serving | None:
-    """The process that serves; waits for one that is starting, because only a ready process tells its id.
+    """The serving process. Waits for a process that is starting, because only a ready process writes its id.
 
     Raises:
-        ServerError: it starts for longer than it may.
+        ServerError: the process did not become ready in time.
     """
     if is_starting(store):
         console.print("waiting        for the process that is starting, to end it")
@@ -377,7 +378,7 @@ def _wait_until_begun(store: Path) -> Serving | None:
 
 
 def _start_serving(store: Path, home: Path) -> None:
-    """Start the process, which inherits the taken lock."""
+    """Start the serving process, which inherits the taken lock."""
     lock = open_lock(home / "serving.lock")
     try:
         if not try_lock(lock, fcntl.LOCK_EX):

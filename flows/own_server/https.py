@@ -1,9 +1,9 @@
 """HTTPS at the port of a store's Prefect server: its certificate, and how one socket answers HTTP and HTTPS.
 
-Another program may listen on the port of a server that was killed. Clients therefore connect by TLS and accept the
-store's certificate alone, before they send the password. Its private key is in a file that only the owner of the store
-can read. Browsers would warn of a certificate that no authority has signed, so they use HTTP at the same port. The
-first byte of a connection tells which of both it is.
+Another program may listen on the port of a server that was killed. Clients therefore connect by TLS, and accept only
+the store's certificate, before they send the password. The certificate's private key is in a file that only the owner
+of the store can read. Browsers would warn of a certificate that no authority has signed, so they use HTTP at the same
+port. The first byte of a connection shows its protocol.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def server_context(home: Path) -> ssl.SSLContext:
 
 
 def client_context(certificate: Path) -> ssl.SSLContext:
-    """The TLS settings of a client that accepts this certificate alone."""
+    """The TLS settings of a client that accepts only this certificate."""
     return ssl.create_default_context(cafile=certificate)
 
 
@@ -93,7 +93,8 @@ def _make_certificate() -> str:
 
 
 BEGINS_TLS = b"\x16"
-"""The first byte of every TLS connection. Every request in plain HTTP begins with a letter."""
+"""The first byte of every TLS connection. A plain HTTP request has another first byte, because it begins with a
+letter."""
 PAUSE_S = 1.0
 """Pause after the system refused a connection, usually because this process has too many open files."""
 
@@ -101,7 +102,7 @@ PAUSE_S = 1.0
 async def accept_both(
     listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext
 ) -> None:
-    """Accept connections of both kinds, until cancelled."""
+    """Accept HTTP and HTTPS connections until cancelled."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     beginning: set[asyncio.Task[None]] = set()
@@ -135,5 +136,5 @@ async def _begin(connection: socket.socket, make_protocol: Callable[[], asyncio.
     loop.remove_reader(connection)
     try:
         await loop.connect_accepted_socket(make_protocol, connection, ssl=tls if is_tls else None)
-    except OSError:  # a failed handshake, too
+    except OSError:  # also a failed TLS handshake
         connection.close()

@@ -1,4 +1,4 @@
-"""Lend the Prefect server of a store to its users, and end it after the last one left.
+"""Start the Prefect server of a store for its first user process, and stop the server after the last user left.
 
 Not here: what runs on the server (the other files of flows), which store is meant (cli.py).
 
@@ -7,18 +7,18 @@ Not here: what runs on the server (the other files of flows), which store is mea
                                        ^
                                        |  twice a second: is it free?  then stop the server and exit
     keeper = the server's process (server_process.py), in a session of its own, reached by no Ctrl-C of a terminal;
-             its users look once a second whether it lives, and start another one where it was killed
+             its users check once a second that it lives, and start another keeper if it was killed
 
     start.lock   held by a user while it looks for or starts the keeper, and by the keeper from its decision
-                 to stop until its process is gone: nobody is ever handed a server that is going down
-    keeper.lock  held by the keeper as long as its process lives; looked at under start.lock only
+                 to stop until its process is gone: no user ever joins a server that is stopping
+    keeper.lock  held by the keeper as long as its process lives; checked only under start.lock
     server.json  the address, written by the keeper; it counts only while keeper.lock is held
-    server.log   what the server said since it started, server.log.1 what the last one did that said anything;
+    server.log   output of the present server; server.log.1: output of the last server that printed anything;
                  prefect.db, results/, ui/ are Prefect's own
-    password     what the server asks for (password.py)
+    password     the server's password (password.py)
 
-This module never imports prefect in the user's process, except in `use_prefect` and to ask a server of PREFECT_API_URL:
-the environment of `prefect_environment` must be set before the first import.
+This module imports prefect only in `use_prefect` and for requests to a server of PREFECT_API_URL, because the
+environment of `prefect_environment` must be set before the first import.
 """
 
 import fcntl
@@ -56,14 +56,14 @@ LOG_FILE = "server.log"
 PORT_FILE = "port"
 """In the store's Prefect home: the port that `rollouts up --port` asked for."""
 START_TIMEOUT_S = 180.0
-"""A new database takes one core 6 s. On a busy machine a minute is not enough."""
+"""Timeout of a server's start. A new database takes one core 6 s, and on a busy machine more than a minute."""
 BUSY_SERVER_S = 10.0
-"""How long a question whether the server answers waits for one whose keeper lives."""
+"""Timeout of a health check of a server whose keeper lives."""
 JOIN_TIMEOUT_S = 30.0
 """How long another process may hold start.lock: a stop, or a few failing starts."""
 LOOK_S = 1.0
-"""How often users look whether the server lives. When it refuses connections for ten seconds, Prefect's runner gives up
-looking for runs to cancel; a new server accepts connections at once, and answers when it is up."""
+"""Seconds between two checks that the server lives. Prefect's runner stops polling for cancelled runs after ten seconds
+of refused connections. A new server accepts connections at once, and answers when it is up."""
 AGAIN_S = 30.0
 """Pause before another restart: the cause of the first death may still be there."""
 
@@ -71,28 +71,30 @@ ROOT = Path(__file__).absolute().parents[2]
 SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
 )
-"""This package need not be installed. Its folder comes last, and with -P, so it shadows no module."""
+"""The package's folder is added to sys.path, because the package need not be installed. As the last entry, and with -P,
+it shadows no module."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
-"""Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
+"""Loggers whose INFO lines inside a flow or a task are stored with the run, as Prefect stores those of its own
+loggers."""
 
 NAMED_SERVER_RETRIES = "7"
-"""Attempts at each request, 4 minutes in all: a serving process gives up after three failed requests, a flow after one.
-Prefect's own five take a minute, in which a team's server cannot be brought up to date."""
+"""Attempts at each request, 4 minutes in all. A serving process gives up after three failed requests, a flow after one.
+Prefect's default of five attempts takes one minute, which is too short for an update of a shared server."""
 
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
 """Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
 the user named a server or this module did."""
 
 OF_RUNS = tuple(f"PREFECT_{group}_" for group in ("CLIENT", "FLOWS", "LOGGING", "RESULTS", "RUNNER", "TASKS", "WORKER"))
-"""Groups of the caller's settings that apply to commands and runs. The server of a store ignores them, too."""
+"""Prefixes of Prefect settings that take effect in commands and runs, but not in the server of a store."""
 CUSTOM_HEADERS = "PREFECT_CLIENT_CUSTOM_HEADERS"
 
 logger = logging.getLogger(__name__)
 
 
 class ServerError(RuntimeError):
-    """There is no Prefect server to work with; the message is one sentence for the user."""
+    """No Prefect server can be used. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +102,14 @@ class ServerAddress:
     """The address of a Prefect server."""
 
     api_url: str
-    """For example https://127.0.0.1:4200/api, without a slash at the end."""
+    """URL of the API, for example https://127.0.0.1:4200/api, without a slash at the end."""
     ui_url: str
-    """The UI for browsers, for example http://127.0.0.1:4200/v2, without a slash at the end."""
+    """URL of the UI, for example http://127.0.0.1:4200/v2, without a slash at the end."""
     is_local: bool = True
     """False for a server that the user named by PREFECT_API_URL."""
     password: str = field(default="", repr=False)
-    """`user:token`, which the server asks for. Empty if the user's own settings name it."""
+    """The server's password, `user:token`. Empty for a server of PREFECT_API_URL, whose password is in the user's
+    settings."""
     certificate: Path | None = None
     """The certificate by which a store's own server proves itself before the password is sent."""
 
@@ -116,17 +119,17 @@ def local_server(
 ) -> AbstractContextManager[ServerAddress]:
     """Return a context in which the Prefect server of `store` answers.
 
-    A server of this store that already runs is joined, on whichever port it has; one that was killed, also during the
-    block, is started again on its port. It stops about two seconds after its last user left or died. If PREFECT_API_URL
-    is set, that server is used and nothing is started.
+    A running server of this store is joined, whatever its port. A killed server is restarted on its port, even during
+    the block. The server stops about two seconds after its last user left or died. If PREFECT_API_URL is set, the
+    server at that URL is used, and nothing is started.
 
     Args:
         port: 0 takes 4200 if it is free, otherwise any free port.
-        meanwhile: what can be done while the server starts; called once, in any case, with where it will answer.
+        meanwhile: called once with the server's address, while the server may still be starting.
 
     Raises:
-        ServerError: On entering: the store cannot be written, the port is taken, the server does not come up,
-            or the one of PREFECT_API_URL does not answer.
+        ServerError: On entering: the store cannot be written, the port is taken, the server does not start, or the
+            server of PREFECT_API_URL does not answer.
     """
     if named_url():
         return _used_server(named_server(store), meanwhile)
@@ -137,7 +140,7 @@ def local_server(
 
 
 def named_url() -> str:
-    """The address of the server that the user named by PREFECT_API_URL; empty where nobody did."""
+    """The user's PREFECT_API_URL (empty if the variable is missing or this module set it)."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     return "" if url == os.environ.get(OWN_API_URL) else url
 
@@ -145,7 +148,7 @@ def named_url() -> str:
 def ignored_settings(environment: Mapping[str, str]) -> list[str]:
     """Names of the caller's variables for Prefect that have no effect on a store's own server and its clients."""
     if OWN_API_URL in environment:
-        return []  # they are those of `prefect_environment`
+        return []  # this module set the variables
     return sorted(
         name
         for name, value in environment.items()
@@ -162,12 +165,12 @@ def _name_ignored(home: Path, names: tuple[str, ...]) -> None:
 
 
 def _is_of_prefect(name: str) -> bool:
-    """Return whether Prefect reads the variable; it does not tell capitals from small letters."""
+    """Return whether Prefect reads the variable. Prefect ignores the case of names."""
     return name.upper().startswith("PREFECT_")
 
 
 def check_path(store: Path) -> None:
-    """Raise ServerError where the database of a store's own server would lie elsewhere: its address ends at a ?."""
+    """Raise ServerError if the store's path has a ?, because the URL of the server's database would end there."""
     if "?" in str(store.resolve()) and not named_url():
         raise ServerError(
             f"the path of the store {store.resolve()} has a ?, where the address of Prefect's database would end: "
@@ -185,9 +188,9 @@ def running_server(store: Path) -> ServerAddress | None:
 
 @contextmanager
 def held_server() -> Iterator[None]:
-    """Keep the server of this process's environment from stopping, if a store owns it.
+    """While the block runs, keep the server that this process inherited from its parent, if a store owns the server.
 
-    For processes that outlive their parents.
+    For processes that outlive the parent, which kept the server so far.
     """
     if OWN_API_URL not in os.environ:
         yield
@@ -200,19 +203,18 @@ def held_server() -> Iterator[None]:
 
 
 def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
-    """Return the environment in which Prefect uses `address` and the store, and leaves the terminal alone.
+    """Return environment variables with which Prefect uses the server at `address` and the store, and prints nothing.
 
-    Set it before the first import of prefect. The result has the user's value of each variable that is only a
-    preference. A server of PREFECT_API_URL keeps the user's PREFECT_HOME, because the key to it may be in a profile
-    there.
+    Set the variables before the first import of prefect. A value of the user wins for `preferences`, but not for the
+    other variables. For a server of PREFECT_API_URL, the user's PREFECT_HOME stays, because a profile there may have
+    the server's key.
     """
     preferences = {
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(_home(store) / "results"),
-        # A path through Prefect's logging configuration: nothing below CRITICAL on the terminal, while the
-        # handler that sends to the server sees all that the loggers let through.
+        # The console handler prints only CRITICAL lines. The handler that sends to the server gets all lines.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OWN_LOGGERS),
-        # An extra logger gets Prefect's handler but no level, so the root's counts.
+        # An extra logger gets Prefect's handler but no level, so the root logger's level applies.
         "PREFECT_LOGGING_ROOT_LEVEL": "INFO",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "DO_NOT_TRACK": "1",
@@ -221,15 +223,14 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
         preferences["PREFECT_CLIENT_MAX_RETRIES"] = NAMED_SERVER_RETRIES
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    # Prefect's internal loggers have another handler: 2,000 characters for each event that a lost server misses.
+    # Prefect's internal loggers would print 2,000 characters for each event that cannot be sent to a lost server.
     environment["PREFECT_INTERNAL_LOGGING_LEVEL"] = "CRITICAL"
     if address.is_local:
         environment |= {
             OWN_API_URL: address.api_url,
             "PREFECT_API_AUTH_STRING": address.password,
             "PREFECT_API_SSL_CERT_FILE": str(address.certificate or ""),
-            # Settings of the caller for another server: they would undo the check of the certificate, replace the
-            # password, or show a team's headers and addresses here.
+            # The caller's values for another server would replace the password, the certificate check and the headers.
             "PREFECT_API_TLS_INSECURE_SKIP_VERIFY": "false",
             CUSTOM_HEADERS: "{}",
             "PREFECT_UI_URL": address.ui_url,
@@ -239,10 +240,10 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
 
 
 def use_prefect(store: Path, address: ServerAddress) -> None:
-    """Set the environment for Prefect's client in this process, and set up Prefect's logging by it.
+    """Set the environment for Prefect's client in this process, and set up Prefect's logging.
 
-    Importing flows sets the logging up as well. For commands that import only blocks: otherwise Python prints Prefect's
-    warnings on the terminal.
+    Commands that import only blocks need this, because only the import of flows sets up the logging by itself.
+    Otherwise Python prints Prefect's warnings on the terminal.
     """
     os.environ.update(prefect_environment(store.resolve(), address))
     from prefect.logging.configuration import setup_logging
@@ -251,7 +252,7 @@ def use_prefect(store: Path, address: ServerAddress) -> None:
 
 
 def run_url(address: ServerAddress, flow_run_id: str) -> str:
-    """Return the page of a flow run."""
+    """Return the URL of a flow run's page."""
     return f"{address.ui_url}/runs/flow-run/{flow_run_id}"
 
 
@@ -260,7 +261,7 @@ def _home(store: Path) -> Path:
 
 
 def _home_environment(home: Path) -> dict[str, str]:
-    """Return what keeps profiles and settings of the user's own Prefect home out."""
+    """Return variables that replace the user's own Prefect home, so that its profiles and settings have no effect."""
     return {
         "PREFECT_HOME": str(home),
         "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
@@ -269,7 +270,7 @@ def _home_environment(home: Path) -> dict[str, str]:
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the exception that keeps requests to this machine away from the user's proxy, if any."""
+    """Return variables that exclude this machine from the user's proxy (empty if the user has no proxy)."""
     if not any(environment.get(key) for name in ("http_proxy", "all_proxy") for key in (name, name.upper())):
         return {}
     excepted = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
@@ -281,10 +282,11 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def named_server(store: Path) -> ServerAddress:
-    """Return the address of the server of PREFECT_API_URL, which answers; the environment is set for Prefect's client.
+    """Check that the server of PREFECT_API_URL answers, set the environment for Prefect's client, and return the
+    address.
 
     Raises:
-        ServerError: it does not answer, or it knows another password.
+        ServerError: the server does not answer, or it has another password.
     """
     api_url = named_url()
     address = ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
@@ -313,7 +315,7 @@ def _used_server(
 
 
 def _named_status(api_url: str, path: str) -> int:
-    """Return the code with which the server that the user named answers."""
+    """Return the HTTP status with which the server of PREFECT_API_URL answers."""
     from rollouts.flows.prefect_api import FAILURES, describe_failure, request_named
 
     try:
@@ -326,10 +328,11 @@ def _named_status(api_url: str, path: str) -> int:
 
 
 def _check_key() -> None:
-    """Raise ServerError for a key that no header can carry; an error of the client would repeat it."""
+    """Raise ServerError if PREFECT_API_KEY cannot be sent in a header, because the client's own error would show the
+    key."""
     key = os.environ.get("PREFECT_API_KEY", "").strip()
     if key and not SENDABLE.fullmatch(key):
-        raise ServerError("what PREFECT_API_KEY holds is no key: keys have neither spaces nor accents: copy it again")
+        raise ServerError("PREFECT_API_KEY does not hold a key: keys have neither spaces nor accents: copy it again")
 
 
 def _named_ui_url(api_url: str) -> str:
@@ -349,7 +352,7 @@ def _shared_server(
 ) -> Iterator[ServerAddress]:
     with ExitStack() as held:
         try:
-            # Blocks with secrets lie in the database, and the key to them too.
+            # The database has blocks with secrets, and the key that decrypts them.
             own_folder(home)
             own_password(home)
             own_certificate(home)
@@ -362,10 +365,10 @@ def _shared_server(
 
 
 def _join_users(users_lock: int) -> None:
-    """Keep the server from stopping while the lock is open; call it with start.lock held."""
+    """Keep the server from stopping while the lock is open. Call this with start.lock held."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
-    # Only a keeper that holds start.lock too ever holds it exclusively.
-    assert is_taken, "users.lock held exclusively by somebody without start.lock"
+    # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
+    assert is_taken, "users.lock held exclusively by a process without start.lock"
 
 
 def _join_or_start(
@@ -390,7 +393,7 @@ def _join_or_start(
         if address is not None and meanwhile:
             meanwhile(address)
             meanwhile = None
-        # A dead keeper may have written the file, and its port may be taken: ask for the keeper again.
+        # A dead keeper may have written the file, and another program may have its port: check the keeper again.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address
         time.sleep(0.05)
@@ -402,7 +405,8 @@ def _join_or_start(
 
 @contextmanager
 def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
-    """While the block runs, start a keeper at the same address, which all users know, whenever none lives."""
+    """While the block runs, replace a dead keeper by a new one at the same address, because all users know that
+    address."""
     port = urllib.parse.urlsplit(address.api_url).port or 0
     started_at = -AGAIN_S
 
@@ -424,7 +428,7 @@ def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
 
 
 def _abandoned_keeper_lock(home: Path) -> int | None:
-    """Return keeper.lock, taken, if no keeper lives. Call it under start.lock."""
+    """Take keeper.lock and return it (None if a keeper lives). Call this with start.lock held."""
     keeper_lock = open_lock(home / "keeper.lock")
     if try_lock(keeper_lock, fcntl.LOCK_EX):
         return keeper_lock
@@ -457,7 +461,7 @@ def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
             pass_fds=(keeper_lock, listener.fileno()),
             start_new_session=True,
         )
-        # It forks and exits at once, so the keeper has no parent here and leaves no zombie.
+        # The launcher forks and exits at once, so the keeper is no child of this process and leaves no zombie.
         launcher.wait()
 
 
@@ -471,13 +475,12 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_API_PORT": str(port),
             "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
-            # Prefect would let the pages of every site read its answers.
+            # Only this server's pages may read its answers. By default, Prefect allows pages of every site.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
-            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # for links in the messages of automations
-            # Kept in memory, the slot of a retraining is gone with a killed server, and Prefect ends the run for it.
+            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
+            # In memory, the default, a killed server would lose concurrency slots, and Prefect would end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-            # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
-            # read-only and is shared by servers that start at the same time.
+            # Prefect unpacks the UI into this folder, because the default, site-packages, may be read-only or shared.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -487,7 +490,7 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
 
 
 def _port_of_killed(home: Path) -> int:
-    """Return the port of a keeper that was killed, which left its address; otherwise 0.
+    """Return the port of a keeper that was killed and left its server.json (0 without this file).
 
     Runs that outlive the server know only this port, and find the next server at it.
     """
@@ -501,7 +504,7 @@ def remember_port(home: Path, port: int) -> None:
 
 
 def remembered_port(home: Path) -> int:
-    """The port that was last asked for; 0 if none was."""
+    """The port of the last `rollouts up --port` (0 if the option was never used)."""
     with suppress(OSError, ValueError):
         return int((home / PORT_FILE).read_text())
     return 0
@@ -522,7 +525,7 @@ def _listen(port: int, *, preferred: int = 0) -> socket.socket:
 
 def _bind(port: int) -> socket.socket:
     if port and _is_answered(port):
-        raise OSError("somebody else answers there")
+        raise OSError("another program answers there")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -535,14 +538,15 @@ def _bind(port: int) -> socket.socket:
 
 
 def _is_answered(port: int) -> bool:
-    """Return whether somebody listens; on macOS, listening on all addresses does not keep us from binding."""
+    """Return whether a program listens on the port. On macOS, binding succeeds although a program listens on all
+    addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         return probe.connect_ex((HOST, port)) == 0
 
 
 def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
-    # A server that still starts accepts the request and answers when it is up. No proxy: it is this machine.
+    # A server that still starts accepts the request and answers when it is up. Requests to this machine use no proxy.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if address.certificate is not None:
         handlers.append(urllib.request.HTTPSHandler(context=client_context(address.certificate)))

@@ -1,11 +1,11 @@
-"""Two layers around Prefect's application in a store's server: patience with SQLite, and a policy for browsers.
+"""Two layers around Prefect's application in a store's server: retries for a busy SQLite, and a policy for browsers.
 
-SQLite refuses a transaction that wants to write while another one writes. Prefect's server then answers 503 and has
-changed nothing. Prefect's clients ask again, its UI does not and loses a form. So the application is asked again here.
-The lock error comes from SQLite: https://www.sqlite.org/rescode.html#busy
+SQLite refuses a transaction that wants to write while another transaction writes. Prefect's server then answers 503,
+and has changed nothing. Prefect's clients retry, but the UI does not, and the user loses a form. Therefore the first
+layer retries the request. About the error: https://www.sqlite.org/rescode.html#busy
 
-The UI's login page asks a service for usage statistics how to collect them, although analytics are off: the UI can read
-that setting only after the login. A Content-Security-Policy on each answer makes the browser refuse such requests.
+Although analytics are off, the UI's login page contacts a service for usage statistics, because the UI can read that
+setting only after the login. A Content-Security-Policy in each answer makes the browser refuse such requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAUSE_S = 0.1
 
 
 def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> ASGIApp:
-    """Return an application that answers as `app` does, but 503 only after asking it for `patience_s`."""
+    """Return an application that repeats a request for up to `patience_s` if `app` answers 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -41,7 +41,8 @@ def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> AS
 
 
 async def _is_answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, body: bytes, is_last: bool) -> bool:
-    """Ask once; returns False, with nothing sent, when the answer is 503 and this is not the last time."""
+    """Pass the request to `app` once. If the answer is 503 and `is_last` is False, nothing is sent, and False is
+    returned."""
     is_busy = False
     has_body = True
 
@@ -61,7 +62,7 @@ async def _is_answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send,
 
     try:
         await app({**scope}, receive_again, send_unless_busy)
-    except DBAPIError:  # starlette raises, after it answered
+    except DBAPIError:  # starlette raises the error again after its answer
         if not is_busy:
             raise
     return not is_busy
@@ -77,13 +78,15 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 OWN = "'self' http://127.0.0.1:* http://localhost:* ws://127.0.0.1:* ws://localhost:*"
-"""A page that was opened as localhost asks the API at 127.0.0.1, and a forwarded port may be another one."""
+"""Sources that pages may use: a page at localhost uses the API at 127.0.0.1, and a forwarded port may have another
+number."""
 POLICY = f"default-src {OWN} data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; base-uri 'self'"
-"""Prefect's UI has inline styles, draws its graph by code that it compiles, and edits JSON in workers."""
+"""Content-Security-Policy for Prefect's UI, which has inline styles, compiles code for its graph, and edits JSON in
+workers."""
 
 
 def with_browser_policy(app: ASGIApp) -> ASGIApp:
-    """The application, with the policy on each of its answers."""
+    """Return an application that adds the Content-Security-Policy to each answer of `app`."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_policy(message: Message) -> None:

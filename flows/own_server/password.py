@@ -1,8 +1,8 @@
 """The password of a store's Prefect server: made once, in a file that only its owner can read.
 
 Not here: the server that asks for it (lend.py). A configuration names functions, so starting a run means running any
-program as the owner of the server. Other users of the machine, and web pages in the owner's browser, must not be able
-to.
+program as the owner of the server. Therefore other users of the machine, and web pages in the owner's browser, must not
+be able to start runs.
 """
 
 import base64
@@ -22,7 +22,7 @@ def password_file(home: Path) -> Path:
 
 
 def own_password(home: Path) -> str:
-    """Return the password, `rollouts:<token>`. The first call makes it."""
+    """Return the password, `rollouts:<token>`. The first call creates the password."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 

@@ -1,6 +1,6 @@
 """Find the reason of a server's end in its log, and say what its user should do.
 
-Not here: the processes that write one (lend.py, flows/commands/up.py).
+Not here: the processes that write logs (lend.py, flows/commands/up.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A server whose services stand still (scheduler_watchdog.py) is replaced in the same process, at the same socket.
 
-Not here: its users, and the locks' meaning (lend.py). It is started by `lend._start_process` alone.
+Not here: its users, and the locks' meaning (lend.py). Only `lend._start_process` starts this process.
 """
 
 import asyncio
@@ -31,25 +31,26 @@ STOP_TIMEOUT_S = 8.0
 """After this long a server that was told to stop is killed."""
 POLL_S = 0.5
 ASLEEP_S = 10.0
-"""A poll that takes so long shows that this process was stopped, or got no processor."""
+"""A poll that takes longer shows that this process was suspended, or got no CPU time."""
 UNUSED_S = 1.5
 """How long the server waits after its last user left, so that this user's last logs and events still arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 EARLIER_EVENT_WAIT = timedelta(seconds=15)
-"""How long automations, such as messages to a team, wait for the event that an event follows.
+"""How long automations, such as notifications, wait for the event that precedes an event.
 
-Prefect waits 15 minutes, because its servers may be several, between which events overtake each other. This server is
-alone, and its memory of events ends with it: what followed an event of the server before would wait all the time.
+Prefect's default is 15 minutes, because events may overtake each other between several server processes. A store has
+only one server process, so events cannot overtake each other. A restarted server does not know earlier events, so the
+events that follow them would wait for the full time.
 """
 
 
 def base_url(port: int) -> str:
-    """The address of the server of a port for browsers; clients use `https` there."""
+    """The server's address for browsers. Clients use HTTPS at the same port."""
     return f"http://{HOST}:{port}"
 
 
 def api_url(port: int) -> str:
-    """The address of the API of a server, at which it proves itself by its certificate."""
+    """The address of the server's API for clients, to which the server proves itself by its certificate."""
     return f"https://{HOST}:{port}/api"
 
 
@@ -72,7 +73,7 @@ def _keep(home: Path, listener: socket.socket) -> None:
 
 def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> None:
     cores = _stay_on_one_core()
-    gc.disable()  # collecting costs 0.3 s of the imports' 3, and 1 s of the 6 in which a new database is migrated
+    gc.disable()  # collection takes 0.3 s of the imports' 3 s, and 1 s of the 6 s that migrate a new database
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.server.events.ordering import memory
@@ -83,7 +84,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])  # it would answer one protocol alone
+            await super().startup([])  # uvicorn itself would answer only one protocol
             self._accepting = asyncio.create_task(accept_both(listener, self._make_protocol, tls))
             gc.collect()
             gc.freeze()
@@ -99,7 +100,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
             make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
             return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-    memory.PRECEDING_EVENT_LOOKBACK = EARLIER_EVENT_WAIT  # type: ignore[attr-defined]  # imported there
+    memory.PRECEDING_EVENT_LOOKBACK = EARLIER_EVENT_WAIT  # type: ignore[attr-defined]  # `memory` imports it
     watchdog.register()
     app = with_browser_policy(asked_again_when_busy(create_app(final=True)))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
@@ -107,10 +108,10 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
 
 def _stay_on_one_core() -> set[int]:
-    """Bind this process to one core. Returns its former cores; empty on a system without core affinity.
+    """Bind this process to one core. Returns its former cores (empty on a system without core affinity).
 
-    A new database is migrated by 34,000 statements. Each passes from the event loop's thread to SQLite's thread and
-    back. Across cores that takes 6 to 7 s, on one core 3 s.
+    A new database is migrated by 34,000 statements. Each statement passes from the event loop's thread to SQLite's
+    thread and back. The migration takes 6 to 7 s across cores, but 3 s on one core.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return set()
@@ -127,7 +128,8 @@ def _use_cores(cores: set[int]) -> None:
 
 
 def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """End this process after its last user left, or when this watch itself fails: no other process would end it."""
+    """End this process after its last user left, or if this watch fails, because no other process would end this
+    one."""
     try:
         _wait_until_unused(home, watchdog)
     except Exception:  # noqa: BLE001 - whatever it is
@@ -139,7 +141,7 @@ def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
 
 
 def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """Return once the lock of the users was free for UNUSED_S; begin anew where the services stand still."""
+    """Return after users.lock was free for UNUSED_S. If the services stand still meanwhile, restart the server."""
     users_lock = open_lock(home / "users.lock")
     start_lock = open_lock(home / "start.lock")
     used_at = looked_at = time.monotonic()
@@ -165,19 +167,20 @@ def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
 
 
 def _begin_anew(watchdog: SchedulerWatchdog) -> None:
-    """Become a new server. Locks and socket are kept, so requests wait for a moment instead of failing."""
-    with suppress(OSError):  # the disk may be full, which may be why
+    """Replace this process by a new server. The locks and the socket stay, so requests wait for a moment instead of
+    failing."""
+    with suppress(OSError):  # the disk may be full
         sys.stderr.write(
-            f"the services of Prefect's server stand still: it is started anew. What waited:\n{watchdog.describe()}\n"
+            f"the services of Prefect's server stand still: it restarts. Waiting tasks:\n{watchdog.describe()}\n"
         )
         sys.stderr.flush()
     os.execv(sys.executable, sys.orig_argv)
 
 
 def main() -> None:
-    """Keep the server of a home, `sys.argv[1]`, at the listening socket of descriptor `sys.argv[2]`."""
+    """Serve the Prefect home `sys.argv[1]` at the listening socket with the file descriptor `sys.argv[2]`."""
     home, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    os.umask(0o077)  # blocks with secrets lie in the database, and the key to them too
+    os.umask(0o077)  # the database has blocks with secrets, and the key that decrypts them
     if os.fork():
         os._exit(0)
     _keep(home, listener)

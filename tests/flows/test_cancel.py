@@ -74,7 +74,7 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert "is Cancelled and holds nothing: there is nothing to cancel" in output
     code, output = rollouts.run("cancel", "smaller")
     assert code == 2
-    _, explained, others = output.partition("there is no run smaller: those that can be cancelled are ")
+    _, explained, others = output.partition("there is no run smaller: the runs that can be cancelled are ")
     assert explained and name not in others
 
 
@@ -108,7 +108,7 @@ def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, 
     other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))
     with paused(program_of(sft)):
         output = other.run("status")[1]
-        assert f"without a run: the next one that needs it attaches to it, rollouts cancel {name} ends it" in output
+        assert f"without a run: the next run that needs it attaches to it, rollouts cancel {name} ends it" in output
         asking = other.start("cancel", name)
         wait_for_request(sft, asking, other)
     assert asking.wait(60) == 0, other.said()
@@ -138,7 +138,7 @@ def test_the_job_of_a_run_that_was_killed_and_then_deleted_in_prefect_is_ended(
     assert f"rollouts cancel {name} ends it" in other.run("status")[1]
     code, output = other.run("cancel", name)
     assert code == 0, output
-    assert f"cancelling     {name}, which Prefect knows no more" in output
+    assert f"cancelling     {name}, which was deleted in Prefect" in output
     assert f"{name}: ended the job in {sft}" in output
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
     with Ledger(rollouts.store / LEDGER_FILE) as ledger:

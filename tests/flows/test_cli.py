@@ -506,7 +506,7 @@ def test_a_server_that_is_gone_is_named_in_one_sentence_and_other_services_are_n
 def test_the_text_of_a_help_is_broken_by_the_terminal_alone() -> None:
     """It was broken where the source is, too: a word stood alone on every other line."""
     outcome = CliRunner().invoke(app, ["cancel", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
-    assert "keeps its machine. A new run with the same settings goes on from the checkpoint." in outcome.output
+    assert "keeps its machine. A new run with the same settings resumes from the checkpoint." in outcome.output
 
 
 def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ def test_keys_are_kept_by_name_and_never_shown(rollouts: Rollouts, monkeypatch: 
     [
         (["team"], "expected the variables to save in team, as in: rollouts credentials team RUNPOD_API_KEY"),
         (["team", "NOT_EXPORTED"], "the environment has no variable NOT_EXPORTED, or it is empty: export it first"),
-        (["Team Blue", "HOME"], "'Team Blue' is no name of credentials: expected lower-case letters, digits and"),
-        (["--remove"], "--remove goes with the NAME alone"),
-        (["nobody", "--remove"], "Prefect has no credentials named nobody: rollouts credentials shows which"),
+        (["Team Blue", "HOME"], "'Team Blue' is not a name for credentials: expected lower-case letters, digits"),
+        (["--remove"], "--remove takes a NAME and no other option"),
+        (["nobody", "--remove"], "Prefect has no credentials named nobody: rollouts credentials lists the saved"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(rollouts: Rollouts, arguments: list[str], sentence: str) -> None:

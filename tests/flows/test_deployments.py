@@ -127,8 +127,8 @@ def test_another_algorithm_is_that_one_and_no_mixture_with_the_one_before(small:
         ("=3", "not of the form key=value"),
         ("node.kind=moon", "expected one of local, ssh"),
         ("schedule.cron=@daily", "this deployment has no schedule, which belongs into the file: change it there"),
-        ("retrain.force=true", "this deployment has no retrain, the one whose name ends with -retrain has"),
-        ("evaluate.model=base", "this deployment has no evaluate, the one whose name ends with -evaluate has"),
+        ("retrain.force=true", "this deployment has no retrain, but the deployment whose name ends with -retrain"),
+        ("evaluate.model=base", "this deployment has no evaluate, but the deployment whose name ends with -evaluate"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_one_sentence(small: Deployment, assignment: str, words: str) -> None:

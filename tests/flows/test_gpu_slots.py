@@ -44,7 +44,7 @@ def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:  # noqa: F811
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
-    assert "gpu slots      1: as many runs go at once" in up(served, str(config), "--gpu-slots", "1")
+    assert "gpu slots      1: number of runs under way at once" in up(served, str(config), "--gpu-slots", "1")
     first = trigger(served, "small")
     with paused(program_of(wait_for_checkpoint(served, "sft"))):
         second = trigger(served, "small", "run.name=second")
@@ -56,10 +56,10 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
         code, output = served.run("status")
         assert code == 0 and "gpu slots    1:" in output and re.search(r"run +second-\w+ +Late since", output), output
 
-        assert "gpu slots      2: as many" in up(served, "--gpu-slots", "2")
+        assert "gpu slots      2: number of runs" in up(served, "--gpu-slots", "2")
         wait_for_state(served, second, "RUNNING")
         third = trigger(served, "small", "run.name=third")
-        assert "gpu slots      1: as many" in up(served, "--gpu-slots", "1")
+        assert "gpu slots      1: number of runs" in up(served, "--gpu-slots", "1")
         assert [state_of(served, run) for run in (first, second, third)] == ["RUNNING", "RUNNING", "SCHEDULED"]
         for run in (third, second, first):
             set_state(served, run, "CANCELLING" if run != third else "CANCELLED")
@@ -67,7 +67,7 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
         wait_for_state(served, run, "CANCELLED")
 
     served.run("down")
-    assert "gpu slots      1: as many" in up(served)
+    assert "gpu slots      1: number of runs" in up(served)
 
 
 @pytest.mark.matrix
@@ -80,7 +80,7 @@ def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(serv
     obstacle.mkdir()
     save_gpu_slots(home, 2)
     log = home / "serving.log"
-    wait_until(lambda: "could not be taken over" in log.read_text(), what="the failure in its log", timeout_s=60)
+    wait_until(lambda: "could not be applied" in log.read_text(), what="the failure in its log", timeout_s=60)
     obstacle.rmdir()
     wait_until(lambda: json.loads((home / "serving.json").read_text())["gpu_slots"] == 2, what="the change")
     assert json.loads((home / "serving.json").read_text())["pid"] == pid

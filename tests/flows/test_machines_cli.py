@@ -77,7 +77,7 @@ def test_offers_of_all_providers_are_one_table_cheapest_first(
     assert [line.split()[0] for line in lines[1:4]] == ["2.49", "2.49", "2.99"]
     assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
     without_key = "Prime Intellect (PRIME_API_KEY), Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
-    assert lines[-1] == f"not asked, for want of a key: {without_key}, SkyPilot (ROLLOUTS_SKY)"
+    assert lines[-1] == f"not asked, because the key is missing: {without_key}, SkyPilot (ROLLOUTS_SKY)"
 
 
 def test_an_offer_without_a_price_is_not_shown_as_free() -> None:
@@ -115,7 +115,7 @@ def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
         ),
         (("gpus", "--provider", "aws"), "--provider: aws is reached through SkyPilot: name the provider sky instead"),
         (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
-        (("gpus", "--min-cuda", "12.8.1"), "--min-cuda 12.8.1 is no version: give it as 12.8"),
+        (("gpus", "--min-cuda", "12.8.1"), "--min-cuda 12.8.1 is not a version: give it as 12.8"),
         (("gpus", "--count", "100"), "rollouts: --count: Input should be less than or equal to 64"),
         (("gpus", "--gpu", "-"), "rollouts: --gpu: expected names with letters or digits, found '-'"),
         (("gpus", "--max-price", "inf"), "rollouts: --max-price: Input should be a finite number"),
@@ -152,12 +152,12 @@ def test_a_machine_that_is_there_although_the_ledger_is_done_with_it_is_listed(
     """Without it `nodes` says that nothing is rented while one that appeared late costs money."""
     store = tmp_path / "store"
     rental = rent(store)
-    assert "there all the same" not in call("nodes", "--store", str(store)).stdout
+    assert "given up, but there" not in call("nodes", "--store", str(store)).stdout
     assert call("nodes", "release", rental.name, "--store", str(store)).exit_code == 0
-    assert "there all the same" not in call("nodes", "--store", str(store)).stdout
+    assert "given up, but there" not in call("nodes", "--store", str(store)).stdout
     runpod.add(rental.name, next(iter(runpod.machines.values())).request)
     listed = call("nodes", "--store", str(store)).stdout
-    assert f"there all the same: {rental.name} at runpod, running: `rollouts reap` ends it\n" in listed
+    assert f"given up, but there: {rental.name} at runpod, running: `rollouts reap` ends it\n" in listed
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_a_person_logs_in_wherever_the_machine_is_and_nowhere_else(runpod: FakeR
         assert said.returncode == 255 and "Host key verification failed" in said.stderr and said.stdout == ""
         runpod.machines[rental.instance_id].status = "EXITED"
         for name, words in (
-            (rented.name, "nobody can log in there"),
+            (rented.name, "login is not possible"),
             (mine, "start it on"),
             ("me", "knows no machine"),
         ):

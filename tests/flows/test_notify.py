@@ -184,8 +184,8 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
         assert code == 0, output
         said += output
     assert [each["text"] for each in webhook.messages] == [
-        "From now on you are told here when a run is completed or promoted.",
-        "From now on you are told here when a run is failed or promoted.",
+        "From now on you get a message here when a run is completed or promoted.",
+        "From now on you get a message here when a run is failed or promoted.",
     ]
     code, listed = rollouts.run("notify")
     assert (code, listed.splitlines()[-1]) == (0, "team: failed, promoted")
@@ -210,7 +210,7 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     blocks = ask(server, "POST", "/block_documents/filter", {})
     assert [each["name"] for each in blocks if each["name"] == "team"] == []
     code, output = rollouts.run("notify", "team", "--remove")
-    assert (code, "rollouts: team is told nothing: told is nobody" in output) == (2, True)
+    assert (code, "rollouts: team gets no messages: the receivers are none" in output) == (2, True)
 
 
 def test_a_decision_that_waits_is_told_with_the_link_of_its_page(
@@ -337,7 +337,7 @@ def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
 ) -> None:
     monkeypatch.setenv("REFUSED", webhook.url.replace(SECRET, "refuse"))
     for arguments, sentence in (
-        (["team", "--url-variable", "REFUSED"], "team could not be told"),
+        (["team", "--url-variable", "REFUSED"], "team could not be notified"),
         (["team"], "expected TYPE/NAME of a block in Prefect, found team"),
         (["slack-webhook/nobody"], "there is no block slack-webhook/nobody in Prefect"),
     ):
@@ -350,8 +350,8 @@ def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--remove"], "expected a NAME for whom to tell"),
-        (["team", "--remove", "--on", "failed"], "--remove goes with the NAME alone"),
+        (["--remove"], "expected the NAME of a receiver"),
+        (["team", "--remove", "--on", "failed"], "--remove takes a NAME and no other option"),
         (["a/b", "--url-variable", "URL"], "expected a NAME of lowercase letters, digits and dashes for a new"),
         (["Team", "--url-variable", "URL"], "letters, digits and dashes for a new address, found Team"),
         (["my_team", "--url-variable", "URL"], "letters, digits and dashes for a new address, found my_team"),

@@ -47,14 +47,14 @@ def test_what_passes_for_cron_does_so_for_prefect(expression: str) -> None:
     ("expression", "words"),
     [
         ("0 3 * *", "has 4 fields"),
-        ("60 3 * * *", "'60' is no minute: expected 0 to 59"),
-        ("0 3 * * fry", "'fry' is no day of week"),
-        ("0 3 0 * *", "'0' is no day of month"),
-        ("0 17-9 * * *", "is no range of hour"),
+        ("60 3 * * *", "'60' is not a valid minute: expected 0 to 59"),
+        ("0 3 * * fry", "'fry' is not a valid day of week"),
+        ("0 3 0 * *", "'0' is not a valid day of month"),
+        ("0 17-9 * * *", "is not a valid range of hour"),
         ("*/0 * * * *", "its step is 0"),
         ("0 3 30 2 *", "names a day that its months do not have"),
         ("@daily", "has 1 fields"),
-        ("0 3 ? * *", "is no day of month"),
+        ("0 3 ? * *", "is not a valid day of month"),
     ],
 )
 def test_what_is_no_cron_expression_is_said(expression: str, words: str) -> None:
@@ -176,7 +176,7 @@ def test_a_bad_schedule_ends_the_command_before_anything_is_started(
     code, output = rollouts_without_server.run("up", str(config))
     assert code == 2
     assert len(output.splitlines()) == 1
-    assert "'25' is no hour: expected 0 to 23" in output
+    assert "'25' is not a valid hour: expected 0 to 23" in output
     assert not (rollouts_without_server.store / "prefect/deployments").exists()
 
 

@@ -117,7 +117,7 @@ def test_an_empty_store_is_said_and_is_no_error(tmp_path: Path) -> None:
     result = call(tmp_path, "runs")
     assert result.stdout == "" and f"the store {tmp_path} has no runs yet" in result.stderr
     assert call(tmp_path, "runs", "--json").stdout == ""
-    assert "has no runs yet: --store names another one" in call(tmp_path, "samples", "x", code=2).stderr
+    assert "has no runs yet: --store names another store" in call(tmp_path, "samples", "x", code=2).stderr
 
 
 def test_samples_of_the_newest_step_of_the_named_run(store: Path) -> None:

@@ -262,7 +262,7 @@ def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
         wait_until(lambda: keeper_pid(store) != first, timeout_s=60.0)
         wait_until(lambda: is_healthy(address), timeout_s=60.0)
         log = (store / "prefect/server.log").read_text()
-        assert log.count("stand still: it is started anew. What waited:") == 1
+        assert log.count("stand still: it restarts. Waiting tasks:") == 1
         assert str(tmp_path / "sitecustomize.py") in log
         second = keeper_pid(store)
         time.sleep(3 * STANDSTILL_S)
@@ -430,7 +430,7 @@ def test_a_key_that_no_header_can_carry_is_not_repeated(tmp_path: Path, monkeypa
     monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:9/api")
     monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
     monkeypatch.setenv("PREFECT_API_KEY", "pnu_secret\nexport")
-    with pytest.raises(ServerError, match="PREFECT_API_KEY holds is no key") as refused, local_server(tmp_path):
+    with pytest.raises(ServerError, match="PREFECT_API_KEY does not hold a key") as refused, local_server(tmp_path):
         pass
     assert "secret" not in str(refused.value)
 

@@ -215,7 +215,7 @@ def test_stores_with_deployments_of_one_name_do_their_own_runs_and_cannot_cancel
         assert all(f"server       {server.address.ui_url}/v2" in text for text in said)
         with pytest.raises(subprocess.CalledProcessError) as refused:
             said_by(server, stores[1], "cancel", "mine")
-        assert "there is no run mine: those that can be cancelled are none" in refused.value.stdout
+        assert "there is no run mine: the runs that can be cancelled are none" in refused.value.stdout
         assert ": cancelled" in said_by(server, stores[0], "cancel", "mine")
         wait_until(lambda: len(exits_of(sft)) == 1, what="the end of the job")
     finally:

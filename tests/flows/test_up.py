@@ -284,7 +284,7 @@ def test_a_deployment_that_was_deleted_in_prefect_is_made_again_by_up(served: Ro
     api(served, "DELETE", f"/deployments/{deleted}")
     code, output = served.run("run", "--deployment", "small")
     assert code == 2
-    assert "the deployment small was deleted in Prefect: rollouts up with its configuration makes it" in output
+    assert "the deployment small was deleted in Prefect: call rollouts up with its configuration again" in output
     assert "joined" in up(served, config)
     run_id = trigger(served, "small")
     api(served, "DELETE", f"/flow_runs/{run_id}")
