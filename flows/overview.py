@@ -26,37 +26,41 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "validate": "Check everything about CONFIG that can be checked without training.",
         "run": "Run the pipeline that CONFIG describes.",
         "evaluate": "Score a model on held-out rows with the settings of CONFIG, as its run does at its end.",
-        "status": "Show the server, the process that serves the deployments, the runs, jobs without a run, "
-        "and rented machines.",
-        "finish": "End the training of RUN after the step under way; the run goes on with the best checkpoint so far.",
-        "cancel": "Cancel RUN: jobs that no other run wants save a checkpoint and end, its machine is given back.",
+        "status": "Show the server, the process that serves the deployments, the runs, jobs without a run, and "
+        "rented machines.",
+        "finish": "End the training of RUN after the step under way. RUN goes on with its best checkpoint so far.",
+        "cancel": "Cancel RUN: jobs that no other run wants save a checkpoint and end, and its machine is released.",
     },
     "Runs": {
         "runs": "List the runs of the store, the latest first: state, step, score, change and cost.",
         "show": "Show the settings of a run or of a file: value, default, and whether the file sets it.",
-        "samples": "Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out "
-        "answers of a model.",
+        "samples": "Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out answers "
+        "of a model.",
         "logs": "Print the output of a stage's processes.",
-        "report": "Print the path of a run's report.",
+        "report": "Render the report of a finished run again, with the present code, and print its path.",
+        "compare": "Compare finished runs in one HTML file: settings and data that differ, curves, scores, "
+        "answers, costs.",
     },
     "Prefect": {
-        "up": "Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.",
-        "down": "End what `up` started: the Prefect server and the runs; their training jobs go on.",
+        "up": "Start Prefect with a deployment per preset, and per CONFIG, in the background. `rollouts down` ends "
+        "Prefect.",
+        "down": "End what `up` started: the Prefect server and the runs. The runs' training jobs go on.",
         "ui": "Serve Prefect's UI over the store's database until Ctrl-C.",
         "watch": "Serve pages with the curves and samples of runs that are under way, until Ctrl-C.",
-        "notify": "Have Prefect send a message when runs end, fail or wait for a person; without NAME, "
-        "list what is sent to whom.",
-        "credentials": "Save keys under a NAME in Prefect, for runs that it starts; without NAME, show which "
-        "there are.",
-        "prefect-yaml": "Print a prefect.yaml with these configurations, for a Prefect server that several "
-        "people share.",
+        "notify": "Have Prefect send a message when runs end, fail or wait for approval. Without NAME, list the "
+        "receivers and their states.",
+        "credentials": "Save keys under NAME in Prefect, for runs that it starts. Without NAME, list the saved "
+        "credentials.",
+        "prefect-yaml": "Print a prefect.yaml with these configurations, for a Prefect server that several people "
+        "share.",
     },
     "Models and files": {
         "serve": "Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.",
         "chat": "Talk to one model, or to two at once. Each line is a message, from a terminal or a pipe.",
-        "pull": "Fetch a published checkpoint, or any folder or object, to DIR: verified, and all at once.",
-        "prune": "Remove stages, checkpoints of runs and fetched inputs that were not used for long and "
-        "that nothing refers to.",
+        "pull": "Download a published checkpoint, or any folder or object, to DIR, which appears when everything "
+        "is verified.",
+        "prune": "Remove stages, checkpoints of runs and fetched inputs that were not used for long and that "
+        "nothing refers to.",
         "plugins": "List the objectives, environments, rewards, trackers and providers that installed packages add.",
         "models": "The models of this store: candidates, production, history.",
     },
