@@ -261,7 +261,7 @@ def read_draft(path: Path, mistakes: Mistakes, assignments: Sequence[str] = ()) 
     """Read a TOML, JSON or Python file, and note its settings that do not fit; assignments replace settings.
 
     Raises:
-        ConfigError: the file cannot be read, or an assignment is none.
+        ConfigError: the file cannot be read, or an assignment has another form than `key=value`.
     """
     add_code_folders([path.parent, Path.cwd()])
     if path.suffix != ".py":

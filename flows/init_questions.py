@@ -73,7 +73,7 @@ def _answer(given: str, option: str, question: str, check: Callable[[str], str],
     """The checked answer: the option's, else the terminal's, which is asked again after a wrong one.
 
     Raises:
-        InputError: the option is wrong; or it is missing, there is no terminal, and no default.
+        InputError: the option is wrong, or is missing without a default and without a terminal to ask.
     """
     if given or (default and not sys.stdin.isatty()):
         return check(given or default)

@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "minutes on a CPU.",
         "init": "Write a first configuration CONFIG, from questions or options, and validate it.",
         "preset": "Print the preset NAME, a configuration to start from; without NAME, list them.",
-        "explain": "Explain a setting: help, type, default, range, where it acts, and its names in other systems.",
+        "explain": "Explain a setting: help, type, default, range, place of effect, and names in other systems.",
         "validate": "Check everything about CONFIG that can be checked without training.",
         "run": "Run the pipeline that CONFIG describes.",
         "evaluate": "Score a model on held-out rows with the settings of CONFIG, as its run does at its end.",

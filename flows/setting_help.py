@@ -1,4 +1,4 @@
-"""The help of every setting: type, default, range, where it acts, and its names in other systems.
+"""The help of every setting: type, default, range, place of effect, and names in other systems.
 
 Not here: the values of one configuration (shown_settings.py), the settings themselves (rollouts_core/config/).
 """

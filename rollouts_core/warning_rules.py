@@ -46,9 +46,9 @@ class Series:
     """The metrics of a training's steps, as far as rules see them."""
 
     first: Sequence[Line]
-    """Those of the first steps."""
+    """Metrics of the first steps."""
     last: Sequence[Line]
-    """Those of the last steps, the newest at the end."""
+    """Metrics of the last steps, the newest at the end."""
 
     def values(self, name: str) -> list[float]:
         """A metric over the last steps that have it."""
@@ -70,7 +70,7 @@ class Rule:
     remedy: str
     """The settings to change."""
     find: Callable[[Series], str]
-    """What was seen, in a clause, if the bound is crossed; else empty."""
+    """Returns a clause with the measured values if the bound is crossed, else ""."""
 
 
 def _values(lines: Sequence[Line], name: str) -> list[float]:

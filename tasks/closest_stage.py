@@ -67,7 +67,7 @@ def find_shorter(stage: Stage) -> str:
 
 
 def _free_settings(job: Job) -> set[str]:
-    """The settings of a training that a resumed one may change, as `flat_settings` names them."""
+    """The settings that a resumed training may change, by their names in `flat_settings`."""
     fields = type(job.training).model_fields if isinstance(job, TrainingJob) else {}
     marked = {name: field.json_schema_extra for name, field in fields.items()}
     return {

@@ -31,7 +31,7 @@ def explain(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Explain a setting: help, type, default, range, where it acts, and its names in other systems.
+    """Explain a setting: help, type, default, range, place of effect, and names in other systems.
 
     `rollouts explain training.rl` lists a section, `rollouts explain clip` all settings in which the word occurs.
     """

@@ -9,7 +9,7 @@ after its generation prompt, and a token belongs to the turn if all its characte
     Turn(assistant)                                   [8, 10)
 
 One text serves all turns if each turn, with its generation prompt, is a prefix of the whole conversation. Templates of
-reasoning models write earlier turns differently from the last one. Such a turn starts a text of its own:
+reasoning models write earlier turns differently from the last one. Each rewritten turn starts another text:
 
     tokens           <|user|>a<|assistant|><think>x</think>b<|end|>
     Turn                                  [                       )

@@ -1,6 +1,6 @@
 """Tokenize conversations so that texts of a policy or an environment cannot contain special tokens.
 
-Such a text may contain a string like `<|end|>`. Encoded as a special token, it would end the turn and could start a
+The policy may write a string like `<|end|>`. Encoded as a special token, it would end the turn and could start a
 turn of any role, in a policy's input from its environment or in a judge's input from a policy.
 """
 

@@ -90,7 +90,7 @@ async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
 
 @dataclass(slots=True, kw_only=True)
 class PublishedBase:
-    """Where the frozen weights below the published adapters lie."""
+    """Place of the frozen weights below the published adapters."""
 
     place: object = None
     """Equal for publications that can share them; None if they are to be published with the next adapters."""

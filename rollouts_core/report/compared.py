@@ -133,10 +133,10 @@ class ComparedMeasure:
 
     title: str
     scored: tuple[Scored, ...]
-    """Of each run, with the numbers per prompt as scores."""
+    """The final model of each run, with the measure per prompt as scores."""
     shown: tuple[ShownScore, ...]
     tests: tuple[ScoreTest, ...]
-    """Of other runs against the first one, if they share prompts."""
+    """Tests of the other runs against the first run, if the runs share prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,5 +489,5 @@ def _cautions(settings: Sequence[Difference], tests: Sequence[ScoreTest]) -> lis
         )
     num_real = sum(test.outcome != "equal" for test in tests)
     if num_real > 1:
-        found.append(f"{num_real} tests are made. Of 20 tests of equal models, about one has p at most 0.05 by chance.")
+        found.append(f"The page has {num_real} tests. About one in 20 tests of equal models has p at most 0.05 by chance.")
     return [*found, SCOPE]

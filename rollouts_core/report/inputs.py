@@ -10,7 +10,7 @@ from rollouts_core.config import Config, ReportConfig
 from rollouts_core.stages import BASE, TRAININGS, label_of
 
 LABELS = {name: label_of(name) for name in (BASE, *TRAININGS)}
-"""What the checkpoints of the final evaluation are called on the page, in the order of training."""
+"""Names on the page for the checkpoints of the final evaluation, in the order of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,5 +93,5 @@ class ReportInput:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What the checkpoints of the final evaluation are called on the page, in the order of training."""
+        """Names on the page for the checkpoints of the final evaluation, in the order of training."""
         return {name: label_of(name) for name in (BASE, *self.selected)}

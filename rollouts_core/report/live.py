@@ -58,7 +58,7 @@ class ShownStage:
     numbers: tuple[tuple[str, str], ...] = ()
     events: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
-    """Of its latest attempt, the newest first."""
+    """Warnings of the latest attempt, the newest first."""
     run_dir: str = ""
 
     @property
