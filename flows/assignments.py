@@ -43,20 +43,20 @@ def assign(
     *,
     resolve: Resolve = dict,
 ) -> None:
-    """Set one setting, `key=value` with a dotted key, in the tables of a configuration; a later one replaces it.
+    """Set one setting, `key=value` with a dotted key, in the tables of a configuration.
 
     Args:
         resolve: makes paths in the tables of one setting absolute.
 
     Raises:
-        ConfigError: one sentence; it has another form, or a table of the key is a value.
+        ConfigError: the assignment has another form, or its key has a part that is not a table.
     """
     key, separator, text = assignment.partition("=")
     if not separator or not key:
         raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
     node = settings.get("node")
     if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
-        settings["node"] = {}  # the settings of another kind say nothing about this one
+        settings["node"] = {}  # settings of the former kind do not fit the new kind
     *sections, last = key.split(".")
     section = settings
     for name in sections:
@@ -87,7 +87,7 @@ def assigned_value(text: str) -> Any:  # Any: JSON
 
 
 def forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON
-    """Remove what an algorithm filled in: another algorithm would fill in the rest, and the run would mix both."""
+    """Remove all settings that algorithms fill in, because a mixture of two algorithms would be neither of them."""
     rl = settings.get("training", {}).get("rl", {})
     for name in {name for preset in ALGORITHMS.values() for name in preset.settings}:
         rl.pop(name, None)

@@ -127,22 +127,12 @@ def live_app(store: Path) -> Starlette:
         headers = {**common, "Content-Security-Policy": policy}
         return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half an emoji cannot be encoded
 
-    def refused(request: Request) -> Response | None:
-        if secrets.compare_digest(request.headers.get("authorization", "").encode(), wanted.encode()):
-            return None
-        headers = {"WWW-Authenticate": 'Basic realm="rollouts"'}
-        return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
-
     def runs(request: Request) -> Response:
-        if answer := refused(request):
-            return answer
         query, state = (request.query_params.get(name, "") for name in ("q", "state"))
         listed, is_cut = list_runs(store, query, state)
         return respond(render_runs(listed, query=query, state=state, is_cut=is_cut), POLICY_OF_LIST)
 
     def run(request: Request) -> Response:
-        if answer := refused(request):
-            return answer
         uses = find_run(store, request.path_params["run"])
         if uses is None:
             return PlainTextResponse("there is no such run, or it has not come to a stage yet", 404)
@@ -150,8 +140,6 @@ def live_app(store: Path) -> Starlette:
         return respond(page, policy_of_live)
 
     def block(request: Request) -> Response:
-        if answer := refused(request):
-            return answer
         name, uses = request.path_params["name"], find_run(store, request.path_params["run"])
         packed = static.get(name)
         if packed is None and uses is not None:
@@ -162,8 +150,6 @@ def live_app(store: Path) -> Starlette:
         return Response(packed, media_type="text/plain; charset=utf-8", headers=headers)
 
     def report(request: Request) -> Response:
-        if answer := refused(request):
-            return answer
         uses = find_run(store, request.path_params["run"])
         path = report_path(store, uses) if uses else None
         if path is None or not path.is_file():
@@ -173,12 +159,25 @@ def live_app(store: Path) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/", runs),
-            Route("/runs/{run}", run),
-            Route("/runs/{run}/report", report),
-            Route("/runs/{run}/blocks/{name:path}", block),
+            Route("/", _guarded(runs, wanted)),
+            Route("/runs/{run}", _guarded(run, wanted)),
+            Route("/runs/{run}/report", _guarded(report, wanted)),
+            Route("/runs/{run}/blocks/{name:path}", _guarded(block, wanted)),
         ]
     )
+
+
+def _guarded(handler: Callable[[Request], Response], wanted: str) -> Callable[[Request], Response]:
+    """The handler for requests with this header `Authorization`. Other requests are asked for the password."""
+    from starlette.responses import PlainTextResponse
+
+    def answer(request: Request) -> Response:
+        if secrets.compare_digest(request.headers.get("authorization", "").encode(), wanted.encode()):
+            return handler(request)
+        headers = {"WWW-Authenticate": 'Basic realm="rollouts"'}
+        return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
+
+    return answer
 
 
 def looked_again(render: Callable[[], Made]) -> Made:

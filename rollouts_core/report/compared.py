@@ -489,5 +489,7 @@ def _cautions(settings: Sequence[Difference], tests: Sequence[ScoreTest]) -> lis
         )
     num_real = sum(test.outcome != "equal" for test in tests)
     if num_real > 1:
-        found.append(f"The page has {num_real} tests. About one in 20 tests of equal models has p at most 0.05 by chance.")
+        found.append(
+            f"The page has {num_real} tests. About one in 20 tests of equal models has p at most 0.05 by chance."
+        )
     return [*found, SCOPE]
