@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,13 +19,14 @@ from rollouts.flows.commands.runs import load_settings_of_run, open_in_browser, 
 from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit
 from rollouts.flows.shown_settings import settings_of
 from rollouts.flows.store_runs import find_named_run, lives, living_runs
+from rollouts.tasks.earlier_report import load_report_input
 from rollouts.tasks.spending import RUN_FILE
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError, InputError
+from rollouts_core.report.compared import MAX_RUNS, ComparedRun, compare_runs
+from rollouts_core.report.compared_page import comparison_records, render_comparison_page
+from rollouts_core.report.provenance import flatten
 from rollouts_core.system.files import write_atomically
-
-if TYPE_CHECKING:
-    from rollouts_core.report.compared import ComparedRun
 
 COMPARISONS = "comparisons"
 """The folder of the store with the written pages."""
@@ -46,9 +47,6 @@ def compare(
         raise InputError("--open shows a page and --json prints objects: give one of them")
     store = store.resolve()
     names = find_compared(store, runs)
-    from rollouts_core.report.compared import compare_runs  # numpy loads here, which other commands need not wait for
-    from rollouts_core.report.compared_page import comparison_records, render_comparison_page
-
     compared = compare_runs(load_compared(store, names))
     if as_json:
         emit(comparison_records(compared))
@@ -67,8 +65,6 @@ def find_compared(store: Path, given: Sequence[str]) -> list[str]:
     Raises:
         InputError: fewer than two runs, too many, a run twice, or a run that has not ended.
     """
-    from rollouts_core.report.compared import MAX_RUNS
-
     found = [find_named_run(store, each) for each in given]
     names = [uses[0].run for uses in found]
     if len(names) < 2:
@@ -89,9 +85,6 @@ def find_compared(store: Path, given: Sequence[str]) -> list[str]:
 
 def load_compared(store: Path, names: Sequence[str]) -> list[ComparedRun]:
     """The runs with their settings. If those of one are of another version, the defaults of all are left out."""
-    from rollouts.tasks.earlier_report import load_report_input
-    from rollouts_core.report.compared import ComparedRun
-
     reports = [load_report_input(store, name) for name in names]
     try:
         settings = [
@@ -107,8 +100,6 @@ def load_compared(store: Path, names: Sequence[str]) -> list[ComparedRun]:
 
 def changed_settings(store: Path, name: str) -> dict[str, Any]:  # Any: JSON
     """The settings of a run's config.toml as they stand there: those that differed from the defaults of its time."""
-    from rollouts_core.report.provenance import flatten
-
     return dict(flatten(read_settings(store / "runs" / name / "config.toml")))
 
 

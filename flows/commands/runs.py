@@ -45,6 +45,7 @@ from rollouts.flows.store_runs import (
 )
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.ledger import LEDGER_FILE, StageUse
+from rollouts.tasks.earlier_report import render_again
 from rollouts.tasks.spending import RUN_FILE
 from rollouts.tasks.store_paths import EVALUATION_FILE
 from rollouts_core.config import read_settings
@@ -397,8 +398,6 @@ def report(
         refuse_evaluation(store, uses[0].run)
         state = "is running" if lives(uses, living_runs(store)) else "ended before its report"
         raise InputError(f"{uses[0].run} {state}: the last stage of a run writes the report")
-    from rollouts.tasks.earlier_report import render_again  # numpy loads here, which other commands need not wait for
-
     try:
         render_again(store, uses[0].run)
     except InputError as error:
