@@ -99,4 +99,4 @@ $(READY): .venv/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .bench .engines .rollouts .wheels .gpu-venv .gpu-check
+	rm -rf .venv .bench .engines .rollouts .wheels .gpu-venv .gpu-check .cache build

@@ -235,7 +235,8 @@ def test_the_use_of_the_model(trained: Reader, monkeypatch: pytest.MonkeyPatch) 
     assert '"object":"list"' in asked.replace(" ", "")
     content = re.search(r'"content": ?"([^"]*)"', asked)
     assert content is not None and content[1] == answered.strip() == generated.strip()
-    assert re.search(r"^base +", scored, re.MULTILINE) and re.search(r"^digits-\w+ +", scored, re.MULTILINE)
+    assert re.search(r"^\| base \|.+\n\| runs/digits-\w+/checkpoint \|", scored, re.MULTILINE)
+    assert "reused from run digits-" in scored
 
 
 def test_a_teams_server(trained: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
