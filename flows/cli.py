@@ -8,10 +8,7 @@ Exit codes: 0 done, 1 failed, 2 something that the user must change, 3 RL did no
 from __future__ import annotations
 
 import asyncio
-import errno
-import functools
 import gc
-import inspect
 import json
 import logging
 import os
@@ -23,16 +20,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
 from rollouts.flows.assignments import check_assignments, is_assignment
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
-from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
 from rollouts.flows.commands.credentials import credentials, with_credentials
 from rollouts.flows.commands.explain import explain
+from rollouts.flows.commands.explained import explained, note_what_next
 from rollouts.flows.commands.fetch import pull
 from rollouts.flows.commands.finish import finish
 from rollouts.flows.commands.init import init
@@ -45,6 +42,7 @@ from rollouts.flows.commands.preset import load_preset, preset
 from rollouts.flows.commands.prune import prune
 from rollouts.flows.commands.runs import logs, report, runs, samples, show
 from rollouts.flows.commands.serve import chat, serve
+from rollouts.flows.commands.status import status
 from rollouts.flows.commands.terminal import (
     DEFAULT_STORE,
     LOOKING_FOR_SERVER,
@@ -56,16 +54,14 @@ from rollouts.flows.commands.terminal import (
     show_checks,
 )
 from rollouts.flows.commands.trigger import trigger_run
-from rollouts.flows.commands.up import down, status, up
+from rollouts.flows.commands.up import down, up
 from rollouts.flows.deployments import evaluation_options
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
 from rollouts.flows.live import find_live_pages, served_live_pages
-from rollouts.flows.no_improvement import NoImprovementError
 from rollouts.flows.overview import create_app
 from rollouts.flows.own_server.lend import (
     ServerAddress,
-    ServerError,
     local_server,
     named_url,
     prefect_environment,
@@ -76,7 +72,6 @@ from rollouts.flows.preflight import check_evaluation, check_files, check_pipeli
 from rollouts.flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.flows.upkeep import look_after
-from rollouts.infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_lines
 from rollouts.tasks.inputs import bring_inputs
 from rollouts_core.config import Config, parse_config
@@ -93,16 +88,6 @@ if TYPE_CHECKING:
     from rollouts.flows.evaluate import EvaluationResult
     from rollouts.flows.pipeline import PipelineResult
 
-FAILED_CODE, USER_ERROR_CODE = 1, 2
-
-ERROR_CODES = {FAILED_CODE: "failed", USER_ERROR_CODE: "user_error", NO_IMPROVEMENT_CODE: "no_improvement"}
-"""Names of exit codes in the output of --json."""
-
-GOES_ON = "Finished work is kept: the same command continues from there."
-"""Said when a run ends before its end and the user need not change anything."""
-ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
-
-P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 ConfiguredStore = Annotated[
@@ -127,64 +112,6 @@ PresetName = Annotated[
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
 app = create_app()
-
-
-def exit_code_of(error: Exception) -> int:
-    """The exit code of a command that ends with an expected failure."""
-    if isinstance(error, NoImprovementError):
-        return NO_IMPROVEMENT_CODE
-    if isinstance(error, JobFailedError | MachineGoneError):
-        return FAILED_CODE
-    return USER_ERROR_CODE if isinstance(error, InputError | PermanentInfraError | ServerError) else FAILED_CODE
-
-
-def note_what_next(error: Exception) -> None:
-    """Note at the failure of a run what the user can do next, if the failure itself does not say so."""
-    if isinstance(error, NoImprovementError):
-        error.add_note(ACCEPTED_BY)
-    elif exit_code_of(error) == FAILED_CODE:
-        error.add_note(GOES_ON)
-
-
-def explained(function: Callable[P, None]) -> Callable[P, None]:
-    """The function, its expected failures ending in one sentence and an exit code."""
-
-    @functools.wraps(function)
-    def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except (RolloutsError, PermanentInfraError, TransientInfraError, ServerError) as error:
-            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            if kwargs.get("as_json"):
-                emit([{"kind": "error", "code": ERROR_CODES[exit_code_of(error)], "message": shown_lines(said)}])
-            console.print(f"rollouts: {shown_lines(said)}", markup=False)
-            raise typer.Exit(exit_code_of(error)) from error
-        except PermissionError as error:
-            said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
-            console.print(said, markup=False)
-            raise typer.Exit(USER_ERROR_CODE) from error
-        except OSError as error:
-            if error.errno == errno.EROFS:
-                said = f"{error.filename} lies on a file system that cannot be written: choose another store"
-                console.print(f"rollouts: {said}", markup=False)
-                raise typer.Exit(USER_ERROR_CODE) from error
-            if error.errno != errno.ENAMETOOLONG:  # whatever was given as a path, or might be one
-                raise
-            given = str(error.filename)
-            said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: correct it"
-            console.print(f"rollouts: {said}", markup=False)
-            raise typer.Exit(USER_ERROR_CODE) from error
-        except KeyboardInterrupt as interrupt:
-            console.print(f"\nrollouts: {str(interrupt) or 'interrupted'}. {GOES_ON}")
-            raise typer.Exit(INTERRUPTED_CODE) from interrupt
-
-    explaining.__doc__ = unwrapped(function.__doc__ or "")
-    return explaining
-
-
-def unwrapped(docstring: str) -> str:
-    """The text with each paragraph on one line: the help would break it where the source does, and at the terminal."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def run(

@@ -19,7 +19,8 @@ from rollouts.infra.node import NodeSettings
 from rollouts.tasks.early_end import EarlyEnd
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
-from rollouts.tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
+from rollouts.tasks.spending import Spending, spending_of_records, with_spending
+from rollouts.tasks.store_paths import RUN_FILE
 from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
 from rollouts_core.report import ReportInput, StageSummary, TrainedStage, render_report, render_summary_markdown

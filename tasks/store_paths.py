@@ -18,6 +18,7 @@ from typing import Any
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 
 STAGES, RUNS, INPUTS, ENGINES = "stages", "runs", "inputs", "engines"
+RUN_FILE = "run.json"
 EVALUATION_FILE = "evaluation.json"
 """In a run's folder: the record of an evaluation."""
 NAMES = {

@@ -21,9 +21,9 @@ from rollouts.flows.commands.status import (
     early_ends,
     name_of_run,
     of_store,
+    status,
     uses_of_runs,
 )
-from rollouts.flows.commands.up import status
 from rollouts.flows.own_server.lend import ServerAddress
 from rollouts.infra.jobs import cancel_job, start_or_attach
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
