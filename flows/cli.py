@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
+from typer._completion_classes import completion_init
 
 from rollouts.flows.assignments import check_assignments, is_assignment
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.commands.cancel import cancel
+from rollouts.flows.commands.completion import complete_preset, complete_setting, completion
 from rollouts.flows.commands.credentials import credentials, with_credentials
 from rollouts.flows.commands.explain import explain
 from rollouts.flows.commands.explained import explained, note_what_next
@@ -59,7 +61,7 @@ from rollouts.flows.deployments import evaluation_options
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
 from rollouts.flows.live import find_live_pages, served_live_pages
-from rollouts.flows.overview import create_app
+from rollouts.flows.overview import ASKED_BY, create_app
 from rollouts.flows.own_server.lend import (
     ServerAddress,
     local_server,
@@ -104,10 +106,17 @@ RunArguments = Annotated[
         metavar="CONFIG [KEY=VALUE]...",
         help="TOML, JSON or Python file that describes the run, and settings that replace its own, as "
         "training.rl.num_steps=10. With --preset or --deployment: only such settings.",
+        autocompletion=complete_setting,
     ),
 ]
 PresetName = Annotated[
-    str, typer.Option("--preset", metavar="NAME", help="Take this preset of `rollouts preset` as the configuration.")
+    str,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help="Take this preset of `rollouts preset` as the configuration.",
+        autocompletion=complete_preset,
+    ),
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
@@ -180,6 +189,7 @@ def evaluate(
             metavar="[MODEL] [KEY=VALUE]...",
             help="MODEL: base, production, candidate, a registered model, a run or stage of the store, a folder, or a "
             "URL; what the table evaluate of CONFIG says otherwise. Settings as key=value replace those of CONFIG.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
@@ -441,7 +451,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, init, preset, explain, validate, run, evaluate, status, finish, cancel),
     "Runs": (runs, show, samples, logs, report),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
-    "Models and files": (serve, chat, pull, prune, plugins),
+    "Models and files": (serve, chat, pull, prune, plugins, completion),
 }
 """The commands as the help shows them; `models` and `nodes` with what is below them are of the last two panels."""
 for panel, functions in PANELS.items():
@@ -456,8 +466,11 @@ def main() -> None:
     ensure_utf8()
     logging.raiseExceptions = False  # what a handler cannot send to a lost server is not told on the terminal
     gc.set_threshold(50_000, 20, 100)  # most of what it allocates are modules, which stay: one second of three
+    is_asked = ASKED_BY in os.environ  # by a shell, for the words that may follow
+    if is_asked:
+        completion_init()
     try:
-        app()
+        app(prog_name="rollouts" if is_asked else None)
     finally:
         gc.freeze()  # otherwise they are all searched once more when the process ends: another second
 

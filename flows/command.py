@@ -7,6 +7,7 @@ Not here: the commands (cli.py).
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rollouts_core.errors import ConfigError
@@ -43,9 +44,9 @@ def main() -> None:
         sys.stderr.write(f"rollouts: {error}\n")
         sys.exit(USER_ERROR_CODE)
     try:
-        from rollouts.flows.overview import ALONE, create_overview
+        from rollouts.flows.overview import ALONE, ASKED_BY, create_overview
 
-        if sys.argv[1:] in ALONE:
+        if sys.argv[1:] in ALONE and ASKED_BY not in os.environ:
             create_overview()()  # exits
         if sys.argv[1:2] == ["status"]:
             run_status()  # exits

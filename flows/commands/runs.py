@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import typer
 
 from rollouts.flows.assignments import check_assignments
+from rollouts.flows.commands.completion import complete_setting
 from rollouts.flows.commands.machines import render_table
 from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit, page, style
 from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline, with_present_kind
@@ -118,7 +119,10 @@ def describe_score(score: ModelScore | None) -> str:
 def show(
     given: Annotated[str, typer.Argument(metavar="RUN|CONFIG", help="A run, or a TOML, JSON or Python file.")],
     assignments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of CONFIG.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings that replace those of CONFIG.", autocompletion=complete_setting
+        ),
     ] = None,
     store: Store = DEFAULT_STORE,
     everything: Annotated[bool, typer.Option("--all", help="Also the settings at their defaults.")] = False,

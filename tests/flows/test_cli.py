@@ -55,6 +55,7 @@ SURFACE = {
     ],
     "preset": ["[NAME]"],
     "explain": ["[NAME]", "--json"],
+    "completion": ["SHELL"],
     "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
