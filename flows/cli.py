@@ -8,10 +8,7 @@ Exit codes: 0 done, 1 failed, 2 something that the user must change, 3 RL did no
 from __future__ import annotations
 
 import asyncio
-import errno
-import functools
 import gc
-import inspect
 import json
 import logging
 import os
@@ -23,17 +20,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
+from typer._completion_classes import completion_init
 
 from rollouts.flows.assignments import check_assignments, is_assignment
 from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
-from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from rollouts.flows.commands.cancel import cancel
 from rollouts.flows.commands.compare import compare
+from rollouts.flows.commands.completion import complete_preset, complete_setting, completion
 from rollouts.flows.commands.credentials import credentials, with_credentials
 from rollouts.flows.commands.explain import explain
+from rollouts.flows.commands.explained import explained, note_what_next
 from rollouts.flows.commands.fetch import pull
 from rollouts.flows.commands.finish import finish
 from rollouts.flows.commands.init import init
@@ -46,6 +45,7 @@ from rollouts.flows.commands.preset import load_preset, preset
 from rollouts.flows.commands.prune import prune
 from rollouts.flows.commands.runs import logs, report, runs, samples, show
 from rollouts.flows.commands.serve import chat, serve
+from rollouts.flows.commands.status import status
 from rollouts.flows.commands.terminal import (
     DEFAULT_STORE,
     LOOKING_FOR_SERVER,
@@ -57,16 +57,14 @@ from rollouts.flows.commands.terminal import (
     show_checks,
 )
 from rollouts.flows.commands.trigger import trigger_run
-from rollouts.flows.commands.up import down, status, up
+from rollouts.flows.commands.up import down, up
 from rollouts.flows.deployments import evaluation_options
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
 from rollouts.flows.live import find_live_pages, served_live_pages
-from rollouts.flows.no_improvement import NoImprovementError
-from rollouts.flows.overview import create_app
+from rollouts.flows.overview import ASKED_BY, create_app
 from rollouts.flows.own_server.lend import (
     ServerAddress,
-    ServerError,
     local_server,
     named_url,
     prefect_environment,
@@ -77,7 +75,6 @@ from rollouts.flows.preflight import check_evaluation, check_files, check_pipeli
 from rollouts.flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.flows.upkeep import look_after
-from rollouts.infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_lines
 from rollouts.tasks.inputs import bring_inputs
 from rollouts_core.config import Config, parse_config
@@ -94,16 +91,6 @@ if TYPE_CHECKING:
     from rollouts.flows.evaluate import EvaluationResult
     from rollouts.flows.pipeline import PipelineResult
 
-FAILED_CODE, USER_ERROR_CODE = 1, 2
-
-ERROR_CODES = {FAILED_CODE: "failed", USER_ERROR_CODE: "user_error", NO_IMPROVEMENT_CODE: "no_improvement"}
-"""Names of exit codes in the output of --json."""
-
-GOES_ON = "Finished work is kept: the same command continues from there."
-"""Printed when a run ends early and the user need not change a setting."""
-ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
-
-P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 ConfiguredStore = Annotated[
@@ -120,72 +107,21 @@ RunArguments = Annotated[
         metavar="CONFIG [KEY=VALUE]...",
         help="TOML, JSON or Python file that describes the run, and settings that replace its own, as "
         "training.rl.num_steps=10. With --preset or --deployment: only such settings.",
+        autocompletion=complete_setting,
     ),
 ]
 PresetName = Annotated[
-    str, typer.Option("--preset", metavar="NAME", help="Take this preset of `rollouts preset` as the configuration.")
+    str,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help="Take this preset of `rollouts preset` as the configuration.",
+        autocompletion=complete_preset,
+    ),
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
 app = create_app()
-
-
-def exit_code_of(error: Exception) -> int:
-    """The exit code of a command that ends with an expected failure."""
-    if isinstance(error, NoImprovementError):
-        return NO_IMPROVEMENT_CODE
-    if isinstance(error, JobFailedError | MachineGoneError):
-        return FAILED_CODE
-    return USER_ERROR_CODE if isinstance(error, InputError | PermanentInfraError | ServerError) else FAILED_CODE
-
-
-def note_what_next(error: Exception) -> None:
-    """Note at the failure of a run what the user can do next, if the failure itself does not say so."""
-    if isinstance(error, NoImprovementError):
-        error.add_note(ACCEPTED_BY)
-    elif exit_code_of(error) == FAILED_CODE:
-        error.add_note(GOES_ON)
-
-
-def explained(function: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command, so that an expected failure prints one sentence and ends with an exit code."""
-
-    @functools.wraps(function)
-    def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except (RolloutsError, PermanentInfraError, TransientInfraError, ServerError) as error:
-            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            if kwargs.get("as_json"):
-                emit([{"kind": "error", "code": ERROR_CODES[exit_code_of(error)], "message": shown_lines(said)}])
-            console.print(f"rollouts: {shown_lines(said)}", markup=False)
-            raise typer.Exit(exit_code_of(error)) from error
-        except PermissionError as error:
-            said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
-            console.print(said, markup=False)
-            raise typer.Exit(USER_ERROR_CODE) from error
-        except OSError as error:
-            if error.errno == errno.EROFS:
-                said = f"{error.filename} lies on a file system that cannot be written: choose another store"
-                console.print(f"rollouts: {said}", markup=False)
-                raise typer.Exit(USER_ERROR_CODE) from error
-            if error.errno != errno.ENAMETOOLONG:  # a text that was too long for a path
-                raise
-            given = str(error.filename)
-            said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: correct it"
-            console.print(f"rollouts: {said}", markup=False)
-            raise typer.Exit(USER_ERROR_CODE) from error
-        except KeyboardInterrupt as interrupt:
-            console.print(f"\nrollouts: {str(interrupt) or 'interrupted'}. {GOES_ON}")
-            raise typer.Exit(INTERRUPTED_CODE) from interrupt
-
-    explaining.__doc__ = unwrapped(function.__doc__ or "")
-    return explaining
-
-
-def unwrapped(docstring: str) -> str:
-    """Join each paragraph of a docstring into one line. Otherwise the help would keep the line breaks of the source."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def run(
@@ -254,6 +190,7 @@ def evaluate(
             metavar="[MODEL] [KEY=VALUE]...",
             help="MODEL: base, production, candidate, a registered model, a run or stage of the store, a folder, or a "
             "URL; default: the model in the table evaluate of CONFIG. Settings as key=value replace those of CONFIG.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
@@ -515,7 +452,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, init, preset, explain, validate, run, evaluate, status, finish, cancel),
     "Runs": (runs, show, samples, logs, report, compare),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
-    "Models and files": (serve, chat, pull, prune, plugins),
+    "Models and files": (serve, chat, pull, prune, plugins, completion),
 }
 """The commands of each panel of the help. `models`, `gpus`, `nodes` and `reap` are added below."""
 for panel, functions in PANELS.items():
@@ -530,8 +467,11 @@ def main() -> None:
     ensure_utf8()
     logging.raiseExceptions = False  # no traceback on the terminal if a log line cannot be sent to a lost server
     gc.set_threshold(50_000, 20, 100)  # imports allocate objects that stay: this saves one second of three
+    is_asked = ASKED_BY in os.environ  # by a shell, for the words that may follow
+    if is_asked:
+        completion_init()
     try:
-        app()
+        app(prog_name="rollouts" if is_asked else None)
     finally:
         gc.freeze()  # otherwise the collection at the process's end takes another second
 

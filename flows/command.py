@@ -7,6 +7,7 @@ Not here: the commands (cli.py).
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rollouts_core.errors import ConfigError
@@ -18,6 +19,22 @@ USER_ERROR_CODE = 2
 NO_IMPROVEMENT_CODE = 3
 
 
+def run_status() -> None:
+    """Run `rollouts status` without the other commands, whose imports take a second."""
+    import logging
+
+    from rollouts.flows.commands.explained import explained
+    from rollouts.flows.commands.status import status
+    from rollouts.flows.overview import create_app
+    from rollouts_core.system.utf8 import ensure_utf8
+
+    ensure_utf8()
+    logging.raiseExceptions = False  # as for every command (cli.py)
+    app = create_app()
+    app.command()(explained(status))
+    app()
+
+
 def main() -> None:
     """Entry point of the `rollouts` command."""
     open_standard_streams()
@@ -27,10 +44,12 @@ def main() -> None:
         sys.stderr.write(f"rollouts: {error}\n")
         sys.exit(USER_ERROR_CODE)
     try:
-        from rollouts.flows.overview import ALONE, create_overview
+        from rollouts.flows.overview import ALONE, ASKED_BY, create_overview
 
-        if sys.argv[1:] in ALONE:
+        if sys.argv[1:] in ALONE and ASKED_BY not in os.environ:
             create_overview()()  # exits
+        if sys.argv[1:2] == ["status"]:
+            run_status()  # exits
         from rollouts.flows.cli import main as run_command
     except KeyboardInterrupt:
         sys.stderr.write("\nrollouts: interrupted before it began.\n")

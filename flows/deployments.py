@@ -20,6 +20,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollouts.flows.assignments import ALGORITHM, assign, forget_algorithm, key_of
+from rollouts.flows.flow_names import EVALUATE_FLOW as EVALUATE_FLOW
+from rollouts.flows.flow_names import FLOW as FLOW
+from rollouts.flows.flow_names import RETRAIN_FLOW as RETRAIN_FLOW
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline, with_present_kind
 from rollouts.flows.own_server.lend import named_url
 from rollouts.flows.store import STORE_VARIABLE
@@ -30,9 +33,6 @@ from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
 
-FLOW = "sft-rl"
-RETRAIN_FLOW = "retrain"
-EVALUATE_FLOW = "evaluate"
 PRESETS = Path(__file__).resolve().parent / "presets"
 
 

@@ -16,6 +16,8 @@ import typer
 
 ALONE: tuple[list[str], ...] = ([], ["--help"], ["--version"])
 """Arguments that need no command."""
+ASKED_BY = "_ROLLOUTS_COMPLETE"
+"""Environment variable by which a shell asks for the words that may follow."""
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Pipelines": {
         "quickstart": "Make a small task, a tokenizer and a model, and run the whole pipeline on them: a few "
@@ -62,6 +64,8 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "prune": "Remove stages, checkpoints of runs and fetched inputs that were not used for long and that "
         "nothing refers to.",
         "plugins": "List the objectives, environments, rewards, trackers and providers that installed packages add.",
+        "completion": "Print the completion script of a shell: `source <(rollouts completion bash)` in ~/.bashrc, or "
+        "zsh in ~/.zshrc.",
         "models": "The models of this store: candidates, production, history.",
     },
     "Machines": {

@@ -11,18 +11,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollouts.infra.jobs import JobExit, describe_exit, describe_saved
 from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
 from rollouts.infra.renting.rentals import all_rentals, usd_spent
-from rollouts.tasks.spending import RUN_FILE
-from rollouts.tasks.store_paths import EVALUATION_FILE
-from rollouts_core.config.messages import closest_name
+from rollouts.tasks.store_paths import EVALUATION_FILE, RUN_FILE
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.metrics import read_last_lines
-from rollouts_core.report.live_run import LiveRun, LiveStage
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, EVALUATE, is_selection, is_training
+
+if TYPE_CHECKING:
+    from rollouts_core.report.live_run import LiveRun
 
 MIN_ID_CHARS = 4
 """Fewest characters of a run's id that name the run."""
@@ -104,6 +105,8 @@ def find_named_run(store: Path, given: str) -> list[StageUse]:
     names = [uses[0].run for uses in runs]
     if not names:
         raise InputError(f"the store {store} has no runs yet: --store names another store")
+    from rollouts_core.config.messages import closest_name  # loads all settings
+
     hint = closest_name(given, names[:MAX_NAMES])
     raise InputError(f"the store {store} has no run {given}{hint}")
 
@@ -129,6 +132,8 @@ def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool)
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     """A run with the stages that it has reached, for its live page."""
+    from rollouts_core.report.live_run import LiveRun, LiveStage  # loads the pages
+
     is_followed = lives(uses, living_runs(store))
     path = report_path(store, uses)
     labels = labels_of(path.with_name(EVALUATION_FILE))

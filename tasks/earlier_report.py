@@ -20,8 +20,8 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.tasks.model_aliases import note_in_reports
 from rollouts.tasks.records import RunScope, StageRecord
 from rollouts.tasks.report_input import build_report_input, judge_training
-from rollouts.tasks.spending import RUN_FILE, Spending
-from rollouts.tasks.store_paths import RUNS, STAGES
+from rollouts.tasks.spending import Spending
+from rollouts.tasks.store_paths import RUN_FILE, RUNS, STAGES
 from rollouts_core.config import Config
 from rollouts_core.config.files import read_record
 from rollouts_core.errors import ConfigError, InputError

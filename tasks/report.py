@@ -16,7 +16,8 @@ from rollouts.infra.node import NodeSettings
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.report_input import build_report_input, judge_training
-from rollouts.tasks.spending import RUN_FILE, spending_of_records, with_spending
+from rollouts.tasks.spending import spending_of_records, with_spending
+from rollouts.tasks.store_paths import RUN_FILE
 from rollouts_core.comparison import Verdict
 from rollouts_core.config import Config
 from rollouts_core.report import render_report, render_summary_markdown

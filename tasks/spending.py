@@ -19,9 +19,8 @@ from typing import Any
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.renting.rentals import rentals_of
 from rollouts.tasks.records import RunScope, StageRecord, TaskRecord
+from rollouts.tasks.store_paths import RUN_FILE
 from rollouts_core.system.files import write_json
-
-RUN_FILE = "run.json"
 
 
 class Spending(TaskRecord):

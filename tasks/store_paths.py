@@ -19,6 +19,7 @@ from typing import Any
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 
 STAGES, RUNS, INPUTS, ENGINES = "stages", "runs", "inputs", "engines"
+RUN_FILE = "run.json"
 EVALUATION_FILE = "evaluation.json"
 """The record of an evaluation, in the run's folder."""
 NAMES = {

@@ -22,9 +22,10 @@ import typer
 
 from rollouts.flows.commands.finish import MIN_ID_CHARS
 from rollouts.flows.commands.models import open_registry
+from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.commands.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
 from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
-from rollouts.flows.commands.up import check_server, find_serving
+from rollouts.flows.commands.up import check_server
 from rollouts.flows.own_server.lend import ServerAddress, local_server, named_url, prefect_environment, run_url
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.jobs import MAX_GRACE_S

@@ -20,7 +20,7 @@ from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit
 from rollouts.flows.shown_settings import settings_of
 from rollouts.flows.store_runs import find_named_run, lives, living_runs
 from rollouts.tasks.earlier_report import load_report_input
-from rollouts.tasks.spending import RUN_FILE
+from rollouts.tasks.store_paths import RUN_FILE
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.report.compared import MAX_RUNS, ComparedRun, compare_runs

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from rollouts.flows.commands.completion import complete_name
 from rollouts.flows.commands.terminal import AsJson, emit, page, style
 from rollouts.flows.setting_help import SettingHelp, find_settings, setting_helps
 from rollouts_core.config.messages import closest_name
@@ -27,6 +28,7 @@ def explain(
         typer.Argument(
             metavar="[NAME]",
             help="A setting, a section, a setting of another system, or a word; all settings otherwise.",
+            autocompletion=complete_name,
         ),
     ] = "",
     as_json: AsJson = False,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from rollouts.flows.commands.completion import complete_preset
 from rollouts.flows.deployments import PRESETS
 from rollouts.flows.form import Pipeline, parse_pipeline
 from rollouts_core.config import read_settings
@@ -23,7 +24,12 @@ SENTENCE = re.compile(r"(.+?)[.:;](?:\s|$)", re.DOTALL)
 
 
 def preset(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Name of the preset; without it all are listed.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME]", help="Name of the preset; without it all are listed.", autocompletion=complete_preset
+        ),
+    ] = "",
 ) -> None:
     """Print the preset NAME, a configuration to start from; without NAME, list them.
 

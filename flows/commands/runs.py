@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import typer
 
 from rollouts.flows.assignments import check_assignments
+from rollouts.flows.commands.completion import complete_setting
 from rollouts.flows.commands.machines import render_table
 from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit, page, style
 from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline, with_present_kind
@@ -46,8 +47,7 @@ from rollouts.flows.store_runs import (
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.ledger import LEDGER_FILE, StageUse
 from rollouts.tasks.earlier_report import render_again
-from rollouts.tasks.spending import RUN_FILE
-from rollouts.tasks.store_paths import EVALUATION_FILE
+from rollouts.tasks.store_paths import EVALUATION_FILE, RUN_FILE
 from rollouts_core.config import read_settings
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import InputError
@@ -121,7 +121,10 @@ def describe_score(score: ModelScore | None) -> str:
 def show(
     given: Annotated[str, typer.Argument(metavar="RUN|CONFIG", help="A run, or a TOML, JSON or Python file.")],
     assignments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of CONFIG.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings that replace those of CONFIG.", autocompletion=complete_setting
+        ),
     ] = None,
     store: Store = DEFAULT_STORE,
     everything: Annotated[bool, typer.Option("--all", help="Also the settings at their defaults.")] = False,

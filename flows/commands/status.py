@@ -1,4 +1,7 @@
-"""Show the state of a store: its runs, their jobs, and the machines that it rents.
+"""`rollouts status`: the state of a store, its runs, their jobs, and the machines that it rents.
+
+Modules with settings, pages and machines are imported where they are needed: without runs under way, the answer takes a
+fraction of a second.
 
 Not here: starting and ending the server and its deployments (up.py).
 """
@@ -13,23 +16,29 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+import typer
+
+from rollouts.flows.commands.serving_state import (
+    Serving,
+    describe_deployments,
+    describe_gpu_slots,
+    find_server,
+    find_serving,
+    is_starting,
+    served_elsewhere,
+)
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit
+from rollouts.flows.flow_names import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
 from rollouts.flows.own_server.lend import ServerAddress, run_url
-from rollouts.flows.prefect_api import ask
 from rollouts.flows.store_runs import load_run, verdict_of
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.jobs import JobState, job_status
 from rollouts.infra.ledger import LEDGER_FILE, Lease, Ledger, StageUse
-from rollouts.infra.node import LocalNode
-from rollouts.infra.providers import open_session, provision_node
 from rollouts.infra.renting.rentals import Rental, describe_keeping, open_rentals
 from rollouts.infra.run_ids import short_id
-from rollouts.tasks.early_end import read_early_end
 from rollouts.tasks.model_aliases import models_of_runs
-from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import read_last_lines
-from rollouts_core.report.live import describe_readable
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 
@@ -37,6 +46,8 @@ SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """Suffix that Prefect adds to the name of a task run."""
 LATEST = 5
 """Number of ended runs that are shown, besides all runs under way."""
+LIVE_FILE = "prefect/live.json"
+"""The state of the live pages (live.py) in the store."""
 MANY = 200
 """Number of ended runs to read from a shared server, where most may be of other stores. Prefect returns at most 200."""
 TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
@@ -47,6 +58,53 @@ UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW]}}
 NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
 ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}}}}
+
+
+def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
+    """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
+    address, said = find_server(store)
+    serving = find_serving(store)
+    if as_json:
+        served = {"pid": serving.pid, "since": serving.since} if serving else {}
+        emit(status_records(store.resolve(), address, served))
+        return
+    if not store.is_dir():
+        state = "is a file" if store.exists() else "does not exist"
+        typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
+    typer.echo(f"server       {said}")
+    for line in lines_about_serving(store, serving):
+        typer.echo(line)
+    if (store.resolve() / LIVE_FILE).exists():
+        from rollouts.flows.live import find_live_pages  # loads the pages
+
+        if live := find_live_pages(store):
+            typer.echo(f"live pages   {live.url}")
+    runs = describe_runs(address, store.resolve()) if address else []
+    for lines in runs:
+        typer.echo("\n             ".join((f"run          {lines[0]}", *lines[1:])))
+    if runs:
+        typer.echo("             (rollouts cancel, finish and evaluate take the name of a run)")
+    for line in describe_reports(store) if not address else []:
+        typer.echo(f"report       {line}")
+    jobs = going_jobs(store.resolve())
+    for job in (each for each in jobs if each.waits_for or not (each.has_run and address)):
+        typer.echo(f"job          {job.sentence()}")
+    for line in describe_machines(store.resolve()):
+        typer.echo(f"machine      {line}")
+
+
+def lines_about_serving(store: Path, serving: Serving | None) -> Iterator[str]:
+    """The lines of `rollouts status` about the serving process."""
+    if serving is None:
+        state = "a process that is starting" if is_starting(store) else "none: rollouts up starts it"
+        yield f"serving      {state}"
+        return
+    if elsewhere := served_elsewhere(serving):
+        yield f"             {elsewhere}"
+    there = "" if serving.process.is_here else f" of {serving.process.host}"
+    since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    yield f"serving      process {serving.pid}{there} since {since}: {describe_deployments(serving)}"
+    yield f"gpu slots    {describe_gpu_slots(serving)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +134,8 @@ class GoingJob:
 
 def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
     """The lines about each run under way, and about each of the latest ended runs."""
+    from rollouts.flows.prefect_api import ask
+
     runs, ended = _runs_of_store(address, store)
     tasks: list[dict[str, Any]] = []  # Any: JSON
     if runs:
@@ -107,6 +167,8 @@ def latest_runs(address: ServerAddress, store: Path) -> list[dict[str, Any]]:  #
 def _runs_of_store(
     address: ServerAddress, store: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # Any: JSON
+    from rollouts.flows.prefect_api import ask
+
     latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
     ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
     # Earliest first: schedules plan more runs than the server returns at once, and planned runs come last.
@@ -133,6 +195,9 @@ def uses_of_runs(store: Path) -> dict[str, list[StageUse]]:
 
 def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageUse]) -> list[str]:  # Any: JSON
     """How far a run is, what it waits for, or how it ended and why."""
+    from rollouts_core.config.messages import first_line
+    from rollouts_core.report.live import describe_readable
+
     said = ""
     if run["state_type"] == "RUNNING" and uses:
         said = describe_readable(load_run(store, uses).stages[-1], now=time.time()).state
@@ -147,6 +212,8 @@ def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
     """The stages that these runs ended early or stopped, a sentence each, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
+    from rollouts.tasks.early_end import read_early_end
+
     said: dict[str, list[str]] = {}
     with Ledger(store / LEDGER_FILE) as ledger:
         uses = [use for use in ledger.stage_uses() if use.run_id in run_ids]
@@ -238,6 +305,9 @@ def going_jobs(store: Path) -> list[GoingJob]:
             by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
     if not by_place:
         return []  # this command must not create a store
+    from rollouts.infra.node import LocalNode
+    from rollouts.infra.providers import provision_node
+
     local = provision_node(LocalNode(), store)
     found = []
     for (run_dir, node), leases in by_place.items():
@@ -306,6 +376,9 @@ def rented_now(store: Path) -> list[Rental]:
 
 
 def _is_running(run_dir: str, store: Path) -> bool:
+    from rollouts.infra.node import LocalNode
+    from rollouts.infra.providers import open_session, provision_node
+
     try:
         with open_session(provision_node(LocalNode(), store)) as session:
             return job_status(session, run_dir).state is JobState.RUNNING

@@ -1,6 +1,7 @@
-"""`rollouts up`, `down` and `status`: a Prefect server with deployments, which outlives the terminal.
+"""`rollouts up` and `down`: a Prefect server with deployments, which outlives the terminal.
 
-Not here: the serving process (serving.py), the server (own_server/), and the deployments (deployments.py).
+Not here: the state of the serving process (serving_state.py), the process itself (serving.py), the server
+(own_server/), and the deployments (deployments.py).
 
     up     joins or starts the server, then the serving process, which keeps the server
     down   ends the serving process and its flows; the server then stops by itself, and jobs go on
@@ -9,35 +10,34 @@ Not here: the serving process (serving.py), the server (own_server/), and the de
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollouts.flows.commands.notify import renew_notifications
-from rollouts.flows.commands.status import (
-    describe_machines,
-    describe_reports,
-    describe_runs,
-    going_jobs,
-    status_records,
+from rollouts.flows.commands.serving_state import (
+    Serving,
+    describe_deployments,
+    describe_gpu_slots,
+    find_serving,
+    is_serving,
+    is_starting,
+    served_elsewhere,
 )
-from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, AsJson, Port, Store, console, emit
+from rollouts.flows.commands.status import describe_machines, going_jobs
+from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
 from rollouts.flows.deployments import (
     Deployment,
     check_names,
     deployments_of,
-    evaluation_name,
     load_deployments,
     offered_name,
     preset_deployments,
@@ -50,7 +50,6 @@ from rollouts.flows.own_server.lend import (
     ServerAddress,
     ServerError,
     local_server,
-    named_server,
     named_url,
     remember_port,
     running_server,
@@ -59,10 +58,8 @@ from rollouts.flows.own_server.password import password_file
 from rollouts.flows.own_server.server_log import log_tail
 from rollouts.flows.preflight import check_writable
 from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from rollouts.flows.store import DEFAULT_GPU_SLOTS, save_gpu_slots
-from rollouts.flows.tools import TOOLS
-from rollouts.infra.locks import is_locked, lock_file, open_lock, try_lock
-from rollouts.infra.process_identity import ProcessIdentity
+from rollouts.flows.store import save_gpu_slots
+from rollouts.infra.locks import lock_file, open_lock, try_lock
 from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts.infra.supervisor.program import with_absolute_paths
 from rollouts_core.errors import InputError
@@ -72,24 +69,6 @@ DOWN_TIMEOUT_S = 45.0
 SERVER_END_S = 12.0
 """How long `rollouts down` waits for the server, which stops about two seconds after its last user left."""
 POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """The process that serves the deployments of a store."""
-
-    pid: int
-    process: ProcessIdentity
-    """Shows whether `pid` is a process of this machine, because several containers may share the store."""
-    since: float
-    """Seconds since 1970."""
-    deployments: dict[str, str]
-    """Digests by name."""
-    gpu_slots: int = DEFAULT_GPU_SLOTS
-    """Number of runs that may be under way at once."""
-    named_url: str | None = None
-    """The PREFECT_API_URL of the process. It is empty if the process uses the store's own server, and None if an
-    earlier version wrote the file."""
 
 
 def up(
@@ -162,7 +141,7 @@ def down(store: Store = DEFAULT_STORE) -> None:
         console.print(f"nothing serves the deployments of {store}", markup=False)
     else:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if _is_locked(home):
+            if is_serving(home):
                 _send_signal(serving, number, store)
                 _wait_until_free(home, DOWN_TIMEOUT_S)
         console.print(f"ended          process {serving.pid}")
@@ -191,59 +170,6 @@ def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
     os.kill(serving.pid, number)
 
 
-def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
-    """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
-    address, said = find_server(store)
-    serving = find_serving(store)
-    if as_json:
-        served = {"pid": serving.pid, "since": serving.since} if serving else {}
-        emit(status_records(store.resolve(), address, served))
-        return
-    if not store.is_dir():
-        state = "is a file" if store.exists() else "does not exist"
-        typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
-    typer.echo(f"server       {said}")
-    for line in lines_about_serving(store, serving):
-        typer.echo(line)
-    if live := find_live_pages(store):
-        typer.echo(f"live pages   {live.url}")
-    runs = describe_runs(address, store.resolve()) if address else []
-    for lines in runs:
-        typer.echo("\n             ".join((f"run          {lines[0]}", *lines[1:])))
-    if runs:
-        typer.echo("             (rollouts cancel, finish and evaluate take the name of a run)")
-    for line in describe_reports(store) if not address else []:
-        typer.echo(f"report       {line}")
-    jobs = going_jobs(store.resolve())
-    for job in (each for each in jobs if each.waits_for or not (each.has_run and address)):
-        typer.echo(f"job          {job.sentence()}")
-    for line in describe_machines(store.resolve()):
-        typer.echo(f"machine      {line}")
-
-
-def lines_about_serving(store: Path, serving: Serving | None) -> Iterator[str]:
-    """The lines of `rollouts status` about the serving process."""
-    if serving is None:
-        state = "a process that is starting" if is_starting(store) else "none: rollouts up starts it"
-        yield f"serving      {state}"
-        return
-    if elsewhere := _served_elsewhere(serving):
-        yield f"             {elsewhere}"
-    there = "" if serving.process.is_here else f" of {serving.process.host}"
-    since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    yield f"serving      process {serving.pid}{there} since {since}: {describe_deployments(serving)}"
-    yield f"gpu slots    {describe_gpu_slots(serving)}"
-
-
-def find_server(store: Path) -> tuple[ServerAddress | None, str]:
-    """The Prefect server that commands for this store use (None if no server answers), and a sentence about it."""
-    try:
-        address = named_server(store) if named_url() else running_server(store)
-    except ServerError as error:
-        return None, str(error)
-    return address, address.ui_url if address else "none: rollouts up starts one"
-
-
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
     """Save the deployments in `own`, and start the serving process. Returns False if the serving process runs already,
     which then registers `own`.
@@ -257,7 +183,7 @@ def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> 
     own_folder(home)
     with lock_file(home / "up.lock") as up_lock:
         fcntl.flock(up_lock, fcntl.LOCK_EX)
-        is_new = not _is_locked(home)
+        is_new = not is_serving(home)
         if is_new:
             quickstart = write_missing_quickstart(quickstart_folder(store, seed=0))
             save_deployments(home, [*preset_deployments(Path.cwd(), quickstart), *tool_deployments()])
@@ -286,60 +212,18 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
         serving = find_serving(store)
         if serving and wanted.items() <= serving.deployments.items() and gpu_slots in (0, serving.gpu_slots):
             return serving
-        if serving is None and not _is_locked(home):
+        if serving is None and not is_serving(home):
             raise ServerError(f"the deployments could not be served; {log} ends with: {log_tail(log)}")
         time.sleep(POLL_S)
     raise ServerError(f"the deployments were not served within {READY_TIMEOUT_S:.0f} s; see {log}")
-
-
-def find_serving(store: Path) -> Serving | None:
-    """The process that serves the store's deployments (None if no such process lives or it is not ready)."""
-    home = store.resolve() / "prefect"
-    try:
-        state = json.loads((home / "serving.json").read_text())
-    except (OSError, ValueError):
-        return None
-    if not _is_locked(home):
-        return None
-    unknown = {"pid": state["pid"], "started": "", "boot_id": "", "namespace": "", "host": "an unknown machine"}
-    return Serving(**{**state, "process": ProcessIdentity(**state.get("process", unknown))})
-
-
-def is_starting(store: Path) -> bool:
-    """Whether the serving process of the store lives but is not ready yet."""
-    home = store.resolve() / "prefect"
-    return home.is_dir() and _is_locked(home) and find_serving(store) is None
 
 
 def check_server(store: Path) -> None:
     """Raise InputError if the store's deployments are served at another Prefect server than the one that this command
     uses."""
     serving = find_serving(store)
-    if serving and (elsewhere := _served_elsewhere(serving)):
+    if serving and (elsewhere := served_elsewhere(serving)):
         raise InputError(f"{store}: {elsewhere}")
-
-
-def _served_elsewhere(serving: Serving) -> str:
-    """A sentence about the server at which the deployments are served (empty if this terminal's commands use the same
-    server)."""
-    if serving.named_url in (None, named_url()):
-        return ""
-    if url := serving.named_url:
-        return f"its deployments are served, and its runs shown, at {url}: export PREFECT_API_URL={url}"
-    return "its deployments are served at a server of its own, and PREFECT_API_URL names another: unset PREFECT_API_URL"
-
-
-def describe_deployments(serving: Serving) -> str:
-    """The names of the served deployments. The evaluations, one per pipeline, are summed up by their common ending."""
-    evaluations = {evaluation_name(name) for name in serving.deployments}
-    names = [name for name in serving.deployments if name not in evaluations and name not in TOOLS]
-    tools = [name for name in serving.deployments if name in TOOLS]
-    return f"{', '.join(names)}; {evaluation_name('NAME')} scores models as NAME does; {', '.join(tools)}"
-
-
-def describe_gpu_slots(serving: Serving) -> str:
-    """A phrase about the number of runs that may be under way at once."""
-    return f"{serving.gpu_slots}: number of runs under way at once; further runs are queued"
 
 
 def require_serving(store: Path) -> Serving:
@@ -353,11 +237,6 @@ def require_serving(store: Path) -> Serving:
     if (serving := find_serving(store)) is None:
         raise ServerError(f"nothing serves the deployments of {store}: rollouts up --store {store} starts it")
     return serving
-
-
-def _is_locked(home: Path) -> bool:
-    """Whether the serving process lives. A killed process holds no lock, although its serving.json may remain."""
-    return is_locked(home / "serving.lock", fcntl.LOCK_EX)
 
 
 def _wait_until_begun(store: Path) -> Serving | None:
@@ -403,7 +282,7 @@ def _start_serving(store: Path, home: Path) -> None:
 
 def _wait_until_free(home: Path, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while _is_locked(home):
+    while is_serving(home):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)

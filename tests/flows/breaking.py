@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from rollouts.flows.commands.up import find_serving
+from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.own_server.lend import ServerAddress, local_server
 from rollouts_core.metrics import read_json_lines
 from tests.flows.conftest import Rollouts, pids_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.commands.up import find_serving
+from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.ledger import LEDGER_FILE, Ledger

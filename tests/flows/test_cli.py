@@ -28,7 +28,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rollouts.flows.cli import app, explain_server, run_pipeline
+from rollouts.flows.commands.status import LIVE_FILE
 from rollouts.flows.form import Pipeline, load_pipeline
+from rollouts.flows.live import STATE_FILE
 from rollouts.flows.overview import create_overview
 from rollouts.flows.own_server.lend import ServerAddress
 from rollouts.flows.pipeline import PipelineResult
@@ -53,6 +55,7 @@ SURFACE = {
     ],
     "preset": ["[NAME]"],
     "explain": ["[NAME]", "--json"],
+    "completion": ["SHELL"],
     "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
@@ -332,6 +335,35 @@ def test_the_help_and_the_version_import_no_settings_and_no_commands(argument: s
         name for name in own if name.startswith("rollouts_core.system.")
     }
     assert not {"pydantic", "numpy", "httpx", "torch", "prefect", "yaml", "jinja2"} & set(modules)
+
+
+def test_the_status_of_a_store_without_work_imports_no_settings_and_no_pages(tmp_path: Path) -> None:
+    """Importing them takes a second."""
+    with Ledger(tmp_path / LEDGER_FILE) as ledger:
+        ledger.note_use("rl-aaaa", "1" * 32, run="small-11111111", num_steps=2)
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: sys.stderr.write(' '.join(sys.modules)))\n"
+        f"sys.argv = ['rollouts', 'status', '--store', {str(tmp_path)!r}]\n"
+        "from rollouts.flows.command import main; main()\n"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "server       none: rollouts up starts one" in ended.stdout
+    heavy = {"rollouts_core.config", "rollouts.flows.form", "rollouts.flows.cli", "rollouts_core.report.live"}
+    heavy |= {
+        "rollouts.infra.node",
+        "rollouts.infra.providers",
+        "httpx",
+        "numpy",
+        "jinja2",
+        "fsspec",
+        "torch",
+        "prefect",
+    }
+    assert not heavy & set(ended.stderr.split())
+    assert Path(LIVE_FILE).name == STATE_FILE
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from rollouts.flows.commands.status import (
     early_ends,
     name_of_run,
     of_store,
+    status,
     uses_of_runs,
 )
-from rollouts.flows.commands.up import status
 from rollouts.flows.own_server.lend import ServerAddress
 from rollouts.infra.jobs import cancel_job, start_or_attach
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
@@ -194,9 +194,7 @@ def test_only_the_stages_of_runs_that_are_shown_are_looked_into(
 ) -> None:
     """A store of some years has tens of thousands of them."""
     looked: list[str] = []
-    monkeypatch.setattr(
-        "rollouts.flows.commands.status.read_early_end", lambda directory: looked.append(directory.name)
-    )
+    monkeypatch.setattr("rollouts.tasks.early_end.read_early_end", lambda directory: looked.append(directory.name))
     with Ledger(tmp_path / LEDGER_FILE) as ledger:
         for run in range(20):
             ledger.note_use("sft-0", f"run-{run}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.commands.up import find_serving
+from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
 from tests.flows.conftest import ROOT, Rollouts, clean_environment
 from tests.flows.test_faults import LONG

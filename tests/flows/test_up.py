@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.flows.commands.up import find_serving, is_starting
+from rollouts.flows.commands.serving_state import find_serving, is_starting
 from rollouts.flows.own_server.lend import ServerAddress, running_server
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.ledger import Ledger

@@ -1,0 +1,89 @@
+"""`rollouts completion`, and the words that a shell is offered: commands, options, presets, settings and their values.
+
+The scripts are Typer's. A shell asks this command for words while a line is typed.
+
+Not here: the help of settings (setting_help.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from typer._completion_shared import get_completion_script
+
+from rollouts.flows.overview import ASKED_BY
+from rollouts_core.errors import InputError
+
+SHELLS = ("bash", "zsh", "fish")
+NO_SPACE = "    [[ ${COMPREPLY-} == *[=.] ]] && compopt -o nospace\n    return 0\n"
+"""For bash: a setting continues behind its dot or equals sign."""
+
+
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
+    """Print the completion script of a shell: `source <(rollouts completion bash)` in ~/.bashrc, or zsh in ~/.zshrc.
+
+    fish: `rollouts completion fish > ~/.config/fish/completions/rollouts.fish`
+    """
+    if shell not in SHELLS:
+        raise InputError(f"there is no completion for {shell}: expected one of {', '.join(SHELLS)}")
+    script = get_completion_script(prog_name="rollouts", complete_var=ASKED_BY, shell=shell)
+    typer.echo(script.replace("    return 0\n", NO_SPACE) if shell == "bash" else script)
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """The presets that begin with a word."""
+    from rollouts.flows.deployments import PRESETS
+
+    return sorted(path.stem for path in PRESETS.glob(f"{incomplete}*.toml"))
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """The settings that begin with a word, up to their next dot; behind an equals sign the values of a setting.
+
+    Without a word nothing: then the shell offers files.
+    """
+    from rollouts.flows.setting_help import setting_helps
+
+    key, equals, begun = _typed(incomplete)
+    if not equals:
+        begin = [each.name for each in setting_helps() if each.name.startswith(key)] if key else []
+        return sorted({_up_to_next_dot(name, key) for name in begin})
+    setting = next((each for each in setting_helps() if each.name == key), None)
+    values = (setting.choices or setting.names) if setting else ()
+    booleans = ("true", "false") if setting and setting.type == "true or false" else ()
+    found = [value for value in (*values, *booleans) if value and value.startswith(begun)]
+    return found if incomplete != f"{key}={begun}" else [f"{key}={value}" for value in found]
+
+
+def complete_name(incomplete: str) -> list[str]:
+    """The settings that begin with a word, up to their next dot."""
+    return [each.rstrip("=") for each in complete_setting(incomplete)] if "=" not in incomplete else []
+
+
+def _up_to_next_dot(name: str, begun: str) -> str:
+    """`training.` or `training.rl.num_steps=`."""
+    head, dot, _ = name[len(begun) :].partition(".")
+    return f"{begun}{head}{dot or '='}"
+
+
+def _typed(incomplete: str) -> tuple[str, str, str]:
+    """The setting, the equals sign and the begun value; bash makes three words of them."""
+    if "=" in incomplete and incomplete != "=":
+        return incomplete.partition("=")[0], "=", incomplete.partition("=")[2]
+    words = list(_words_of_bash())
+    if incomplete == "=" and len(words) >= 2:
+        return words[-2], "=", ""
+    if len(words) >= 3 and words[-2] == "=":
+        return words[-3], "=", incomplete
+    return incomplete, "", ""
+
+
+def _words_of_bash() -> Iterator[str]:
+    """The words of the line up to the cursor, as bash tells them."""
+    words, number = os.environ.get("COMP_WORDS", "").split(), os.environ.get("COMP_CWORD", "")
+    yield from words[: int(number) + 1] if number.isdecimal() else ()
