@@ -296,6 +296,7 @@ def test_an_earlier_version_is_kept_and_published_as_adapters(base_model: ModelC
         asyncio.run(go_back(engine, scheduler))
 
 
+@pytest.mark.slow
 def test_rl_with_adapters_samples_from_the_policy_that_it_trains(
     base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -336,6 +337,7 @@ def test_rl_with_adapters_samples_from_the_policy_that_it_trains(
         assert 0 < metrics["mismatch_mean"] <= metrics["mismatch_p99_max"] < 0.2  # the trainer's bfloat16
 
 
+@pytest.mark.slow
 def test_the_weights_below_go_once_and_old_folders_are_removed(base_model: ModelConfig, tmp_path: Path) -> None:
     backend, target = trained_backend(base_model), target_of(base_model, tmp_path)
 
