@@ -26,7 +26,9 @@ def describe_adapter_form(config: Config) -> list[str]:
             )
         ]
     spec = config.rollout.engine.spec
-    limit = "" if spec.adapts_on_cpu else f" (merged into the weights for {spec.title} without a GPU)"
+    others = ["on other machines"] if spec.adapter_form == "folder" else []
+    others += [] if spec.adapts_on_cpu else ["without a GPU"]
+    limit = f" (merged into the weights for {spec.title} {' or '.join(others)})" if others else ""
     return [f"training.rl.policy.lora: adapters are sent to the engines as adapters{limit}"]
 
 

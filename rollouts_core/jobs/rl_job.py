@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.credit import Credit, RolloutScores
@@ -24,11 +25,12 @@ from rollouts_core.algorithms.loss import create_policy_loss
 from rollouts_core.backends.create import create_backend
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks
+from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InferenceEngine
 from rollouts_core.engines.nccl import share_memory_as
-from rollouts_core.engines.rounding import describe_last_rounding
+from rollouts_core.engines.rounding import common_dtype, describe_last_rounding
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.job import RLJob
 from rollouts_core.jobs.attention import settle_attention
@@ -143,6 +145,8 @@ async def train_against_engines(
             else create_engine_generate_fn(engines, tokenizer, rollout)
         )
         num_tokens = count_token_ids(tokenizer)
+        if said := describe_formats(job.training, await common_dtype(engines)):
+            logger.info("%s", said)
         async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn, num_tokens=num_tokens) as manager:
             await run_rl_loop(job, directory, events, backend, manager, engines, stop)
 
@@ -176,6 +180,21 @@ async def run_rl_loop(
             is_end_asked=directory.end_request.exists,
             stop=stop,
         )
+
+
+def describe_formats(training: RLTrainingConfig, dtype: torch.dtype | None) -> str:
+    """Whether the loss corrects for engines that compute in another number format than the trainer; empty if equal.
+
+    Args:
+        dtype: the number format of the engines' weights; None if unknown.
+    """
+    name, precision = str(dtype).removeprefix("torch."), training.policy.precision
+    if dtype is None or name == precision:
+        return ""
+    found = f"the trainer computes in {precision}, the engines in {name}: their log-probs differ (mismatch_mean)"
+    if training.corrects_for_age:
+        return f"{found}, and the loss corrects for that by importance weights"
+    return f'{found}, and nothing in training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight'
 
 
 def collect_warnings(directory: RunDirectory) -> dict[str, str]:

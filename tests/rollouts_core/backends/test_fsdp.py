@@ -26,12 +26,13 @@ from transformers import AutoModelForCausalLM
 from rollouts_core.algorithms.loss import LossFn, LossMetrics, Metrics, TokenScores, cross_entropy_loss
 from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
-from rollouts_core.backends.protocol import TrainingBackend, TrainingState
+from rollouts_core.backends.protocol import TrainingBackend, TrainingState, adapters_of, base_weights_of
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
+from rollouts_core.embedded.adapters import UP, merge_published
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.policy import Policy, create_policy
@@ -158,6 +159,23 @@ def test_every_way_to_compute_is_that_of_one_process(
         assert_close(found, expected)
     else:  # bfloat16 has 8 bits, and norms' weights are rounded to it
         assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+def train_and_publish(backend: TrainingBackend) -> tuple[Weights, Weights, Weights]:
+    """Merged weights after some steps, and the adapters and frozen weights that engines get instead."""
+    _, merged = train(backend)
+    adapters, base = asyncio.run(adapters_of(backend).result()), asyncio.run(base_weights_of(backend).result())
+    return merged, adapters, {name: tensor.clone() for name, tensor in base.items()}
+
+
+def test_two_processes_publish_whole_adapters(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    options = {"policy": PolicyConfig(lora=LoRAConfig(rank=3, alpha=5))}
+    expected = with_one(train_and_publish, base_model, **options)
+    merged, adapters, base = with_two(pair, train_and_publish, base_model, **options)
+    for found, right in zip((merged, adapters, base), expected, strict=True):
+        assert_close(([], found), ([], right))
+    assert_close(([], merge_published({**base, **adapters})), ([], merged))
+    assert any(tensor.any() for name, tensor in adapters.items() if name.endswith(UP))
 
 
 def score_and_train(backend: TrainingBackend) -> tuple[list[TokenScores], tuple[list[Metrics], Weights]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -35,8 +37,11 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.embedded.adapters import DOWN, UP, is_adapter, merge_published
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.engine_kinds.spec import AdapterForm
 from rollouts_core.engines import GenerationRequest, PublishTarget, SGLangEngine, VLLMEngine, publish_weights
-from rollouts_core.engines.adapters import write_scaled_folder
+from rollouts_core.engines.adapters import PEFT_PREFIX, AdaptedWeights, write_scaled_folder
+from rollouts_core.engines.checksums import HeldTensors
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.errors import CheckpointError, WeightSyncError
@@ -59,6 +64,31 @@ class FileEngine(SGLangEngine):
     async def segment_access(self) -> SegmentAccess:
         """Files."""
         return SegmentAccess.FILES
+
+
+class FolderEngine(SGLangEngine):
+    """Takes adapters as SGLang and vLLM do, and lets the embedded engine behind it load what they amount to."""
+
+    segment_access = EngineClient.segment_access
+    loaded: list[str]
+
+    async def adapter_form(self, rank: int) -> AdapterForm:
+        """A folder."""
+        return "folder"
+
+    async def take_weights(self, path: Path, version: str) -> HeldTensors:
+        """Also note the version. The checksums are of the files' number formats, so nothing is compared."""
+        self.loaded.append(version)
+        return replace(await super().take_weights(path, version), dtype=None)
+
+    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
+        """Read the adapters from their folder."""
+        files = load_file(weights.folder / "adapter_model.safetensors")
+        adapters = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in files.items()}
+        with TemporaryDirectory() as merged:
+            replace(weights, adapters=adapters).write(Path(merged))
+            await super().take_weights(Path(merged), version)
+        self.loaded.append(version)
 
 
 def adapted_model(family: str, config: LoRAConfig, **overrides: Any) -> PreTrainedModel:
@@ -266,6 +296,7 @@ def test_an_earlier_version_is_kept_and_published_as_adapters(base_model: ModelC
         asyncio.run(go_back(engine, scheduler))
 
 
+@pytest.mark.slow
 def test_rl_with_adapters_samples_from_the_policy_that_it_trains(
     base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -304,6 +335,33 @@ def test_rl_with_adapters_samples_from_the_policy_that_it_trains(
     assert any(tensor.any() for name, tensor in changed.items() if name.endswith(UP))  # it has learned
     for metrics in history:
         assert 0 < metrics["mismatch_mean"] <= metrics["mismatch_p99_max"] < 0.2  # the trainer's bfloat16
+
+
+@pytest.mark.slow
+def test_the_weights_below_go_once_and_old_folders_are_removed(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend, target = trained_backend(base_model), target_of(base_model, tmp_path)
+
+    async def publish_three(engine: FolderEngine, scheduler: Scheduler) -> None:
+        engine.loaded = []
+        for step in range(2, 5):
+            await publish_weights(backend, [engine], target)
+            assert await sampled_gap(engine, backend) < TOLERANCE
+            await asyncio.to_thread(take_steps, backend, range(step, step + 1))
+        assert engine.loaded == ["run-base", "run-2", "run-3", "run-4"]
+        assert sorted(path.name for path in target.weights_dir.glob("run-*")) == ["run-3", "run-4", "run-base"]
+        await asyncio.wrap_future(scheduler.update_weights(Path(base_model.path), weight_version="default"))
+        with pytest.raises(AssertionError):  # the trainer has gone on
+            assert await sampled_gap(engine, backend) < TOLERANCE
+        assert engine.loaded[4:] == ["run-base", "run-4"]
+        file = write_newest_version(target)
+        assert file is not None and load_file(file).keys() == dict(scaled_adapters(backend.model)).keys()
+        earlier = EarlierVersion(number=4, file=Path(shutil.copy(file, tmp_path / "served.safetensors")))
+        await publish_weights(backend, [engine], target, earlier=earlier)
+        assert await engine.weight_version() == "run-4"
+
+    with served_engine(Path(base_model.path), client=FolderEngine) as (engine, scheduler):
+        assert isinstance(engine, FolderEngine)
+        asyncio.run(publish_three(engine, scheduler))
 
 
 def test_peft_loads_the_folder_that_engines_get(base_model: ModelConfig, tmp_path: Path) -> None:

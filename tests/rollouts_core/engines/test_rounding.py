@@ -15,7 +15,14 @@ from torch import Tensor
 
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.config import (
+    LoRAConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    RLTrainingConfig,
+)
 from rollouts_core.embedded.adapters import merge_published
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
@@ -27,6 +34,7 @@ from rollouts_core.engines.rounding import (
     common_dtype,
     describe_last_rounding,
 )
+from rollouts_core.jobs.rl_job import describe_formats
 from rollouts_core.model import weight_sample
 from rollouts_core.model.lora import base_weights
 from rollouts_core.model.weight_sample import NUM_SAMPLED, measure_arrival, sample_weights
@@ -108,6 +116,15 @@ def test_all_weights_that_are_trained_in_float32_are_measured_too(base_model: Mo
     watch.round_for(given, backend.start_sample, torch.bfloat16)
     assert all(given[name] is weights[name] for name in weights)  # an engine rounds them by itself
     assert 0.9 < watch.take_metrics()[ARRIVED] < 1.1
+
+
+def test_another_number_format_than_the_trainers_is_said_with_its_correction() -> None:
+    plain = RLTrainingConfig(policy=PolicyConfig(precision="bfloat16"))
+    assert describe_formats(plain, torch.bfloat16) == describe_formats(plain, None) == ""
+    assert "bfloat16, the engines in float32" in describe_formats(plain, torch.float32)
+    assert describe_formats(plain, torch.float32).endswith("corrects for that by importance weights")
+    uncorrected = plain.model_copy(update={"loss": LossConfig(ratio_base="old")})
+    assert "nothing in training.rl.loss corrects" in describe_formats(uncorrected, torch.float32)
 
 
 def test_the_share_is_the_part_along_the_update_of_what_changes_in_engines() -> None:
