@@ -92,7 +92,7 @@ class Ranks:
         self.followers_wait = True
 
     def begin(self) -> None:
-        """Wait until all ranks and the leader are here, to create something together.
+        """Wait until all ranks have reached this call, before they create something together.
 
         Raises:
             LeaderGoneError: the leader ended earlier.

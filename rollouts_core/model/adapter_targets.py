@@ -66,7 +66,7 @@ def check_target_modules(
     setting: str = "lora.target_modules",
     matches: Callable[[str, str], bool] = is_target,
 ) -> None:
-    """Raise ConfigError for a name without a layer."""
+    """Raise ConfigError for a name that matches no layer."""
     unknown = [name for name in names if not any(matches(layer, name) for layer in layers)]
     if not unknown:
         return
@@ -85,7 +85,7 @@ def check_adapters(config: Config) -> list[str]:
     Models with their own code are skipped: its layer names may differ from those in the files.
 
     Raises:
-        ConfigError: a target module has no layer.
+        ConfigError: a target module matches no layer.
     """
     adapters = {name: training.policy.lora for name, training in config.trainings.items()}
     named = {

@@ -25,9 +25,9 @@ ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 50
-"""Number of last groups over which the share of unavailable ones is computed."""
+"""Number of last groups over which the share of unavailable groups is computed."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 15.0, 300.0
-"""Seconds. The length doubles with each pause."""
+"""Length of the first pause and of the longest pause, seconds. Each pause is twice as long as the previous one."""
 
 
 class OutageWatch:
@@ -48,7 +48,7 @@ class OutageWatch:
     def begin_pause(self, problem: str) -> float:
         """Seconds to pause before this group is requested again.
 
-        0 drops the group: this is not an outage, or the time for pauses is used up.
+        Returns 0 if the group should be dropped: this is not an outage, or the time for pauses is used up.
         """
         is_outage = 1 + sum(self._failures) > self._num_allowed or self._paused_s > 0
         left_s = self.config.max_outage_minutes * 60 - self._paused_s
@@ -103,7 +103,7 @@ class OutagePauses:
         self._next_pause_s = FIRST_PAUSE_S
         """Doubles with each pause, until a call succeeds."""
         self._pause_ends_at = 0.0
-        """In the event loop's time."""
+        """End of the current pause, by the event loop's clock."""
 
     async def wait_out(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """The call's result, retried as long as the settings allow.
