@@ -6,8 +6,8 @@
 A built-in name is looked up without reading the installed packages. Any other name imports the package of its entry
 point, and no other package. An unusable package is left out with one warning.
 
-`infra/plugins.py` is a symbolic link to this file: infra must not import rollouts_core, and a rented machine has only the
-package rollouts_core.
+`infra/plugins.py` is a symbolic link to this file: infra must not import rollouts_core, and a rented machine has only
+the package rollouts_core.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ ENGINES: MutableMapping[str, EngineSpec] = {
     "sglang": SGLANG,
     "vllm": VLLM,
 }
-"""By the name that `rollout.engine.kind` has for it."""
+"""The engines by their values of `rollout.engine.kind`."""
 ENGINE_CHOICES: Mapping[str, EngineSpec] = ChainMap({CHOSEN_ON_NODE: AUTO}, ENGINES)
-"""All values of `rollout.engine.kind`: the engines, and "auto", which a run replaces by one of them."""
+"""All values of `rollout.engine.kind`: the engines, and "auto", which a run replaces by an engine."""
 
 __all__ = [
     "EMBEDDED",

@@ -200,7 +200,7 @@ def test_values_for_the_template_reach_it(says: Callable[..., Any]) -> None:
             lengths.append(answer.usage.prompt_tokens)
         assert lengths == [lengths[0], lengths[0] + len("formal"), lengths[0] + len("{{ 1 }}")]
         for name in ("messages", "a b", "x %}{{ 7 }}{% set y"):
-            with pytest.raises(openai.BadRequestError, match="is no name of a template's value"):
+            with pytest.raises(openai.BadRequestError, match="cannot be the name of a template's value"):
                 chat(client_of(url), extra_body={"chat_template_kwargs": {name: 1}})
 
 
@@ -214,7 +214,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": [{"role": "user", "content": [PICTURE]}]},
             openai.BadRequestError,
-            "A part of the type 'image_url' is not supported. This model reads text alone",
+            "A part of the type 'image_url' is not supported. This model reads only text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
@@ -370,7 +370,7 @@ def test_a_body_of_more_than_is_taken_is_refused(
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_BODY_BYTES", 1000)
     answer = httpx.post(f"{story[0]}{path}", json={"model": NAME, "prompt": "x" * 2000}, timeout=TIMEOUT_S)
-    assert (answer.status_code, "more than the 1000 bytes that are taken" in answer.text) == (400, True)
+    assert (answer.status_code, "more than the permitted 1000 bytes" in answer.text) == (400, True)
     assert "message" in answer.json()["error"]
 
 

@@ -515,7 +515,7 @@ def test_no_more_is_read_of_a_request_than_is_taken(
                 yield b" " * 100
 
         answer = await client.post(path, content=parts())
-        assert (answer.status_code, "more than the 1000 bytes that are taken" in answer.text) == (400, True)
+        assert (answer.status_code, "more than the permitted 1000 bytes" in answer.text) == (400, True)
 
     talk(scheduler, conversation)
     assert num_read == 11

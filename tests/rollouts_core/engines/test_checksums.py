@@ -199,7 +199,7 @@ def test_an_untied_copy_can_be_made_again_where_one_of_a_model_that_moved_lies(t
 def test_a_link_that_leads_nowhere_is_named_with_where_it_leads(tied_dir: Path, tmp_path: Path) -> None:
     (tied_dir / "model.safetensors").unlink()
     (tied_dir / "model.safetensors").symlink_to(tmp_path / "cache" / "blob")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link to .*/cache/blob, where nothing is"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link to .*/cache/blob, which is missing"):
         write_untied(tied_dir, tmp_path / "copy")
 
 

@@ -97,7 +97,7 @@ def test_a_float32_engine_gets_all_of_the_update_of_the_readme_and_a_bfloat16_en
     assert metrics[ARRIVED] == pytest.approx(arrived[torch.bfloat16], abs=0.02)  # a sample
     assert metrics[ARRIVED] < 0.5 and metrics[CHANGED] < 0.3
     [warning] = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-    assert warning.startswith(f"{metrics[ARRIVED]:.0%} of what RL changed") and 'dtype = "float32"' in warning
+    assert warning.startswith(f"{metrics[ARRIVED]:.0%} of RL's change") and 'dtype = "float32"' in warning
     assert (target.rounding.take_warning(), target.rounding.take_warning()) == (warning, "")
 
 
@@ -164,6 +164,6 @@ def test_engines_of_which_one_does_not_say_its_number_format_are_given_float32(b
 
 def test_a_record_warns_of_what_the_last_publication_lost() -> None:
     lost = {"step": 1.0, ARRIVED: 0.36, CHANGED: 0.15}
-    assert "36% of what RL changed" in describe_last_rounding([lost, {"step": 2.0}])
+    assert "36% of RL's change" in describe_last_rounding([lost, {"step": 2.0}])
     assert "85% of the trained weights" in describe_last_rounding([lost])
     assert describe_last_rounding([lost, lost | {ARRIVED: 0.95}]) == describe_last_rounding([]) == ""
