@@ -1,7 +1,7 @@
 """Choose the folder for downloads from the hub on a machine without a setting for it.
 
-An SSH session has few variables, and the hub's default is the home directory. On rented machines its disk is often
-small, while the volume with our files is large.
+An SSH session has few variables, and the hub's default is the home directory. On rented machines the home directory's
+disk is often small, but the volume with this project's files is large.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
     deadline = time.monotonic() + TIMEOUT_S
     while not work.is_completed():
         if is_left():
-            raise RuntimeError("it was given up")
+            raise RuntimeError("the group was closed meanwhile")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {TIMEOUT_S:g} s")
+            raise RuntimeError(f"not finished within {TIMEOUT_S:g} s")
         time.sleep(POLL_S)
     work.wait()  # raises the error of failed work
 

@@ -197,7 +197,7 @@ class WeightReceiver:
         await asyncio.wait([thread], timeout=process_group.TIMEOUT_S + ANSWER_GRACE_S)
         if not thread.done():
             thread.add_done_callback(lambda ended: let_go(results) if ended.exception() is None else None)
-            raise RuntimeError(f"not within {process_group.TIMEOUT_S:g} s")
+            raise RuntimeError(f"not finished within {process_group.TIMEOUT_S:g} s")
         thread.result()  # raises the error of the work
         return results.pop()
 

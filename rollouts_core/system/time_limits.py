@@ -125,7 +125,7 @@ async def call_within(
 def uncounted() -> Iterator[None]:
     """Exclude the block's time from the limits of the enclosing calls.
 
-    For waits with their own limit, whose length does not depend on the call: for its turn, or for an answer.
+    Use this for a wait whose length does not depend on the call and that has its own limit: for a turn, or an answer.
     """
     clock, clocks = _current_clock.get(), list[_Clock]()
     while clock is not None:
@@ -142,7 +142,7 @@ def uncounted() -> Iterator[None]:
 
 @asynccontextmanager
 async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
-    """Hold one of the limiter's places during the block; the wait for it is `uncounted`."""
+    """Hold one of the limiter's places during the block. The wait for the place is `uncounted`."""
     with uncounted():
         await limiter.acquire()
     try:
@@ -215,7 +215,7 @@ def interrupt_after(
 def interrupt_after_computing(limit_s: float) -> Iterator[None]:
     """Raise BlockedError in the block after `limit_s` of its thread's CPU time.
 
-    The load of the machine does not matter. Otherwise like `interrupt_after`.
+    The load of the machine does not matter. In all other respects this equals `interrupt_after`.
     """
     began = thread_time()
     with interrupt_after(limit_s, is_over=lambda: thread_time() - began >= limit_s):

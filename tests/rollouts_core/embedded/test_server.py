@@ -567,7 +567,7 @@ def test_an_address_beyond_this_machine_needs_a_key(model_dir: Path) -> None:
 
 
 def test_a_key_that_no_request_can_carry_is_refused(model_dir: Path) -> None:
-    with pytest.raises(InputError, match="with which no request can carry it"):
+    with pytest.raises(InputError, match="which an HTTP header cannot carry"):
         serve(model_dir, port=0, api_key="schlüssel")
 
 
