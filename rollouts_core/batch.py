@@ -160,7 +160,7 @@ class Placement:
     shared: slice
     """Positions of the shared prompt; empty if nothing is shared."""
     own: slice
-    """The positions after the shared ones."""
+    """The positions after the shared positions."""
     prompt_segment: int
     """Segment of the shared prompt; the sample's own segment if nothing is shared."""
     segment: int

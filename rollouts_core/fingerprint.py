@@ -126,7 +126,7 @@ def digest_model(model: ModelConfig) -> str:
 
 
 def digest_datasets(datasets: Sequence[BaseModel]) -> str:
-    """One digest of a mixture: the content of its datasets and the share of each."""
+    """One digest of a mixture: of the content and the share of each dataset."""
     return hashlib.sha256(json.dumps([affecting_settings(each) for each in datasets]).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 FALLBACK = "ROLLOUTS_HUB_HOME"
-"""Variable with the folder to use if the machine's variables name none."""
+"""Variable with the folder to use if no other variable of the machine names a folder."""
 _CHOSEN_BY = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 

@@ -94,7 +94,7 @@ class EventLog:
         self._file = open_for_lines(self.path)
 
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
-        """Append an event; it is on disk when this returns."""
+        """Append an event. The event is on disk when this returns."""
         line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
         append_line(self._file, line)
         os.fsync(self._file.fileno())

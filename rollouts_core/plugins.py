@@ -1,7 +1,7 @@
 """Registries that installed packages extend by entry points: built-in rows first, then those of packages.
 
     [project.entry-points."rollouts.objectives"]         group of the registry
-    mine = "my_package.losses:MINE"                      name in a configuration = where its value is
+    mine = "my_package.losses:MINE"                      name in a configuration = location of its value
 
 A built-in name is looked up without reading the installed packages. Any other name imports the package of its entry
 point, and no other package. An unusable package is left out with one warning.

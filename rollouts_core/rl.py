@@ -240,7 +240,10 @@ async def publish_version(
 
 
 def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None:
-    """Write the weights that the engines serve to a file and return its path. None if the backend has the same ones."""
+    """Write the weights that the engines serve to a file, and return its path.
+
+    None if the backend has the same weights, which a checkpoint contains anyway.
+    """
     if target.newest.version == target.version_of(backend.weight_version):
         return None
     return write_newest_version(target)

@@ -3,8 +3,8 @@
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
                                                                                       of their update
 
-An update is one optimizer step. Its divisors count all its samples, also samples without a gradient, which no row
-holds. The split into micro-batches therefore does not change the result.
+An update is one optimizer step. The divisors count all samples of the update, also samples without a gradient, which no
+row holds. The split into micro-batches therefore does not change the result.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
 """Metric that ranks the checkpoints of a run. All checkpoints of the run use the same metric."""
 
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
-"""Inputs that decide what a score measures."""
+"""Inputs that define the task. Scores are comparable only if these inputs are equal."""
 FREE_INPUTS = ("eval_samples", "policy.attention")
 """Inputs that change weights at most by rounding: a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
@@ -423,10 +423,9 @@ def check_same_settings(
         )
         unused = [name for name in allowed if not any(_names(name, setting) for setting in changed)]
         raise CheckpointError(
-            f"{checkpoint} was trained with other settings, so resuming would train something that neither settings "
-            f"describe: {differences}. Restore them, start a new run, or name them in allow_changed"
-            + f" (there {', '.join(unused)} matches none of them)"
-            * bool(unused)
+            f"{checkpoint} was trained with other settings, and a resumed training would match neither the old nor the "
+            f"new settings: {differences}. Restore the old settings, start a new run, or name the changed settings in "
+            "allow_changed" + f" (its entries without a match: {', '.join(unused)})" * bool(unused)
         )
     return changed
 

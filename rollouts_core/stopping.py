@@ -35,7 +35,7 @@ LONG_STEP_S = 10.0
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
-"""Size of the file with the job's needed time. It is overwritten in place, which also works on a full disk."""
+"""Size of the file with the job's needed time. The file is overwritten in place, which also works on a full disk."""
 MIN_SAVE_S = 2.0
 
 

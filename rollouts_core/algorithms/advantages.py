@@ -158,12 +158,12 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "leave_one_out_std": leave_one_out_std,
     "max_rl": max_rl,
 }
-"""Estimators over one group. They are called with at least two rewards that are not all equal."""
+"""Estimators over one group. Each is called with at least two rewards that are not all equal."""
 
 
 def _group_estimate(rewards: Sequence[float], estimate: GroupEstimator, config: AdvantageConfig) -> list[float]:
     if len(rewards) == 1 and config.singleton == "reward":
-        # Systems that keep the reward of a group of one use mean 0 and deviation 1 for it.
+        # Systems that keep the reward of a group of one use mean 0 and deviation 1 for such a group.
         return _divided(rewards, 1 + config.eps if estimate is group_mean_std else 1.0)
     if not rewards or max(rewards) == min(rewards):
         return [0.0] * len(rewards)  # exactly 0: rounding must not create a signal

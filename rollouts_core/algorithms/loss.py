@@ -56,7 +56,7 @@ LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
 
 The share is a tensor of one element with a gradient. The metrics are numbers or tensors of one element by name; with a
-tensor the caller need not wait for the GPU. They include `"loss"`, the share, and have the same names for every
+tensor the caller need not wait for the GPU. Metrics include `"loss"`, the share, and have the same names for every
 micro-batch. Over a step's micro-batches metrics are summed; names ending in `_max` take the maximum. `call_loss` checks
 this contract."""
 

@@ -88,8 +88,8 @@ OWN_LOSS = Objective(
     is_capped=True,
     follows_advantage=False,
 )
-"""Stands for `training.rl.loss_fn`, which may read every setting. Whether the function reads the engine's log-probs is
-not recorded: `reads_rollout_logprobs` of `checks/loss_checks.py` calls it to find out."""
+"""Record for `training.rl.loss_fn`, which may read every setting. `reads_rollout_logprobs` of `checks/loss_checks.py`
+calls the function to find out if it reads the engine's log-probs."""
 
 
 def describe_objectives() -> str:

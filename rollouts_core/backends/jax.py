@@ -186,7 +186,7 @@ class JAXTrainingBackend:
         """Clip the gradient, step, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. The gradient is dropped, and the weights are unchanged.
         """
         return future_of(self._optim_step)
 

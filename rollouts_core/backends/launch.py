@@ -65,7 +65,7 @@ def launch(
     example a lack of memory. Otherwise the exit code is that of a failed process.
 
     Args:
-        log_dir: folder of torchrun's own files. It is removed at the end, and at the start if a killed run left it.
+        log_dir: folder of torchrun's own files, removed at the end, and at the start if a killed run left it.
         join: connects this machine to the other machines of the training.
 
     Raises:
@@ -115,7 +115,7 @@ def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would log after the job's last line
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # would log after the job's last line
     try:
         run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

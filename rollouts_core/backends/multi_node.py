@@ -184,7 +184,7 @@ class LeaderUnit:
         self._links = links
 
     def conclude(self, exit_code: int) -> None:
-        """See `Unit`. A machine whose processes failed by themselves is named in the log."""
+        """See `Unit`. If the processes of a machine failed first, the log names this machine."""
         for link in self._links:
             link.conclude()
         if exit_code == 0:
@@ -312,7 +312,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """Accept the connection that proves the key; returns it with its greeting."""
+    """Accept the connection that proves the key; returns the connection and the leader's greeting."""
     while True:
         connection, _ = listener.accept()
         try:
@@ -328,7 +328,7 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
 def network_variables(address: str) -> dict[str, str]:
     """Variables that make gloo and NCCL use the network of this machine's `address`; {} if no interface has it.
 
-    By default gloo uses the network of the machine's hostname, and NCCL chooses one itself.
+    By default gloo uses the network of the machine's hostname, and NCCL chooses a network by itself.
     """
     interface = find_interface(address)
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}

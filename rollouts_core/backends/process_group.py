@@ -111,7 +111,7 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
     """Wait until a group's work is done.
 
     Raises:
-        RuntimeError: the work failed, was given up, or took too long.
+        RuntimeError: the work failed, the group was closed meanwhile, or the work took too long.
     """
     deadline = time.monotonic() + TIMEOUT_S
     while not work.is_completed():

@@ -121,7 +121,7 @@ class Ranks:
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
 
     def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
-        """`gather`, or an error on every rank if one rank failed, so that no rank waits for a failed one.
+        """`gather`, or an error on every rank if one rank failed, so that no rank waits for the failed rank.
 
         Args:
             error: this rank's error, if it has no value.

@@ -64,7 +64,7 @@ class Step:
         return (~torch.isfinite(on_device).all()).float()
 
     def read(self, gather: Gather, *, num_optim_steps: int) -> None:
-        """Wait for the unread numbers.
+        """Read all unread numbers, which waits for the device.
 
         Args:
             num_optim_steps: steps taken before, for the error message.

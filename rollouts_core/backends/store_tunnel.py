@@ -98,7 +98,7 @@ def _start(serve: Callable[[socket.socket], None], connection: socket.socket) ->
 
 
 def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") -> None:
-    """Copy bytes both ways between a connection and a new one to `target`, until one of them ends.
+    """Copy bytes both ways between a connection and a new connection to `target`, until either ends.
 
     Args:
         key: key to prove to the target first; empty skips the proof.

@@ -1,6 +1,6 @@
 """Anthropic's Messages API over a served model.
 
-Not here: how a chat runs (chatting.py), OpenAI's API (openai_api.py).
+Not here: running a chat (chatting.py), OpenAI's API (openai_api.py).
 
     {"system": ..., "messages": [text, tool_use, tool_result, ...]} -> Chat -> [thinking, text, tool_use] blocks
 """
@@ -214,7 +214,7 @@ def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:
-    """Whether a piece belongs to the block of the last one."""
+    """True if a piece belongs to the same block as the previous piece."""
     from rollouts_core.data.dialects import ToolCall
 
     return type(last) is type(piece) and not isinstance(piece, ToolCall)

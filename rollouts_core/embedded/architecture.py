@@ -210,7 +210,7 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] | None:  # Any: JSON
-    """The first thing in the config that the decoders cannot do, and what they can do instead."""
+    """The first setting of the config that the decoders do not support, and the supported values."""
     rope = _rope(config)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))

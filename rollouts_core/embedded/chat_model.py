@@ -115,7 +115,7 @@ class ChatModel:
         except DataError as error:
             raise RequestError(f"Chats need a tokenizer: {error}.") from error
         if self._tokenizer.chat_template is None:
-            raise RequestError(f"{NO_TEMPLATE}; /v1/completions and /generate need none.")
+            raise RequestError(f"{NO_TEMPLATE}; /v1/completions and /generate need no chat template.")
         tokenizer = copy.copy(self._tokenizer)
         tokenizer.chat_template = (
             with_template_values(tokenizer.chat_template, values) if values else tokenizer.chat_template

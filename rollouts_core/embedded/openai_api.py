@@ -1,6 +1,6 @@
 """OpenAI's API over a served model: chats, completions, models, and the tokenizer of SGLang's and vLLM's servers.
 
-Not here: the fields of requests (openai_requests.py), how a chat runs (chatting.py), generation (scheduler.py).
+Not here: the fields of requests (openai_requests.py), running a chat (chatting.py), generation (scheduler.py).
 
 Every answer comes from the same engine call as /generate, with the same sampling, limits, versions and aborts.
 """

@@ -316,7 +316,7 @@ def parse_request(body: Json, kind: type[RequestT]) -> RequestT:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("list[", "str")))
-        said = "is not a field that this server knows" if problem["type"] == "extra_forbidden" else problem["msg"]
+        said = "this server has no such field" if problem["type"] == "extra_forbidden" else problem["msg"]
         raise RequestError(f"{place[:MAX_SHOWN_CHARS]}: {said[:MAX_SHOWN_CHARS]}.") from error
 
 

@@ -271,7 +271,7 @@ def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
     if not segments or not all(
         isinstance(text, str) for each in segments for text in (each.id, each.path, *each.names)
     ):
-        raise ContractError(f"segments must name at least one, by strings, found {_show(value)}")
+        raise ContractError(f"segments must not be empty, and id, path and names must be strings, found {_show(value)}")
     return segments
 
 
@@ -624,7 +624,7 @@ def _check_sampling_type(name: str, value: Json) -> None:
             expected = "token ids with a number each"
         case "custom_params":
             is_fine = isinstance(value, dict) and value.keys() <= {"num_tokens"} and all(map(_is_i64, value.values()))
-            expected = "an object with num_tokens, an i64, alone"
+            expected = "an object with only num_tokens, an i64"
         case "ignore_eos" | "skip_special_tokens" | "no_stop_trim":
             is_fine, expected = isinstance(value, bool), "a boolean"
         case "temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty":

@@ -1,6 +1,6 @@
 """Receive weights from a trainer: the server's end of process groups, and the tensors of an update so far.
 
-Not here: the trainer's end (engines/group.py), loading what arrived (scheduler.py), the form of requests (protocol.py).
+Not here: the trainer's end (engines/group.py), loading the tensors (scheduler.py), the form of requests (protocol.py).
 
     begin -> receive a bucket, another, ... -> end: the received tensors, to be loaded together; others stay unchanged
     join, leave: a group, which is used for many updates

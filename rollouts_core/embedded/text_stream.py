@@ -1,6 +1,6 @@
 """The text of a growing completion, piece by piece, so that text that a client already has never changes.
 
-Not here: when there is a new piece (served.py), thoughts and tool calls in the text (data/dialects.py).
+Not here: the calls after new tokens (served.py), thoughts and tool calls in the text (data/dialects.py).
 """
 
 from __future__ import annotations

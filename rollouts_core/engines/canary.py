@@ -57,7 +57,7 @@ class Canary:
 
 
 def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, temperature: float) -> Canary:
-    """A canary whose log-probs come from a backend, as long as the backend has the weights of now and is not training.
+    """A canary whose log-probs come from a backend, as long as the backend keeps its weights and is not training.
 
     Args:
         weights: the published form of these weights. After the backend trained on, a model with them answers instead.

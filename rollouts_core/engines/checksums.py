@@ -131,8 +131,8 @@ def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
     for key in (*SHAPE_KEYS, "vocab_size"):
         if key in served and key in published and served[key] != published[key]:
             raise WeightSyncError(
-                f"{name} serves a model with {key} {served[key]}, published was one with {published[key]}: "
-                "start the engine on the model that is trained"
+                f"{name} serves a model with {key} {served[key]}, but the published model has {published[key]}: "
+                "start the engine with the model that is trained"
             )
 
 

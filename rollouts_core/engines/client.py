@@ -100,7 +100,7 @@ class EngineClient(ClosedOnExit):
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
-            canary: verifies tensors that cannot be compared; by default a forward pass of the published model.
+            canary: verifies tensors without comparable checksums; by default a forward pass of the published model.
 
         Raises:
             WeightSyncError: the server refused, or serves another version or other tensors.
@@ -109,19 +109,19 @@ class EngineClient(ClosedOnExit):
         await self._keeper.load_weights(weights, version, canary)
 
     async def release_memory(self) -> None:
-        """Hand the GPU's memory over, weights too; until `resume_memory` and a load after it, nothing may be asked.
+        """Free the GPU's memory, including the weights. No request may follow until `resume_memory` and a load.
 
         Raises:
-            EngineError: the server cannot, as it was started.
-            EngineUnavailableError: it vanished.
+            EngineError: the server was started without support for this.
+            EngineUnavailableError: the server vanished.
         """
         await self._keeper.release_memory()
 
     async def resume_memory(self) -> None:
-        """Take the memory back, unless the server was started anew meanwhile; its weights are to be loaded.
+        """Allocate the memory again, unless the server was restarted meanwhile. Weights must be loaded next.
 
         Raises:
-            EngineUnavailableError: it vanished and stayed away.
+            EngineUnavailableError: the server vanished and did not return.
         """
         await self._keeper.resume_memory()
 

@@ -46,7 +46,7 @@ class ServedWeights:
     weights: Weights
     version: str
     canary: Canary | None
-    """Verifies tensors that cannot be compared; None uses a forward pass of the directory's model."""
+    """Verifies tensors without comparable checksums; None uses a forward pass of the directory's model."""
 
     @property
     def model_dir(self) -> Path:

@@ -1,6 +1,6 @@
 """Tensors as handles that SGLang maps: shared memory of this machine, or memory of a GPU (CUDA IPC).
 
-Not here: what the server is told meanwhile (sending.py).
+Not here: the requests to the server (sending.py).
 
     [(name, tensor), ...] -> pickle with, in place of bytes, the name of shared memory | the handle of a GPU's memory
 

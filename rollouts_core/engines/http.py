@@ -121,7 +121,7 @@ class EngineConnection:
 
 
 def create_transport() -> httpx.AsyncBaseTransport:
-    """A session without a limit of its own on connections; its callers limit the number of requests.
+    """A session without a limit of connections, because its callers limit the number of requests.
 
     aiohttp is used because httpx's pool checks every connection whenever a request begins or ends. With 128 running
     requests that costs 20 times the processor time.
@@ -140,7 +140,7 @@ def _open_session() -> aiohttp.ClientSession:
 
 
 def _open_socket(address: AddrInfoType) -> socket.socket:
-    """A socket that notices when the machine at the other end is gone: an answer may be waited for for long."""
+    """A socket that detects a lost machine at the other end, because the wait for an answer may be long."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

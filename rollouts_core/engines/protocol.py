@@ -49,7 +49,7 @@ class InferenceEngine(Protocol):
 
         Args:
             weights: a directory, segments that the engine can map, or weights to send.
-            canary: verifies tensors that cannot be compared; by default a forward pass of the directory's model.
+            canary: verifies tensors without comparable checksums; by default a forward pass of the directory's model.
         """
         ...
 

@@ -30,10 +30,10 @@ ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
 
 @runtime_checkable
 class ReportsWeightsDtype(Protocol):
-    """An engine that knows the number format of its server's weights."""
+    """An engine that reports the number format of its server's weights."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format; None if the server does not say, is away, or has quantized weights."""
+        """The number format; None if the server does not report it, is unreachable, or has quantized weights."""
         ...
 
 

@@ -82,7 +82,7 @@ def check_target_modules(
 def check_adapters(config: Config) -> list[str]:
     """Compare target modules with the layers in the model's files; returns a sentence for each setting not compared.
 
-    Models with their own code are skipped: its layer names may differ from those in the files.
+    Models with their own code are skipped, because their layers may have other names than in the files.
 
     Raises:
         ConfigError: a target module matches no layer.

@@ -372,14 +372,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     tokenizer.chat_template = with_template_values(tokenizer.chat_template, config.chat_template_kwargs)
-    # transformers would write these into checkpoints, whose digests would then differ between environments.
+    # transformers would write these values into checkpoints, whose digests would then differ between environments.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)
     return tokenizer
 
 
 def _say_unloadable(what: str, path: str, error: Exception) -> str:
-    """Sentence about a failed load. It says if the folder is missing: transformers takes the path for a hub name."""
+    """Sentence about a failed load. It mentions a missing folder, which transformers takes for a name on the hub."""
     folder, reason = Path(path).absolute(), describe_unloadable(error)
     if folder.exists():
         return f"no {what} could be loaded from {path}: {reason}"

@@ -73,7 +73,7 @@ class GroupFinisher:
     async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
         """Generate all completions of a group. Interrupted completions are continued from their tokens."""
         if all(sample.status not in UNFINISHED for sample in group):
-            return group  # generated before; it was given up during grading
+            return group  # already generated: the group was given up during grading
 
         async def generate(group: Group) -> Group:
             return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]

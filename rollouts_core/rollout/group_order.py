@@ -41,7 +41,7 @@ class FinishedGroup:
 
 
 class LoggedOrder:
-    """Holds finished groups back until a schedule reaches them. Without or after a schedule, groups pass at once."""
+    """Holds finished groups back until a schedule reaches them. Without a schedule nothing is held back."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self.unavailable = frozenset(schedule.unavailable if schedule else ())

@@ -8,7 +8,7 @@ different input the policy is sampled again.
     second run    prompt -> (turn 0) -> reply 0 -> (turn 1) -> reply 1 -> (turn 2, begun)[the rest] -> ...
 
 Without the log, a run that is stopped often would restart its long conversations each time, and train only on short
-ones.
+conversations.
 """
 
 from __future__ import annotations

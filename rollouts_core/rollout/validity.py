@@ -1,6 +1,6 @@
 """Mark invalid samples, which say nothing about the policy, and detect when there are too many.
 
-An invalid sample is neither graded nor trained on. It stays in its batch, and metrics count it by its reason.
+An invalid sample is neither graded nor trained on. The sample stays in its batch, and metrics count it by its reason.
 """
 
 from __future__ import annotations

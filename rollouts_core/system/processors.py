@@ -40,7 +40,7 @@ def _share_of(directory: Path) -> Iterator[float]:
     quota, _, period = _read(directory / "cpu.max").partition(" ")
     if not quota:
         quota, period = (_read(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    with suppress(ValueError):  # "max", or the file does not exist
+    with suppress(ValueError):  # the file contains "max", or does not exist
         if int(quota) > 0 and int(period) > 0:
             yield int(quota) / int(period)
 

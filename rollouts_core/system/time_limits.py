@@ -90,7 +90,7 @@ _current_clock: ContextVar[_Clock | None] = ContextVar("current_clock", default=
 async def call_within(
     timeout_s: float | None, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """The result of a plain or coroutine function. Its time runs from now, except inside `uncounted`.
+    """The result of a plain or coroutine function. The time limit runs from now, except inside `uncounted`.
 
     Not limited: code that waits inside C without checking signals, tasks that a coroutine starts, and, if the event
     loop is not in the main thread, a part of a coroutine that never awaits.

@@ -57,7 +57,7 @@ class WeightReceiver:
                 finalize_layerwise_reload,
             )
 
-            # Otherwise vLLM would take half of this update for the beginning of the next update.
+            # End the reload, so that vLLM does not take half of this update for the beginning of the next update.
             finalize_layerwise_reload(worker.get_model(), worker.model_config)
             raise
 

@@ -218,7 +218,7 @@ def test_a_model_that_sees_images_has_the_vocabulary_and_the_shape_of_its_langua
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     assert vocabulary_size(tmp_path / "published") == 64
     create_engine(Endpoint(provider="sglang", url="http://127.0.0.1:9", model=str(tmp_path / "published")))
-    with pytest.raises(WeightSyncError, match="serves a model with hidden_size 32, published was one with 16"):
+    with pytest.raises(WeightSyncError, match="serves a model with hidden_size 32, but the published model has 16"):
         check_same_model("engine", tmp_path / "served", tmp_path / "published")
 
 
