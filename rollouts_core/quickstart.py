@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""One of this many additions, chosen by checksum, is held out of all training data."""
+"""One in this many additions, chosen by checksum, is held out of all training data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,7 +297,7 @@ class RunCheckpoints:
         began_at = time()
         self.before_save()
         served = None if "pending" in state else self.write_served()
-        with remembered(random):  # the resumed run repeats the step under way with the same random numbers
+        with remembered(random):  # a resumed run repeats the running step with the same random numbers
             saving = self._save(without_thread(self.backend), step, state, served=served, began_at=began_at)
         asyncio.run(_result_of(saving.future))
         self._note_saved(saving)

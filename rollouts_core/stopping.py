@@ -161,7 +161,7 @@ class TrainingStop:
         return Watch(self, on_end)
 
     def wait_until_overdue(self, is_over: threading.Event) -> bool:
-        """Wait until the step under way leaves no time to save; False if the training ends first."""
+        """Wait until the running step leaves no time to save; False if the training ends first."""
         while not self._asked.wait(0.5):
             if is_over.is_set():
                 return False
@@ -171,7 +171,7 @@ class TrainingStop:
         return not is_over.wait(max(0.0, until - time.monotonic()))
 
     def save_last_whole(self) -> None:
-        """Save the last whole step once no change is under way. Called by the watch, which then ends the process."""
+        """Save the last whole step once the weights do not change. Called by the watch, which then ends the process."""
         self._held.acquire()
         if self._save_last_whole is not None:
             self._save_last_whole()

@@ -78,7 +78,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Takes a transformers model's place when a checkpoint is written."""
+    """Replaces a transformers model when a checkpoint is written."""
 
     model_dir: Path
     """Folder with the model's configuration."""

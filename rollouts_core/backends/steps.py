@@ -45,7 +45,7 @@ class Step:
         return not self._unread and (self._outcome is not None or self._end is None)
 
     def add(self, metrics: LossMetrics | None) -> int:
-        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns its place in the step."""
+        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns the index in the step."""
         self._unread.append(metrics)
         return len(self._metrics) + len(self._unread) - 1
 

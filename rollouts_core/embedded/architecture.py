@@ -66,7 +66,7 @@ class Architecture:
     rope_theta: float
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None
-    """None for rope type `default`."""
+    """Scaling of the rotary frequencies; None for rope type `default`."""
     max_context_length: int
     """Number of positions for which the model was trained."""
     has_qkv_bias: bool

@@ -201,7 +201,7 @@ class RunningBatch:
         self._alternatives: list[list[Alternatives]] = []
         self._patterns = PatternSearch()
         self.constraints = Constraints(tokenizer, decoder.architecture.vocab_size, decoder.architecture.eos_token_ids)
-        """Makes the constraints of rows."""
+        """Creates the constraints of rows."""
         self._followed: list[Constraint | None] = []
         try:
             self._sampling = SamplingRows(slots)

@@ -268,11 +268,11 @@ class Scheduler:
         return update.done
 
     def set_weight_version(self, weight_version: str) -> Future[None]:
-        """Rename the weights in use."""
+        """Change the version name of the current weights."""
         return self._between_steps(lambda: self._rename_weights(weight_version))
 
     def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> Future[dict[str, str]]:
-        """A digest per tensor of the weights in use, under their checkpoint names."""
+        """A digest of each tensor of the current weights, by the tensor's name in checkpoints."""
         return self._between_steps(lambda: self.decoder.weight_digests(digest))
 
     def load(self) -> Future[Load]:

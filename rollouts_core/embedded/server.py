@@ -44,7 +44,7 @@ MAX_SENT_SHARE = 2
 """Limit of a sent update, relative to the bytes of the weights: trainers may send a tied output head beside its
 embedding."""
 TICKS_PER_S = 10
-"""Of uvicorn's."""
+"""Number of times per second that uvicorn calls `on_tick`."""
 
 
 class PortInUseError(InputError):

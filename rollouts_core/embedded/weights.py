@@ -26,7 +26,7 @@ MAX_NAMES_SHOWN = 3
 MAX_HEADER_BYTES = 16 * 2**20
 """Limit of the header of a safetensors file, bytes: 100,000 tensors. Without it, parsing could take half a minute."""
 MAX_INDEX_BYTES = 64 * 2**20
-"""Of model.safetensors.index.json."""
+"""Limit of the size of a model.safetensors.index.json, bytes."""
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Permitted number formats: those that torch can sum. Packed and eight-bit formats are missing."""
 ROTARY_FREQUENCIES = ".rotary_emb.inv_freq"

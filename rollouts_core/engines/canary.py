@@ -1,4 +1,4 @@
-"""Verify an engine's weights by its log-probs, if its tensors cannot be compared.
+"""Verify an engine's weights by its log-probs, if it has no comparable checksums.
 
 The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the published
 weights. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32, about

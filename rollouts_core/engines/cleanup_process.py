@@ -21,7 +21,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "sem.mp-", "sglang_")
-"""Names of shared memory and semaphores of multiprocessing and SGLang begin so. Other files are never removed."""
+"""Prefixes of the names of shared memory and semaphores of multiprocessing and SGLang. Others are never removed."""
 LOOK_S = 0.2
 """Seconds between two checks for new shared memory: short, so that an engine's last files are noticed too."""
 NUM_LOOKS = 10

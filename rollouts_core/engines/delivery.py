@@ -122,7 +122,7 @@ class WeightDelivery:
 
         Args:
             before: the verified version served until now; None if unknown.
-            can_sample: whether the server answers completions; a paused server cannot answer a canary.
+            can_sample: whether the server completes requests; a paused server cannot, so it cannot answer a canary.
 
         Raises:
             EngineUnavailableError: the server vanished.
@@ -180,7 +180,7 @@ class WeightDelivery:
     async def _prove(
         self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors, can_sample: Callable[[], bool]
     ) -> None:
-        """Compare the server's tensors with the published ones; if it reports too little, ask a canary."""
+        """Compare the server's tensors with the published tensors. Without enough checksums, use a canary."""
 
         def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
             tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)

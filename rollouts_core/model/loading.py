@@ -36,7 +36,7 @@ KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers in which a position reads exactly what the mask permits."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
-"""Model types that ignore attention masks between positions of a row; their settings do not show it."""
+"""Model types that ignore attention masks between positions of a row, which their settings do not show."""
 UNTOLD_MODELS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
@@ -353,7 +353,7 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
 
 
 def _asked_attention(attention: str) -> str | None:
-    """None makes transformers choose sdpa if the model has it, else eager."""
+    """The kernel to pass to transformers. With None, transformers chooses sdpa if the model supports it, else eager."""
     return None if attention == "sdpa" else attention
 
 

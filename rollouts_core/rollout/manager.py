@@ -129,7 +129,7 @@ class AsyncRolloutManager:
         self._under_way: dict[int, Group] = {}
         """Groups that were requested and neither kept nor dropped yet."""
         self._begun: set[int] = set()
-        """Groups under way whose task is running or has finished."""
+        """Groups in `_under_way` whose task is running or has finished."""
         self._ready: dict[int, Group] = {}
         self._calls = anyio.Lock(fast_acquire=True)
         self._running = AsyncExitStack()
@@ -251,7 +251,7 @@ class AsyncRolloutManager:
         self._tasks = await self._running.enter_async_context(anyio.create_task_group())
 
     async def _stop(self) -> None:
-        """End the tasks; unfinished groups stay under way and restart later."""
+        """End the tasks. Unfinished groups stay in `_under_way` and restart later."""
         if self._tasks is None:
             return
         self._num_wanted = 0  # groups that finish while stopping are not considered
@@ -494,7 +494,7 @@ class AsyncRolloutManager:
 
 
 def _round_size(config: RolloutConfig) -> int:
-    """Number of groups per request without generation ahead."""
+    """Number of groups that are requested together if no groups are generated ahead."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
 
 

@@ -73,7 +73,7 @@ class OutageWatch:
         """Count a group that is kept or dropped; returns an error if too many were dropped as unavailable.
 
         Args:
-            problem: what was unavailable for the group; "" if nothing was.
+            problem: the error about the unavailable environment or reward of the group; "" if nothing was unavailable.
         """
         self._failures.append(bool(problem))
         if not problem:
@@ -88,7 +88,7 @@ class OutageWatch:
         return EnvironmentOutageError(
             f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
             f"was unavailable, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
-            f"{pauses}; they were not graded. Repair it, then start the run again. The last problem: {problem}"
+            f"{pauses}; they were not graded. Repair the cause, then start the run again. The last problem: {problem}"
         )
 
 
@@ -147,6 +147,6 @@ class OutagePauses:
         pauses = f", also after pauses of {minutes:.1f} minutes" if minutes else ""
         return EnvironmentOutageError(
             f"an environment or a reward was unavailable{pauses} (rollout.max_outage_minutes "
-            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair it, then start the run "
-            f"again. The last problem: {error}"
+            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair the cause, then start "
+            f"the run again. The last problem: {error}"
         )

@@ -65,7 +65,7 @@ class RefusedError(RewardError):
 class HTTPService:
     """One address that answers JSON to JSON.
 
-    Connections are open while requests are under way, and closed with the last request, so no `close` is needed.
+    Connections are open while requests are running, and closed with the last request, so no `close` is needed.
     """
 
     def __init__(self, url: str, config: RewardConfig) -> None:

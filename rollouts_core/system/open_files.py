@@ -32,7 +32,7 @@ _places: RunVar[RequestPlaces] = RunVar("places of requests")
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit on open files as far as permitted; child processes inherit it.
+    """Raise this process's limit on open files to the permitted maximum. Child processes inherit the limit.
 
     The usual limit of a login is 1024. Each request to an engine needs a file descriptor.
     """

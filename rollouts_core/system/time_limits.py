@@ -160,7 +160,7 @@ def can_interrupt() -> bool:
 def interrupt_after(
     timeout_s: float, *, left_s: float | None = None, is_over: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Raise BlockedError in the block if it takes longer, whatever it computes.
+    """Raise BlockedError in the block if the block takes longer than `timeout_s`, even if it never awaits.
 
     Uses a signal, so there is a limit only in the main thread, and only on systems with that signal.
 
