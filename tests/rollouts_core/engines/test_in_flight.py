@@ -362,7 +362,7 @@ def test_weights_that_only_sampling_proves_are_refused_while_the_engine_is_pause
             return str(refused.value), completion
 
     message, completion = asyncio.run(run())
-    assert 'it must sample to prove v-1, and it is paused: set rollout.in_flight = "finish" or "abort"' in message
+    assert 'it must sample to verify v-1, but it is paused: set rollout.in_flight = "finish" or "abort"' in message
     assert completion.version_spans == (("v-2", 0, 4),)
 
 
