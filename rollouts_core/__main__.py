@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _build_parser().parse_args(argv)
     use_fallback(os.environ)
     raise_file_limit()
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited; it would hide the exit codes of children
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited, and hides the exit codes of children
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -191,7 +191,7 @@ def _look_for_garbage() -> None:
 
 
 def is_disk_full(error: OSError | SafetensorError) -> bool:
-    """True if a write failed because the disk or a quota is full; safetensors has only text for it."""
+    """True if a write failed because the disk or a quota is full. safetensors reports this only as text."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     return any(os.strerror(number) in str(error) for number in NO_ROOM)

@@ -1,7 +1,7 @@
 """Turn samples into the tensors of one forward pass. No other module shifts or pads.
 
 A sample of n tokens gives n - 1 positions: position i reads token i and is scored on token i + 1. Every per-token
-array of the sample is cut to its last n - 1 entries, so that index i speaks about `targets[i]`:
+array of the sample is cut to its last n - 1 entries, so that index i describes `targets[i]`:
 
     sample.tokens      5 7 9          inputs     5 7
     sample.loss_mask   0 1 1          targets    7 9
@@ -9,7 +9,7 @@ array of the sample is cut to its last n - 1 entries, so that index i speaks abo
 
 A row holds one sample, or several packed end to end. `position_ids` restart with each sample. `segment_ids` separate
 samples so that attention does not cross between them; padding has segment 0. Samples of a group can share their
-prompt: it is stored once, as its own segment, and the samples also attend to it (`prompt_ids`).
+prompt: the prompt is stored once, as its own segment, and the samples also attend to it (`prompt_ids`).
 
     two samples of prompt 5 6 7    inputs      5 6 | 7 1 1 | 7 2        the prompt's last token predicts a different
     share it                       segments    1 1 | 2 2 2 | 3 3        token in each sample, so each sample has it
@@ -36,16 +36,16 @@ Row = Sequence[Sample]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Places in the rows of a batch, laid end to end. Computed on the host: on a GPU the caller would wait for it."""
+    """Indices into the rows of a batch, laid end to end. Computed on the host, so that no caller waits for a GPU."""
 
     scored_N: Tensor
-    """Places of the N positions with a weight in the loss."""
+    """Indices of the N positions with a weight in the loss."""
     tokens_M: Tensor
-    """Places of the M positions that are not padding."""
+    """Indices of the M positions that are not padding."""
     bounds: Tensor
-    """First place of each sample among the M positions, then M; int32. Valid for rows that share no prompts."""
+    """Start of each sample among the M positions, then M; int32. Valid for rows that share no prompts."""
     longest: int
-    """Positions of the longest sample."""
+    """Number of positions of the longest sample."""
     num_segments: int
     """The largest segment id, plus 1 for padding."""
     largest_target: int
@@ -64,7 +64,7 @@ class RowLayout:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor; a copy to a GPU uses pinned memory, so the caller does not wait for it."""
+    """Move a tensor. A copy to a GPU uses pinned memory, so the caller does not wait for the copy."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -72,7 +72,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Tensors of one forward and backward pass, all of shape (B, T); index t speaks about `targets_BT[:, t]`.
+    """Tensors of one forward and backward pass, all of shape (B, T); index t describes `targets_BT[:, t]`.
 
     A step here is one optimizer update: its totals count all batches whose gradients are added for it.
     """
@@ -120,7 +120,7 @@ class TrainBatch:
 
     @property
     def layout(self) -> RowLayout:
-        """Places in the rows. A batch moved by `to` takes them from the host."""
+        """The layout of the rows. A batch that `to` moved has a copy of the layout computed on the host."""
         if self._layout is None:
             object.__setattr__(self, "_layout", find_layout(self))
         assert self._layout is not None, "it was just set"
@@ -155,12 +155,12 @@ def find_layout(batch: TrainBatch) -> RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Places of the n - 1 positions of one sample in its row: the first may be shared, the others are its own."""
+    """The n - 1 positions of one sample in its row. Other samples may share the first ones, the prompt."""
 
     shared: slice
     """Positions of the shared prompt; empty if nothing is shared."""
     own: slice
-    """The positions after the shared ones."""
+    """The positions after the shared positions."""
     prompt_segment: int
     """Segment of the shared prompt; the sample's own segment if nothing is shared."""
     segment: int
@@ -190,8 +190,8 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
 def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
     """Split a row into sets of samples that share a prompt, each with its number of shared positions.
 
-    Shared are leading positions with equal tokens that no sample is scored on. A neighbour of the same group joins a
-    set unless it would shorten the shared part.
+    The shared positions are the leading ones with equal tokens on which no sample is scored. A neighbour of the same
+    group joins a set unless this would shorten the shared part.
     """
     found: list[tuple[list[Sample], int]] = []
     for sample in row:
@@ -208,7 +208,7 @@ def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
 
 
 def _count_unscored_positions(sample: Sample) -> int:
-    """Number of positions before the first scored one; all but one if nothing is scored."""
+    """Number of positions before the first scored position; all positions but one if nothing is scored."""
     scored = (place for place, weight in enumerate(sample.loss_mask) if weight and place)
     return next(scored, len(sample.tokens) - 1) - 1
 
@@ -256,7 +256,7 @@ def build_batch(
 
 @dataclass(slots=True)
 class _RowOfBatch:
-    """One row of a batch without padding. Lists, because building a tensor per sample dominates the run time."""
+    """One row of a batch without padding, as lists: building a tensor per sample would dominate the run time."""
 
     inputs: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -285,7 +285,7 @@ def _lay_out(row: Row, layout: Sequence[Placement]) -> _RowOfBatch:
 
 
 def _pad(rows: Sequence[list[Any]], length: int, value: float) -> Tensor:  # Any: int or float
-    """(B, T) of the type of `value`."""
+    """A (B, T) tensor of the rows, padded with `value` on the right, in the number type of `value`."""
     dtype = torch.long if isinstance(value, int) else torch.float32
     return torch.tensor([row + [value] * (length - len(row)) for row in rows], dtype=dtype)
 
@@ -346,8 +346,8 @@ def split_by_sample(values_BT: Tensor, layouts: Sequence[Sequence[Placement]]) -
 def block_causal_mask(batch: TrainBatch, dtype: torch.dtype = torch.float32, *, window: int | None = None) -> Tensor:
     """(B, 1, T, T) to add to attention scores: 0 if query t may read key u, -inf elsewhere.
 
-    Query t reads key u <= t of the same sample or its shared prompt; with a `window`, only if u is fewer positions
-    back. Padding reads padding, so that every query reads something.
+    Query t reads key u <= t of the same sample or its shared prompt; with a `window`, only if u is fewer than `window`
+    positions back. Padding reads padding, so that every query reads something.
     """
     keys_B1T = batch.segment_ids_BT[:, None, :]
     may_read_BTT = torch.tril(
@@ -355,6 +355,6 @@ def block_causal_mask(batch: TrainBatch, dtype: torch.dtype = torch.float32, *, 
     )
     if window is not None:
         may_read_BTT &= batch.position_ids_BT[:, :, None] - batch.position_ids_BT[:, None, :] < window
-    # Not booleans: a model without fused attention would add them to its scores as 0 and 1.
+    # Numbers, because a model without fused attention would add booleans to its scores as 0 and 1.
     mask_BTT = torch.zeros_like(may_read_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(~may_read_BTT, -math.inf)[:, None]

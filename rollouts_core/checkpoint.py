@@ -1,6 +1,6 @@
 """The format of checkpoints: directories with a manifest, written atomically and verified before use.
 
-Written and resumed by `saving.py`; filled by a training backend (`backends/training_state.py`).
+`saving.py` writes and resumes checkpoints; a training backend provides the content (`backends/training_state.py`).
 
     step_000100/
       model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it directly
@@ -77,14 +77,14 @@ class Manifest:
 
     @property
     def content_digest(self) -> str:
-        """One digest for every file."""
+        """One digest over all files."""
         return self._digest_of(sorted(self.files))
 
     @property
     def digest(self) -> str:
-        """One digest for the model's content: weights, config and tokenizer.
+        """One digest over the files of the model: weights, config and tokenizer.
 
-        Adapters are left out: they name the folder of their base model, which differs between machines.
+        Adapters are left out: their settings name the folder of the base model, which differs between machines.
         """
         return self._digest_of(sorted(name for name in self.files if not name.startswith(BESIDE_MODEL)))
 
@@ -104,7 +104,7 @@ def new_checkpoint(
     settings: Mapping[str, Any] | None = None,  # Any: JSON
     is_early: bool = False,
 ) -> Iterator[Path]:
-    """A directory to fill; it appears at `path`, with its manifest, when the block succeeds."""
+    """Yield a directory to fill. When the block succeeds, the directory appears at `path` with its manifest."""
     with new_directory(path) as partial:
         yield partial
         files = {name: _describe(partial / name) for name in _file_names(partial)}
@@ -123,7 +123,7 @@ def load_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint without checking its files.
 
     Raises:
-        CheckpointError: it is missing, unreadable or has another format version.
+        CheckpointError: the manifest is missing, unreadable or has another format version.
     """
     try:
         raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
         by_size_alone: compare sizes only, without reading the files.
 
     Raises:
-        CheckpointError: names the first file that is missing, differs, or was added.
+        CheckpointError: a file is missing, differs, or was added. The message names the first such file.
     """
     manifest = load_manifest(path)
 
@@ -197,7 +197,7 @@ def newest_step(parent: Path) -> int:
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The checkpoints of a run by step, whole or not."""
+    """The checkpoint folders of a run in the order of their steps, including damaged ones."""
     if not parent.is_dir():
         return []
     named = [(match, path) for path in parent.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
@@ -236,7 +236,7 @@ def set_damaged_aside(parent: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest in the folder of a run or of checkpoints.
+    """Resolve a path to a checkpoint: the path itself, or the newest one in a run's folder or a checkpoints folder.
 
     Raises:
         CheckpointError: the path has no checkpoint.
@@ -255,12 +255,12 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     """Copy a checkpoint of another run into this run's folder and return the new path.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the checkpoint at `source` is damaged.
     """
     manifest = verify_checkpoint(source)
     path = step_directory(parent, manifest.step)
     with new_directory(path) as partial:
-        for name in (*manifest.files, MANIFEST):  # not every file: an unlisted one may link to another user's file
+        for name in (*manifest.files, MANIFEST):  # an unlisted file may link to another user's file
             link_or_copy(source / name, partial / name)
     return path
 
@@ -297,7 +297,7 @@ def prune_checkpoints(
 def _best_of(
     checkpoints: list[Path], num_best: int, is_comparable: Callable[[Mapping[str, Any]], bool]
 ) -> list[Path]:  # Any: JSON
-    """The checkpoints with the highest scores; the earlier of equals. Checkpoints without a score are left out."""
+    """The checkpoints with the highest scores, earlier ones first among equals. Unscored checkpoints are left out."""
     found = [(_score_of(path, is_comparable), path) for path in checkpoints if num_best]
     scored = [(score, path) for score, path in found if score is not None]
     return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]

@@ -19,9 +19,9 @@ LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
 """The smallest possible p-value of a comparison."""
 CONFIDENCE = 0.95
 VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
-"""Ends every verdict: another seed trains another checkpoint, which may score several points better or worse."""
+"""End of every verdict. Another seed trains another checkpoint, which may score several points better or worse."""
 MAX_EFFECTIVE_ROWS = 1_000.0
-"""Upper limit of the rows of 0 and 1 that one row counts as, also if all scores are equal."""
+"""Upper limit of the number of rows with scores 0 or 1 that one row counts as, also if all scores are equal."""
 MAX_NUMBERS = 1 << 21
 """Limit of numbers in memory while resampling, 16 MB per array."""
 
@@ -49,7 +49,7 @@ class Comparison:
     high: float
     """Upper end."""
     p_value: float
-    """Chance of at least this difference if the two were equally good."""
+    """Probability of at least this difference if the two checkpoints were equally good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,15 @@ class Verdict:
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean score with its 95 % interval over rows, for scores that are shown alone."""
+    """The mean score of one checkpoint with its 95 % interval over rows; see `estimate_means` for several."""
     return estimate_means([scores], seed=seed)[0]
 
 
 def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> list[Estimate]:
     """Mean scores of several checkpoints, with 95 % intervals by the same method.
 
-    Wilson's interval if all scores are between 0 and 1, else a bootstrap. A bootstrap of rows that are (nearly) all
-    wrong is too narrow; beside a Wilson interval it would make the worse checkpoint look more certain.
+    The method is Wilson's interval if all scores are between 0 and 1, else a bootstrap. A bootstrap of rows that are
+    (nearly) all wrong is too narrow, and would make the worse checkpoint look more certain than a Wilson interval does.
     """
     every = [np.asarray(scores, dtype=np.float64) for scores in compared]
     if all(bool(((values >= 0) & (values <= 1)).all()) for values in every):
@@ -108,7 +108,7 @@ def least_p_value(num_rows: int) -> float:
 
 
 def least_wins(num_rows: int, *, margin: float, max_p_value: float) -> int:
-    """How many more rows the candidate must get right than the baseline to count as better.
+    """The number of rows that the candidate must get right beyond the baseline to count as better.
 
     Assumes scores of 0 and 1 and no row that only the baseline gets right; such rows raise the number. Returns
     `num_rows` + 1 if even all rows are not enough.
@@ -153,7 +153,7 @@ def judge_improvement(
 
 
 def select_best(mean_scores: Sequence[float]) -> int:
-    """The place of the highest mean score; among equals (up to rounding) the first, which trained least.
+    """The index of the highest mean score. Among equal scores (up to rounding) the first, which trained least.
 
     A score that is not finite counts as lowest.
     """

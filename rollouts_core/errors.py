@@ -43,7 +43,7 @@ class DataError(InputError):
 
 
 class DemonstrationError(DataError):
-    """A row with a completion of its own, in place of a prompt for the policy."""
+    """A row that already has a completion, although a prompt for the policy was expected."""
 
 
 class CheckpointError(InputError):
@@ -82,8 +82,8 @@ class EngineBusyError(EngineUnavailableError):
     """An overloaded engine.
 
     Args:
-        problem: its answer.
-        retry_after_s: the delay that it asked for, seconds; 0 if it named none.
+        problem: the engine's answer.
+        retry_after_s: the delay that the engine requested, seconds; 0 without such a request.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
@@ -132,7 +132,7 @@ class TrainingError(RolloutsError):
 
 
 class MachineLostError(TrainingError):
-    """One of several training machines did not arrive or is gone; progress since the last checkpoint is lost."""
+    """One of several training machines did not connect or is gone; progress since the last checkpoint is lost."""
 
 
 class NonFiniteError(TrainingError):

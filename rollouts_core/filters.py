@@ -33,7 +33,7 @@ FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
 """Takes the graded samples of one group; True keeps the group."""
 
 BufferFilterFn = Callable[[Sequence[Sequence[Sample]], int], Sequence[Sequence[Sample]]]
-"""Takes the interrupted groups, in order, and the number wanted; returns the groups to generate now."""
+"""Takes the interrupted groups, in order, and the wanted number of groups; returns the groups to generate now."""
 
 
 def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
@@ -88,7 +88,7 @@ def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
 
 
 def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
-    """A filter that keeps a group if all `filters` keep it; otherwise it gives the first failing filter's reason."""
+    """A filter that keeps a group if all `filters` keep it. Otherwise it returns the first failing filter's reason."""
 
     def check_all(group: Sequence[Sample]) -> FilterDecision:
         for check in filters:
@@ -102,7 +102,7 @@ def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDe
 
 
 def scored_rewards(group: Sequence[Sample]) -> list[float]:
-    """The rewards of the trajectories, without missing ones."""
+    """The rewards of the trajectories, without missing rewards."""
     return [sample.reward for sample in _last_samples(group) if sample.reward is not None]
 
 

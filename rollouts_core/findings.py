@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 class Caution(str):
     """A warning that the user should read before the run starts; other findings are facts.
 
-    A kind of text, so that checks can return facts and warnings in one list.
+    It is a subclass of str, so that checks can return facts and warnings in one list.
     """
 
     __slots__ = ()

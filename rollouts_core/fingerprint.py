@@ -25,13 +25,14 @@ from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 12
-"""Raised when the same settings and data train to another result than before."""
+"""Increased whenever the same settings and data train to another result than before."""
 
 FINGERPRINT_CHARS = 16
 
 NO_RESULT = tuple(PLACEMENT)
 NO_WEIGHTS = tuple(SELECTION)
-"""Marks in config/ for fields that cannot change a result, and fields that cannot change weights."""
+"""Marks of fields in config/: NO_RESULT of fields that cannot change a result, NO_WEIGHTS of fields that cannot change
+weights."""
 
 
 def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "", semantics: int = SEMANTICS_VERSION) -> str:
@@ -51,7 +52,7 @@ def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
 
 
 def _with_names(record: BaseModel) -> BaseModel:
-    """Replace functions by their names, also functions that a file cannot name."""
+    """Replace functions by their names, even functions that a configuration file cannot name."""
     named: dict[str, Any] = {}  # Any: settings of every type
     for name, value in record:
         if isinstance(value, tuple):
@@ -117,7 +118,7 @@ def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
 
 
 def digest_model(model: ModelConfig) -> str:
-    """The digest of a model's content: from the manifest of our checkpoints, else from its files."""
+    """The digest of a model's content: from the manifest of this project's checkpoints, else from its files."""
     path = Path(model.path)
     if (path / MANIFEST).is_file():
         return load_manifest(path).digest
@@ -125,7 +126,7 @@ def digest_model(model: ModelConfig) -> str:
 
 
 def digest_datasets(datasets: Sequence[BaseModel]) -> str:
-    """One digest of a mixture: the content of its datasets and the share of each."""
+    """One digest of a mixture: of the content and the share of each dataset."""
     return hashlib.sha256(json.dumps([affecting_settings(each) for each in datasets]).encode()).hexdigest()
 
 
@@ -139,9 +140,9 @@ def digest_checkpoint(path: str) -> str:
 
 
 def digest_plugins(*names: FunctionName) -> str:
-    """One digest of the user's packages behind `package.module:function` names, and of what these import.
+    """One digest of the user's packages behind `package.module:function` names and of the packages that they import.
 
-    Without such names it is "".
+    Without such names the digest is "".
 
     Raises:
         ConfigError: a package cannot be found.

@@ -1,7 +1,7 @@
 """Choose the folder for downloads from the hub on a machine without a setting for it.
 
-An SSH session has few variables, and the hub's default is the home directory. On rented machines its disk is often
-small, while the volume with our files is large.
+An SSH session has few variables, and the hub's default is the home directory. On rented machines the home directory's
+disk is often small, but the volume with this project's files is large.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 FALLBACK = "ROLLOUTS_HUB_HOME"
-"""Variable with the folder to use if the machine's variables name none."""
+"""Variable with the folder to use if no other variable of the machine names a folder."""
 _CHOSEN_BY = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 

@@ -48,7 +48,7 @@ class InputFile(Record):
 
 
 class InputDataset(DatasetConfig):
-    """A dataset that a job reads, and the share of it."""
+    """A dataset that a job reads, and its share of the rows."""
 
     digest: str
     """sha256 of the content, verified when opened; for a dataset of the hub, the digest of its name and commit."""
@@ -71,7 +71,7 @@ class EngineAddress(Record):
     """An engine that a job may use."""
 
     kind: EngineKind = Field("embedded", validation_alias=AliasChoices("kind", "provider"))
-    """Kind of the engine. Jobs that earlier versions wrote call it `provider`."""
+    """Kind of the engine. In jobs that earlier versions wrote, the field is named `provider`."""
     version: str = ""
     """The version of the engine's package; empty for the engine of this project."""
     url: str
@@ -111,7 +111,7 @@ class TrainingJob(Record):
     further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
     """The other machines of the training; each runs the same job."""
     node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """Number of this machine: 0 is the leader, which does everything besides computing; `further_trainers` follow."""
+    """Number of this machine. 0 is the leader, which runs the loop and writes files; `further_trainers` follow."""
 
     @property
     @abstractmethod
@@ -211,8 +211,8 @@ class EvalJob(Record):
     training: SFTTrainingConfig = SFTTrainingConfig()
     """Settings of the loss, for the metric loss."""
     is_selection: bool = Field(False, json_schema_extra=PLACEMENT)
-    """Whether the job selects a checkpoint: then a checkpoint with non-finite numbers is skipped. In a comparison it
-    ends the job. Does not change scores."""
+    """Whether the job selects a checkpoint. A selection skips a checkpoint with non-finite numbers; a comparison ends
+    with an error. Does not change scores."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)

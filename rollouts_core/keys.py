@@ -48,7 +48,7 @@ def read_key(
     if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
             f"{setting}: {name} {variable} is not set: export it where the run is started, or save it in the "
-            "credentials that run.credentials names"
+            "credentials that the setting run.credentials selects"
         )
     if not SENDABLE.fullmatch(key):
         raise ConfigError(
@@ -64,7 +64,7 @@ def key_header(key: str) -> dict[str, str]:
 
 
 def engine_key_variable(job: Mapping[str, Any]) -> str:  # Any: JSON
-    """The variable that a job names for its engine's key; "" if it names none."""
+    """The variable that a job names for its engine's key; "" if the job names no variable."""
     engine = job.get("engine", job.get("rollout", {}).get("engine", {}))
     return str(engine.get("api_key_variable", ""))
 

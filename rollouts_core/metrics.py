@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 logger = logging.getLogger(__name__)
 
 MAX_SUFFIX = "_max"
-"""Metrics of micro-batches and ranks with this suffix combine by maximum; all others are summed."""
+"""Metrics of micro-batches and ranks with this suffix combine by maximum; all other metrics are summed."""
 NUM_LAST = 100
 """Number of last lines that `read_spread_lines` always keeps."""
 LAST_BYTES = 1 << 20
@@ -80,7 +80,7 @@ class JSONLLogger:
 
 
 def keep_logged(metrics_logger: MetricsLogger | None) -> None:
-    """Flush the metrics to disk if they go to our file; other loggers do so themselves."""
+    """Flush the metrics to disk if the logger is a `JSONLLogger`. Other loggers flush by themselves."""
     if isinstance(metrics_logger, JSONLLogger):
         metrics_logger.sync()
 
@@ -94,7 +94,7 @@ class EventLog:
         self._file = open_for_lines(self.path)
 
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
-        """Append an event; it is on disk when this returns."""
+        """Append an event. The event is on disk when this returns."""
         line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
         append_line(self._file, line)
         os.fsync(self._file.fileno())
@@ -127,13 +127,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dict[str, Any]]:  # Any: JSON
-    """Like `read_json_lines`, but of a long file only every n-th line and the last ones.
+    """Like `read_json_lines`, but from a long file only every n-th line and the last `NUM_LAST` lines.
 
     Finding the beginnings of lines takes a tenth of the time of parsing them.
 
     Args:
-        max_lines: a file with many more lines is thinned.
-        rare: a key that few lines may have; lines with the key are thinned separately.
+        max_lines: from a file with many more lines, only about this many lines are read.
+        rare: a key that few lines may have. Lines with the key are chosen separately.
     """
     if not path.is_file():
         return []

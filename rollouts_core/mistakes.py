@@ -1,6 +1,6 @@
-"""Collect configuration errors, so that one check shows them all at once.
+"""Collect configuration errors, so that one check shows all errors at once.
 
-Makers of the errors: `checks/validate.py` and `config/messages.py`.
+`checks/validate.py` and `config/messages.py` create the errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Mistakes:
     """Errors of several checks, each with its setting.
 
     Args:
-        kinds: exception types to collect. Several errors are raised together as the first of these types among them.
+        kinds: exception types to collect. Several errors are raised together, as the first of these types that occurs.
     """
 
     def __init__(self, *kinds: type[Exception]) -> None:
@@ -52,7 +52,7 @@ class Mistakes:
     def at(self, place: str) -> Iterator[None]:
         """Collect an error of the block under this setting; errors of other types are raised.
 
-        The block ends at its first error, so a check that needs an earlier result belongs into the same block.
+        The block ends at its first error, so a check that needs the result of another check belongs in the same block.
         """
         try:
             yield
@@ -60,7 +60,7 @@ class Mistakes:
             self.note(place, error)
 
     def note(self, place: str, error: Exception, *, names_place: bool = False) -> None:
-        """Collect an error unless it names an ignored setting. A duplicate text only marks its setting.
+        """Collect an error unless it names an ignored setting. A repeated text is not shown again.
 
         Args:
             names_place: the message already names its setting.
@@ -94,7 +94,7 @@ class Mistakes:
         return bool(self._noted)
 
     def check(self) -> None:
-        """Raise the collected errors: one as itself, several as one exception with a line for each.
+        """Raise the collected errors: a single error unchanged, several errors as one exception with a line for each.
 
         Raises:
             Exception: of one of the collected types.

@@ -1,12 +1,13 @@
 """Registries that installed packages extend by entry points: built-in rows first, then those of packages.
 
     [project.entry-points."rollouts.objectives"]         group of the registry
-    mine = "my_package.losses:MINE"                      name in a configuration = where its value is
+    mine = "my_package.losses:MINE"                      name in a configuration = location of its value
 
 A built-in name is looked up without reading the installed packages. Any other name imports the package of its entry
 point, and no other package. An unusable package is left out with one warning.
 
-`infra/plugins.py` is a link to this file: infra imports nothing of rollouts_core, and nodes have rollouts_core alone.
+`infra/plugins.py` is a symbolic link to this file: infra must not import rollouts_core, and a rented machine has only
+the package rollouts_core.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PREFIX = "rollouts."
 """Prefix of each group's name."""
 ENTRY_POINTS = "entry_points.txt"
 ABOUT = (ENTRY_POINTS, "METADATA")
-"""Files with an installed package's entry points and its name."""
+"""Files with the entry points and the name of an installed package."""
 ValueT = TypeVar("ValueT")
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Generate the quickstart's data: demonstrations, prompts, a tokenizer and an untrained model.
 
 The demonstrations have two styles: a share adds column by column and is right; the rest gives a number at once and is
-mostly wrong. A model that imitates both scores in between, so RL can improve it by preferring the worked style.
+mostly wrong. A model that imitates both styles scores in between, so RL can improve it by preferring the worked style.
 
 The files depend only on `QuickstartSize` and the seed of the model's weights.
 """
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""One in this many additions is held out of all training data, chosen by checksum."""
+"""One in this many additions, chosen by checksum, is held out of all training data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class QuickstartSize:
     worked_share: float = 0.4
     """Share of demonstrations that work the addition out; the others give a number at once."""
     wrong_share: float = 0.7
-    """Share of wrong numbers among the latter, so that SFT gains little from imitating them."""
+    """Share of wrong numbers among the demonstrations that give a number at once. Imitating these helps little."""
     hidden_size: int = 64
     num_layers: int = 3
 

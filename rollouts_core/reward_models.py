@@ -77,7 +77,7 @@ def find_label(config: RewardConfig) -> int | None:
     """The index of the label whose score is the reward; None for a single or unknown number of labels.
 
     Raises:
-        ConfigError: a label must be named, or the named one does not exist.
+        ConfigError: the model has several labels and the settings name no label, or the named label does not exist.
         CheckpointError: the folder's config.json cannot be read.
     """
     labels = _read_labels(Path(config.model) / "config.json")

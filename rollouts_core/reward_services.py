@@ -43,7 +43,8 @@ SCORE = re.compile(
     rf"score[{MARKS}]*[:=][{MARKS}\[]*(\d+(?:\.\d+)?)(?:[{MARKS}\]]*(?:/|out\s+of)[{MARKS}]*(\d+)|\s*\\?(%))?",
     re.IGNORECASE,
 )
-"""Models put Markdown or JSON marks around the word or the number (**Score**: 7). A maximum may follow (7/10)."""
+"""Finds the score in a judge's answer. Markdown or JSON marks may surround word or number (**Score**: 7), and a maximum
+may follow (7/10)."""
 MAX_SCORE = 10.0
 
 UNLIMITED = 10**20
@@ -61,7 +62,7 @@ class BatchedReward:
     Args:
         score: returns the rewards of some samples, in order.
         batch_size: highest number of samples per call.
-        has_limit: whether each call of `score` has its own time limit, so that waiting for it needs none.
+        has_limit: whether each call of `score` has its own time limit, so that the wait for the call needs no limit.
     """
 
     def __init__(self, score: ScoreFn, *, batch_size: int, has_limit: bool = True) -> None:
@@ -128,7 +129,7 @@ class BatchedReward:
 
 
 def _identify(sample: Sample) -> bytes:
-    """A digest of everything sent to the service, because its answer may depend on any of it."""
+    """A digest of all fields sent to the service, because its answer may depend on every field."""
     sent = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
     return hashlib.sha256(sent.encode()).digest()
 
@@ -172,7 +173,7 @@ def create_judge_reward(config: RewardConfig) -> BatchedReward:
 
 
 def _create_chat_judge(config: RewardConfig) -> AskJudge:
-    """Asks at temperature 0, unless the model refuses that, as OpenAI's reasoning models do."""
+    """A judge with temperature 0, unless the model refuses this setting, as OpenAI's reasoning models do."""
     url = f"{config.url.rstrip('/')}/chat/completions"
     service = HTTPService(url, config)
     sampling = {"temperature": 0}
@@ -198,7 +199,7 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
 
 
 def _create_native_judge(config: RewardConfig) -> AskJudge:
-    """Asks with token ids, for the embedded engine and for SGLang without a tokenizer."""
+    """A judge that is asked with token ids, for the embedded engine and for SGLang without a tokenizer."""
     service = HTTPService(config.url, config)
     tokenizer = load_tokenizer(ModelConfig(path=config.model))
     sampling = {
@@ -313,7 +314,7 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
 def count_positions(model: Any) -> int | None:  # Any: transformers' models
     """The longest input of a model, tokens; None if unlimited or unknown, as with T5's distances or BLOOM's ALiBi.
 
-    RoBERTa and its relatives count positions from the padding's index, so some are unusable.
+    RoBERTa and its relatives count positions from the padding's index, so the first positions are unusable.
     """
     num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if num_positions is None or num_positions <= 0:
@@ -332,7 +333,7 @@ def encode_for_classifier(
     """Token ids of prompt and response by the tokenizer's chat template, or of plain text without a template.
 
     Args:
-        max_tokens: keep only so many from the end, which holds the completion; None keeps all.
+        max_tokens: keep only this many tokens from the end, where the completion is; None keeps all.
     """
     messages = [*sample.messages, Message(role="assistant", content=sample.response)]
     if tokenizer.chat_template is not None:
@@ -360,7 +361,7 @@ def read_score(text: str) -> float:
     """The last score in a judge's text, scaled to 0..1.
 
     Raises:
-        ValueError: the text has no score, or one out of range.
+        ValueError: the text has no score, or the score is out of range.
     """
     found = SCORE.findall(text)
     number, whole, percent = found[-1] if found else ("nan", "", "")

@@ -51,7 +51,7 @@ from rollouts_core.warning_rules import WarningWatch
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before training on them."""
 OnCredit = Callable[[int, Credit, RolloutScores], None]
-"""(step, credit, scores): called with the advantages of every step's samples, and with what was scored before."""
+"""(step, credit, scores): called with the advantages of every step's samples and the scores before its first update."""
 
 
 async def run_rl_training(
@@ -87,7 +87,7 @@ async def run_rl_training(
         is_colocated: the engines free their GPU memory while the trainer trains; weights are published every step.
         inputs: digests of the training inputs by name; a checkpoint with other digests is refused.
         is_end_asked: polled after every step; True saves a checkpoint and ends the training.
-        stop: polled after every step; once asked, the step is saved and StoppedError is raised.
+        stop: polled after every step. After a stop request the step is saved and StoppedError is raised.
 
     Raises:
         CheckpointError: the checkpoint has other settings or inputs.
@@ -96,9 +96,9 @@ async def run_rl_training(
         DataError: a sample lacks the log-probs that the loss needs.
         NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
-        NoSignalError: too many steps in a row had no learning signal; the last one is saved.
+        NoSignalError: too many steps in a row had no learning signal; the last step is saved.
         StoppedByRuleError: a rule of `config.stop_on` was crossed; the step is saved.
-        StoppedError: `stop` was asked.
+        StoppedError: `stop` had a request.
     """
     rollout = rollout_manager.config
     history: list[Metrics] = []
@@ -128,7 +128,7 @@ async def run_rl_training(
         conclude = partial(conclude_step, checkpoints, watch, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
-        rounded = own_target.rounding.take_metrics()  # belongs to the saved step: the next may publish nothing
+        rounded = own_target.rounding.take_metrics()  # metrics of the saved step: the next step may publish nothing
         await checkpoints.begin()
         if pending := state.get("pending"):  # the stop saved this step before its weights were published
             await conclude(state["step"], {**pending, "publish_s": perf_counter() - began, **rounded})
@@ -166,9 +166,9 @@ async def conclude_step(
     """Log and save a step after its publication; True if the training ends here, before its last step.
 
     Raises:
-        NoSignalError: too many steps in a row had no learning signal; the last one is saved.
+        NoSignalError: too many steps in a row had no learning signal; the last step is saved.
         StoppedByRuleError: a rule of `stop_on` was crossed; the step is saved.
-        StoppedError: the training was asked to stop; the step is saved.
+        StoppedError: a stop was requested; the step is saved.
     """
     config = checkpoints.config
     history.append(metrics)
@@ -186,7 +186,7 @@ async def resume(
     data_buffer: DataBuffer | None,
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
 ) -> tuple[TrainingState, SkipCounter, SignalWatch]:
-    """Load the newest checkpoint, if there is one; return its state and counters. Without one the state is step 0.
+    """Load the newest checkpoint and return its state and counters. Without a checkpoint the state is step 0.
 
     Three rules for changed settings that `allow_changed` permits:
 
@@ -241,7 +241,10 @@ async def publish_version(
 
 
 def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None:
-    """Write the weights that the engines serve to a file if the backend is ahead of them; None otherwise."""
+    """Write the weights that the engines serve to a file, and return its path.
+
+    None if the backend has the same weights, which a checkpoint contains anyway.
+    """
     if target.newest.version == target.version_of(backend.weight_version):
         return None
     return write_newest_version(target)
@@ -283,7 +286,7 @@ def read_cursors(
 
 
 def schedule_of(batch: RolloutBatch) -> Schedule:
-    """The part of a batch that timing and outages decided."""
+    """The decisions about a batch that depended on timing and outages."""
     return Schedule(batch.metadata["completed"], batch.metadata["unavailable"])
 
 
@@ -310,7 +313,7 @@ async def train_on_rollouts(
     """Make the optimizer updates of one batch of rollouts; none if the batch has no signal.
 
     Args:
-        stop: held while the weights change.
+        stop: a request waits while the weights change.
         on_credit: gets the advantages, and the scores from before the first update.
 
     Raises:
@@ -346,9 +349,9 @@ async def train_on_rollouts(
     if not done:
         return counts
     averaged = average_metrics(done)
-    if not scores.old_logprobs:  # later updates know only the trainer that earlier updates already changed
+    if not scores.old_logprobs:  # before later updates, earlier ones have changed the trainer
         averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
-    if find_silent(batch.samples):  # their missing log-probs were taken as 0
+    if find_silent(batch.samples):  # missing log-probs counted as 0 in these metrics
         averaged = {name: value for name, value in averaged.items() if name not in ENGINE_METRICS}
     return {**averaged, **counts}
 
@@ -369,7 +372,7 @@ def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
 def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
     """Raise DataError if a trained sample lacks the log-probs that the loss needs.
 
-    Without this check they would count as 0, as if the sampled tokens had been certain.
+    Without this check missing log-probs would count as 0, as if the sampled tokens had been certain.
     """
     silent = find_silent(samples)
     if not silent or not (reads_rollout_logprobs(config) if config.loss_fn else config.needs_rollout_logprobs):
@@ -392,9 +395,9 @@ def find_silent(samples: Sequence[Sample]) -> list[Sample]:
 async def score_rollouts(
     backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
 ) -> RolloutScores:
-    """Compute the trainer's log-probs before the first update and the reference's, as far as the settings need them.
+    """Compute the log-probs of the trainer before the first update and of the reference, if the settings need them.
 
-    With one update per step the trainer's are not needed: the update's own forward pass computes them.
+    With one update per step the trainer's log-probs are not computed here: the update's own forward pass does that.
     """
     old: dict[int, Tensor] = {}
     ref: dict[int, Tensor] = {}
@@ -409,7 +412,7 @@ async def score_rollouts(
         policy = backend.score(micro_batch) if config.needs_old_scores else None
         reference = backend.score(micro_batch, reference=True) if config.with_reference else None
         asked.append((list(itertools.chain(*rows)), layouts, policy, reference))
-    for in_order, layouts, policy, reference in asked:  # a GPU computes the last ones while the first are read
+    for in_order, layouts, policy, reference in asked:  # a GPU computes later scores while earlier ones are read
         if policy is not None:
             scores = await policy.result()
             old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)

@@ -3,8 +3,8 @@
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
                                                                                       of their update
 
-An update is one optimizer step. Its divisors count all its samples, also samples without a gradient, which no row
-holds. The split into micro-batches therefore does not change the result.
+An update is one optimizer step. The divisors count all samples of the update, also samples without a gradient, which no
+row holds. The split into micro-batches therefore does not change the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollouts_core.model.attention_choice import MAX_SHARERS
 from rollouts_core.types import RolloutBatch, Sample
 
 Rows = list[list[int]]
-"""A micro-batch before it has tensors: per row, the places of its samples in the rollout batch."""
+"""The plan of a micro-batch: per row, the indices of its samples in the rollout batch."""
 
 
 def prepare_grpo_batch(
@@ -64,7 +64,7 @@ def prepare_updates(
     scores: RolloutScores | None = None,
     num_ranks: int = 1,
 ) -> list[list[TrainBatch]]:
-    """The micro-batches of each update. Advantages use the whole batch, totals the update.
+    """The micro-batches of each update. Advantages are computed over the whole batch, totals over one update.
 
     Groups stay whole and in order. An update without any gradient has no micro-batches.
 
@@ -81,7 +81,7 @@ def prepare_updates(
 
 
 def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
-    """The places of the samples of each group, groups in order of first appearance."""
+    """The indices of the samples of each group, groups in order of first appearance."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample.group_index, []).append(place)
@@ -89,7 +89,7 @@ def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
 
 
 def split_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
-    """Split samples into parts of whole groups, in order, as equal as possible; returns places."""
+    """Split samples into parts of whole groups, in order, as equal as possible; returns indices."""
     groups = list(group_places(samples).values())
     bounds = [len(groups) * part // num_parts for part in range(num_parts + 1)]
     return [[place for group in groups[start:end] for place in group] for start, end in itertools.pairwise(bounds)]
@@ -111,7 +111,7 @@ def is_advantage(advantage: Tensor | float) -> bool:
 def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> bool:
     """True if rewards contribute to the step's updates; otherwise only terms such as KL or entropy do.
 
-    With a value head this is always true: it also learns from equal rewards.
+    With a value head this is always true, because a value head also learns from equal rewards.
     """
     if config.with_values:
         return True
@@ -125,9 +125,9 @@ def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: R
 
 
 def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:
-    """Places of the samples to score before the first update: the samples that will have a gradient.
+    """Indices of the samples to score before the first update: the samples that will have a gradient.
 
-    If the scores decide the advantages, every trained sample is scored. If no setting needs scores, none is.
+    If the scores decide the advantages, every trained sample is scored. If no setting needs scores, the list is empty.
     """
     if not (config.needs_old_scores or config.with_reference):
         return []
@@ -141,7 +141,7 @@ def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config:
 def plan_rows(
     places: Sequence[int], samples: Sequence[Sample], config: RLTrainingConfig, *, num_ranks: int = 1
 ) -> list[Rows]:
-    """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or one row) per rank.
+    """Plan micro-batches of at most `config.max_micro_batch_tokens` padded tokens, or one row, per rank.
 
     Rows of similar length share a micro-batch, so there is little padding. A packed row is at most as long as the
     longest unit (a sample, or samples that share a prompt): longer rows would only add attention over masked tokens.
@@ -235,7 +235,7 @@ def _build_update(
 
 
 def _count_group_tokens(places: Sequence[int], samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """Per place, the sum of its group's loss masks."""
+    """For the sample at each index, the sum of its group's loss masks."""
     totals: dict[int, float] = {}
     for place in places:
         group = samples[place].group_index

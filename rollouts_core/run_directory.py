@@ -66,12 +66,12 @@ class RunDirectory:
 
     @property
     def rows(self) -> Path:
-        """Out: rows of SFT as training sees them, and the lengths of all."""
+        """Out: rows of SFT in the form of training, and the lengths of all rows."""
         return self.root / "rows.json"
 
     @property
     def credit(self) -> Path:
-        """Out: what RL made of each sample, one file per step: advantages, and log-probs of the trainer."""
+        """Out: advantages and the trainer's log-probs of each RL sample, one file per step."""
         return self.root / "credit"
 
     @property
@@ -86,7 +86,7 @@ class RunDirectory:
 
     @property
     def end_request(self) -> Path:
-        """In: the id of a run that asks this attempt to finish its training after the current step."""
+        """In: the id of a run that requests the end of this attempt's training after the current step."""
         return self.root / f"finish-{attempt_number()}"
 
     @property
@@ -123,7 +123,8 @@ class RunDirectory:
         """Write samples/<name>.jsonl; each line has the temperature of its log-probs.
 
         Raises:
-            RewardError: the user's code stored something in a sample's metadata that is not JSON; names the prompt.
+            RewardError: the user's code stored a value in a sample's metadata that is not JSON. The message names the
+            prompt.
         """
         self.samples.mkdir(exist_ok=True)
         lines = "".join(_sample_line(sample, temperature) for sample in samples)

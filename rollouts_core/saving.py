@@ -47,10 +47,10 @@ from rollouts_core.system.files import remove_partial_directories
 logger = logging.getLogger(__name__)
 
 ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
-"""Metric that ranks the checkpoints of a run; the same for all of them."""
+"""Metric that ranks the checkpoints of a run. All checkpoints of the run use the same metric."""
 
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
-"""Inputs that decide what a score measures."""
+"""Inputs that define the task. Scores are comparable only if these inputs are equal."""
 FREE_INPUTS = ("eval_samples", "policy.attention")
 """Inputs that change weights at most by rounding: a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
@@ -72,18 +72,18 @@ class _Save(NamedTuple):
 class RunCheckpoints:
     """The checkpoints of one run in one directory. Use with `async with`, which waits for the last save at its end.
 
-    At most one save is in flight. Old checkpoints are deleted, and the event `checkpoint` written, once it is complete
-    on disk. An error while saving is raised at the next step or at the end.
+    At most one save is in flight. Once the new checkpoint is complete on disk, the event `checkpoint` is written and
+    old checkpoints are deleted. An error while saving is raised at the next step or at the end.
 
     Args:
         directory: folder of the checkpoints; None disables saving and resuming.
         settings: result of `describe_settings`; a checkpoint with other settings is refused.
-        scored_by: metric for `score_steps`; without it in the steps before a checkpoint, that checkpoint has no score.
+        scored_by: metric for `score_steps`. If no step before a checkpoint has the metric, the checkpoint has no score.
         is_end_asked: polled after every step; True saves a checkpoint and ends the training.
         before_save: called before a checkpoint is written, after its steps were logged.
         write_served: called in a thread before a save; returns the file of the weights that the engines serve if they
             belong to an earlier step.
-        stop: polled after every step; once asked, the step is saved and StoppedError is raised.
+        stop: polled after every step. After a stop request the step is saved and StoppedError is raised.
     """
 
     def __init__(
@@ -133,20 +133,20 @@ class RunCheckpoints:
                 raise
 
     async def resume(self) -> TrainingState | None:
-        """Load the newest intact checkpoint, or `config.resume_from`; None if there is neither.
+        """Load the newest intact checkpoint, or else `config.resume_from`; None without either.
 
         Raises:
-            CheckpointError: it has other settings, another model, or a step beyond `config.num_steps`.
+            CheckpointError: the checkpoint has other settings, another model, or a step beyond `config.num_steps`.
         """
         state = await self._load_newest()
         self.stop.note_saved(state["step"] if state else 0)
         return state
 
     async def begin(self) -> None:
-        """Start the steps: from now on a stop waits for the step under way.
+        """Start the steps: from now on a stop request waits for the running step.
 
         Raises:
-            StoppedError: the training was already asked to stop.
+            StoppedError: a stop was already requested.
         """
         await asyncio.sleep(0)
         self.stop.is_training = True
@@ -197,14 +197,14 @@ class RunCheckpoints:
         *,
         is_over: bool = False,
     ) -> bool:
-        """Complete a finished save; start one if it is due. True if the training ends here, before its last step.
+        """Complete a finished save, and start a save if one is due. True if the training ends before its last step.
 
         Args:
             cursors: returns the state that the loop needs to resume, besides the step.
-            is_over: the loop has its own reason to end here.
+            is_over: True if the loop ends the training after this step for its own reason.
 
         Raises:
-            StoppedError: the training was asked to stop; the step is saved.
+            StoppedError: a stop was requested; the step is saved.
         """
         await asyncio.sleep(0)  # lets a loop that never waits be cancelled
         self.stop.hold()
@@ -279,7 +279,7 @@ class RunCheckpoints:
         raise StoppedError(step)
 
     def _let_go(self, step: int, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Let a stop save this step in its current state if it cannot wait for the next one."""
+        """Let a stop request save this step in its current state if the request cannot wait for the next step."""
         self.stop.let_go(partial(self._save_whole, step, state, get_random_state()))
 
     def _save_whole(
@@ -288,7 +288,7 @@ class RunCheckpoints:
         state: Mapping[str, Any],
         random: RandomState,
     ) -> None:
-        """Write the checkpoint of a finished step while the next one runs; the process ends afterwards."""
+        """Write the checkpoint of a finished step while the next step runs; the process ends afterwards."""
         if self._saving is not None:
             asyncio.run(_result_of(self._saving.future))
             self._note_saved(self._saving)
@@ -297,7 +297,7 @@ class RunCheckpoints:
         began_at = time()
         self.before_save()
         served = None if "pending" in state else self.write_served()
-        with remembered(random):  # the resumed run repeats the step under way with the same random numbers
+        with remembered(random):  # a resumed run repeats the running step with the same random numbers
             saving = self._save(without_thread(self.backend), step, state, served=served, began_at=began_at)
         asyncio.run(_result_of(saving.future))
         self._note_saved(saving)
@@ -345,7 +345,7 @@ class RunCheckpoints:
         try:
             await saving.future.result()
         except Exception:
-            self._saving = None  # its error is raised only once
+            self._saving = None  # the error of a save is raised only once
             raise
         self._saving = None  # only now: a caller cancelled during the wait must still complete the save
         prune_checkpoints(
@@ -423,10 +423,9 @@ def check_same_settings(
         )
         unused = [name for name in allowed if not any(_names(name, setting) for setting in changed)]
         raise CheckpointError(
-            f"{checkpoint} was trained with other settings, so resuming would train something that neither settings "
-            f"describe: {differences}. Restore them, start a new run, or name them in allow_changed"
-            + f" (there {', '.join(unused)} matches none of them)"
-            * bool(unused)
+            f"{checkpoint} was trained with other settings, and a resumed training would match neither the old nor the "
+            f"new settings: {differences}. Restore the old settings, start a new run, or name the changed settings in "
+            "allow_changed" + f" (its entries without a match: {', '.join(unused)})" * bool(unused)
         )
     return changed
 
@@ -449,8 +448,8 @@ def _names(allowed: str, setting: str) -> bool:
 def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
     """Quality of the policy over some steps, higher is better; `keep_best` ranks by it.
 
-    The mean reward, minus the mean training loss, or minus the evaluation loss after the last step. None if no step has
-    the metric, or if the last step was not evaluated: an earlier loss belongs to other weights.
+    The score is the mean reward, the negative mean training loss, or the negative evaluation loss after the last step.
+    None if no step has the metric, or if the last step was not evaluated: an earlier loss belongs to other weights.
     """
     values = [metrics[scored_by] for metrics in window if scored_by in metrics]
     if not values:

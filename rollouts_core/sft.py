@@ -52,14 +52,14 @@ async def run_sft_training(
         inputs: digests of the training inputs by name; a checkpoint with other digests is refused.
         eval_samples: demonstrations whose loss is computed every `config.eval_every` steps and at the end.
         is_end_asked: polled after every step; True saves a checkpoint and ends the training.
-        stop: polled after every step; once asked, the step is saved and StoppedError is raised.
+        stop: polled after every step. After a stop request the step is saved and StoppedError is raised.
 
     Raises:
         CheckpointError: the checkpoint has other settings, samples or inputs.
         DataError: a stream ended early.
         NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
-        StoppedError: `stop` was asked.
+        StoppedError: `stop` had a request.
     """
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
@@ -144,7 +144,7 @@ async def compute_eval_loss(
 def prepare_sft_batch(
     rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int, num_ranks: int = 1
 ) -> list[TrainBatch]:
-    """The micro-batches of one step; each carries the step's totals.
+    """The micro-batches of one step; each has the totals of the whole step.
 
     Args:
         num_ranks: devices that share the rows of each micro-batch.

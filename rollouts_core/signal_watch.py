@@ -15,7 +15,7 @@ from typing import Any
 from rollouts_core.errors import NoSignalError
 
 FIRST_TOLD = 10
-"""Length of a series of such steps at the first warning; the next warning comes at twice the length."""
+"""Number of consecutive such steps at the first warning. Each later warning comes at twice the previous number."""
 BY_REWARDS = " by rewards, only by the other terms of the loss"
 NO_SIGNAL = "completions of each prompt had equal rewards"
 NOT_TRAINED = "no completion with an advantage is trained on"
@@ -29,7 +29,7 @@ REMEDIES = {
 
 
 def is_untaught(metrics: Mapping[str, float]) -> bool:
-    """True if rewards made no update in a step. Lines of earlier versions record only whether any update was made."""
+    """True if rewards made no update in a step. Metrics of earlier versions record only whether any update was made."""
     return bool(metrics["skipped"] or metrics.get("without_signal", 0.0))
 
 

@@ -2,14 +2,14 @@
 
 The request comes from `jobs/training_job.py`; the checkpoint is written by `saving.py`.
 
-    asked ──┬── the step under way ends in time ──> the loop saves it, and ends
+    asked ──┬── the running step ends in time ──> the loop saves the step, and ends
             └── it would outlast the grace period ──> `Watch`, a thread, saves the last whole step and ends the process
 
 A step counts as whole before its first change of the weights and after its last change. In between the loop holds
 `TrainingStop`, and the watch waits. A checkpoint therefore never contains half of an update.
 
-A GPU queues the change of the weights together with the work before it, so the loop would hold the stop during the
-whole step. Before the change of a long step the loop therefore waits for that work.
+A GPU queues the change of the weights together with the work before the change, so the loop would hold the stop during
+the whole step. In a long step the loop therefore waits for that work before it holds the stop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG_STEP_S = 10.0
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
-"""Size of the file with the job's needed time. It is overwritten in place, which also works on a full disk."""
+"""Size of the file with the job's needed time. The file is overwritten in place, which also works on a full disk."""
 MIN_SAVE_S = 2.0
 
 
@@ -64,8 +64,9 @@ class TrainingStop:
     """State of a stop request: whether it was made, how long stopping may take, and the last saved step.
 
     Args:
-        told: file in which this process states how many seconds it needs; None writes nothing.
-        granted: file in which the supervisor states how many seconds are granted; without it, the stated need counts.
+        told: file in which this process writes how many seconds it needs; None writes nothing.
+        granted: file in which the supervisor writes how many seconds it grants. Without the file, the written need
+            counts.
         attempt: number of the job's attempt.
         can_abandon: whether a step may be given up midway. False if several processes share the step.
     """
@@ -77,7 +78,7 @@ class TrainingStop:
         self.saved_step = 0
         self.problem = ""
         self.is_training = False
-        """True once steps run; before, there is nothing to finish."""
+        """True once steps run. Before the first step there is nothing to finish."""
         self.is_watched = False
         """True if a step that outlasts the grace period is given up, so each whole step must stay available to save."""
         self._told, self._granted, self._attempt = told, granted, attempt
@@ -116,9 +117,9 @@ class TrainingStop:
 
     @property
     def may_give_up_step(self) -> bool:
-        """True if the step under way may be given up here and may be long enough for that.
+        """True if the running step may be given up and may be long enough to outlast the grace period.
 
-        Also true for the first step, whose length is unknown.
+        This is also true for the first step, whose length is unknown.
         """
         return self.is_watched and not self._is_held and max(self._step_times, default=math.inf) > LONG_STEP_S
 
@@ -160,7 +161,7 @@ class TrainingStop:
         return Watch(self, on_end)
 
     def wait_until_overdue(self, is_over: threading.Event) -> bool:
-        """Wait until the step under way leaves no time to save; False if the training ends first."""
+        """Wait until the running step leaves no time to save; False if the training ends first."""
         while not self._asked.wait(0.5):
             if is_over.is_set():
                 return False
@@ -170,7 +171,7 @@ class TrainingStop:
         return not is_over.wait(max(0.0, until - time.monotonic()))
 
     def save_last_whole(self) -> None:
-        """Save the last whole step once no change is under way. Called by the watch, which then ends the process."""
+        """Save the last whole step once the weights do not change. Called by the watch, which then ends the process."""
         self._held.acquire()
         if self._save_last_whole is not None:
             self._save_last_whole()
@@ -197,7 +198,7 @@ class Watch:
     """The thread that saves the last whole step if the loop is too slow, and ends the process.
 
     Args:
-        on_end: called before the process ends with the saved step and the reason why no newer one is saved.
+        on_end: called before the process ends, with the saved step and the reason why no newer step is saved.
     """
 
     def __init__(self, stop: TrainingStop, on_end: Callable[[int, str], None]) -> None:

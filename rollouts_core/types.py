@@ -2,14 +2,14 @@
 
 Readers of files: `data/dataset.py`. Tensors: `batch.py`.
 
-Index t of every per-token array of a `Sample` speaks about token t given the tokens before it:
+Index t of every per-token array of a `Sample` describes token t, given the tokens before it:
 
     tokens             [ 3, 14, 15,  4,   27, 21,  1 ]     prompt of four tokens, completion of three
     loss_mask          [ 0,  0,  0,  0,    1,  1,  1 ]     1 where the token enters the loss
     rollout_log_probs  [ 0,  0,  0,  0, -.2, -.9, -.1]     log p(token t | tokens < t) when it was sampled
     policy_versions                     [(7, 4, 7)]        tokens 4..6 were sampled by policy version 7
 
-Only `batch.build_batch` shifts them.
+Only `batch.build_batch` shifts these arrays.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Status(StrEnum):
     FAILED = "failed"
     """Generation failed for a reason outside the policy (`metadata["error"]`). The sample is never graded."""
     INVALID = "invalid"
-    """Neither graded nor trained on: the policy did not see the answer it got, or it sampled ids that its tokenizer
-    lacks. `metadata["invalid"]` has the reason."""
+    """Neither graded nor trained on: the chat template hid a reply from the policy, or the policy sampled token ids
+    that its tokenizer lacks. `metadata["invalid"]` has the reason."""
 
 
 class VersionSpan(NamedTuple):
@@ -102,16 +102,16 @@ class Sample:
     reward: float | None = None
     """Grade of the whole sample. None before grading, and if no score could be computed."""
     group_index: int = 0
-    """Number of the prompt's draw: samples with the same number share a baseline."""
+    """Number of the group. The samples of one draw of a prompt have the same number and share a baseline."""
     index: int = 0
-    """Place within the group."""
+    """Number of the sample within its group, from 0."""
     turn: int | None = None
     """Turn number if every turn of a trajectory is its own sample. All turns of a trajectory have the same
     `group_index` and `index`, share a reward, and count once in the group's baseline."""
     status: Status = Status.PENDING
     """How generation ended."""
     finish_reason: str = ""
-    """The engine's name for the reason."""
+    """The engine's name for the reason why generation ended."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Which policy version sampled which tokens, in order."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: fields of a user's row
@@ -220,7 +220,7 @@ def _columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one 
 
 
 def trajectory_places(samples: Sequence[Sample]) -> list[list[int]]:
-    """Places of the samples of each trajectory, in order. Usually one; several if each turn is its own sample."""
+    """Indices of the samples of each trajectory, in order. A trajectory has several samples if each turn is its own."""
     places: dict[tuple[int, ...], list[int]] = {}
     for place, sample in enumerate(samples):
         key = (place,) if sample.turn is None else (sample.group_index, sample.index)

@@ -30,7 +30,7 @@ async def update_policy(
     """Add the gradients of the micro-batches, then take an optimizer step.
 
     Args:
-        stop: held before the weights change, so that a step is given up before the change or not at all.
+        stop: a request can give up the step until the weights change, and waits from then on.
 
     Returns:
         The update's metrics with `num_nonfinite` = 0, or only `num_nonfinite` = 1 if the update was skipped.
@@ -96,7 +96,7 @@ def _collect(results: list[Metrics], metrics: Metrics) -> None:
     """Add a micro-batch's metrics to the list.
 
     Raises:
-        ConfigError: its metrics have other names than the first one's.
+        ConfigError: the metrics have other names than those of the first micro-batch.
     """
     results.append(metrics)
     if metrics.keys() != results[0].keys():

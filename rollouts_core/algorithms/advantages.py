@@ -1,6 +1,6 @@
 """Turn rewards into advantages, which multiply a completion's log-ratios.
 
-Plain numbers instead of tensors: groups are small, and GAE visits the tokens of a completion one after the other.
+Plain numbers are used instead of tensors, because groups are small and GAE visits tokens one after the other.
 
     rewards by group             -> batch_advantages -> one number per completion \\
                                                                                    -> whiten, if configured
@@ -28,7 +28,7 @@ def group_advantages(rewards: Sequence[float], config: AdvantageConfig | str = "
     """The advantages of one group's rewards.
 
     Args:
-        config: settings, or only an estimator's name. An estimator over the batch uses the group as the batch.
+        config: settings, or only an estimator's name. An estimator over the batch treats the group as the batch.
 
     Raises:
         ValueError: a reward is infinite, or NaN while the settings do not exclude unscored samples.
@@ -82,13 +82,13 @@ def group_mean(rewards: Sequence[float], config: AdvantageConfig) -> list[float]
 
 
 def leave_one_out(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """r minus the mean of the others. Source: RLOO, arXiv:2402.14740."""
+    """r minus the mean of the other rewards. Source: RLOO, arXiv:2402.14740."""
     total = sum(rewards)
     return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
 
 
 def leave_one_out_std(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """r minus the mean of the others, divided by (the others' std + eps) unless that std is 0."""
+    """r minus the mean of the other rewards, divided by (their std + eps) unless that std is 0."""
     advantages = []
     for i, advantage in enumerate(leave_one_out(rewards, config)):
         others = [*rewards[:i], *rewards[i + 1 :]]
@@ -134,7 +134,7 @@ def gae_advantages(
 
 
 def whiten(values: Sequence[float], weights: Sequence[float], std: str = "sample") -> list[float]:
-    """Shift and scale `values` to mean 0 and deviation 1 under `weights`; values of weight 0 are moved along.
+    """Shift and scale `values` to mean 0 and deviation 1 under `weights`. Values of weight 0 are also transformed.
 
     Args:
         weights: number of tokens with this value.
@@ -158,12 +158,12 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "leave_one_out_std": leave_one_out_std,
     "max_rl": max_rl,
 }
-"""Estimators over one group. They are called with at least two rewards that are not all equal."""
+"""Estimators over one group. Each is called with at least two rewards that are not all equal."""
 
 
 def _group_estimate(rewards: Sequence[float], estimate: GroupEstimator, config: AdvantageConfig) -> list[float]:
     if len(rewards) == 1 and config.singleton == "reward":
-        # Systems that keep the reward of a group of one use mean 0 and deviation 1 for it.
+        # Systems that keep the reward of a group of one use mean 0 and deviation 1 for such a group.
         return _divided(rewards, 1 + config.eps if estimate is group_mean_std else 1.0)
     if not rewards or max(rewards) == min(rewards):
         return [0.0] * len(rewards)  # exactly 0: rounding must not create a signal

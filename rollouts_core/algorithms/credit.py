@@ -23,7 +23,7 @@ from rollouts_core.types import Sample, Status, trajectory_places
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutScores:
-    """Scores from before the first update: per place of a sample, one number for each of its positions."""
+    """Scores from before the first update: for the index of a sample in the batch, one number per position."""
 
     old_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
     """log p(target) by the trainer, nats."""
@@ -44,7 +44,7 @@ class Credit:
 
 
 def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
-    """The samples as they enter the loss: with an empty loss mask if invalid, or truncated and masked by settings."""
+    """The samples as they enter the loss. Invalid samples, with `mask_truncated` also truncated ones, get mask 0."""
     untrained = (Status.INVALID, Status.TRUNCATED) if shaping.mask_truncated else (Status.INVALID,)
     return [
         replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status in untrained else sample
@@ -70,7 +70,7 @@ def assign_credit(
     """The advantages of every sample, and the returns with a value head.
 
     Args:
-        samples: as they were sampled. The length of a response does not depend on the loss mask.
+        samples: the original samples instead of `trained_samples`, because their loss masks count the sampled tokens.
     """
     shaping = config.reward_shaping
     trajectories = trajectory_places(samples)
@@ -82,7 +82,7 @@ def assign_credit(
     if shaping.kl_credit == "completion":
         shaped = _penalize_completions(shaped, penalties, trajectories, masks)
     estimation = config.advantage
-    if any(sample.status is Status.INVALID for sample in samples):  # they have no reward
+    if any(sample.status is Status.INVALID for sample in samples):  # invalid samples have no reward
         estimation = estimation.model_copy(update={"unscored": "exclude"})
     advantages: list[Tensor | float] = [*_estimate_advantages(samples, shaped, trajectories, estimation)]
     if shaping.kl_credit == "token":
@@ -105,7 +105,7 @@ def _shape_rewards(
 
 
 def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[int, Tensor]:
-    """Per place, each token's penalty for its distance from the reference model; empty if `kl_coef` is 0."""
+    """By index of a sample, each token's penalty for its distance from the reference model; {} if `kl_coef` is 0."""
     if not shaping.kl_coef:
         return {}
     return {

@@ -56,7 +56,7 @@ LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
 
 The share is a tensor of one element with a gradient. The metrics are numbers or tensors of one element by name; with a
-tensor the caller need not wait for the GPU. They include `"loss"`, the share, and have the same names for every
+tensor the caller need not wait for the GPU. Metrics include `"loss"`, the share, and have the same names for every
 micro-batch. Over a step's micro-batches metrics are summed; names ending in `_max` take the maximum. `call_loss` checks
 this contract."""
 
@@ -337,7 +337,8 @@ def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
 def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float) -> Tensor:
     """(B, T) half the squared error of the value head.
 
-    The larger of two errors counts: with the prediction, and with it clipped to `value_clip` around the old one.
+    The larger of two errors counts: the prediction's, and that of the prediction clipped to at most `value_clip` from
+    the old prediction.
 
     Source: arXiv:1811.02553 sec. 3; verl, OpenRLHF and SkyRL do the same.
     """
@@ -383,7 +384,7 @@ def grpo_loss(
         labels: (B, T) token ids.
         loss_mask: (B, T), 1 where a token is trained on.
         advantages: (B,) one per row, or (B, T) one per token.
-        old_log_probs: (B, T) log-probs when sampled; None uses the current ones, so that the ratio is 1.
+        old_log_probs: (B, T) log-probs when sampled; None uses the current log-probs, so that the ratio is 1.
 
     Source: arXiv:2402.03300 sec. 4.1, without its KL term.
     """

@@ -1,7 +1,7 @@
 """The objectives of RL: one record each, with the loss function and the facts that settings and checks need.
 
-A new objective is a function like those in `algorithms/loss.py` and a row here, or an `Objective` of an installed
-package (`plugins.py`). No other file may test for an objective's name. torch is not imported.
+To add an objective, write a function like those in `algorithms/loss.py` and add a row here, or provide an `Objective`
+in an installed package (`plugins.py`). No other file may test for an objective's name. torch is not imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollouts_core.plugins import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Makes a loss from the advantage and the log-prob of a token, for `training.rl.loss.objective`."""
+    """One value of `training.rl.loss.objective`: how a token's loss follows from its advantage and log-prob."""
 
     loss: str
     """`package.module:function` of (logprobs_BT, log_ratio_BT, batch, config). The function returns two (B, T) tensors:
@@ -21,17 +21,18 @@ class Objective:
     help: str
     """The objective's part of the setting's help text."""
     has_ratio: bool
-    """Weighs a token by its probability now over that of `ratio_base`, which corrects for older weights."""
+    """True if a token is weighted by its current probability divided by its probability under `ratio_base`. This ratio
+    corrects for older weights."""
     is_clipped: bool
-    """Reads `clip_low` and `clip_high`."""
+    """True if the objective reads `clip_low` and `clip_high`."""
     is_capped: bool = False
-    """Reads `dual_clip`."""
+    """True if the objective reads `dual_clip`."""
     needs_rollout_logprobs: bool = False
-    """Reads the engine's log-probs even if `ratio_base` does not."""
+    """True if the objective reads the engine's log-probs with every `ratio_base`."""
     needs_reference: bool = False
-    """Reads the log-probs of the start model even if `kl_coef` is 0."""
+    """True if the objective reads the log-probs of the start model even if `kl_coef` is 0."""
     follows_advantage: bool = True
-    """Has gradient 0 at advantage 0, so completions with that advantage can be left out of the forward pass."""
+    """True if the gradient is 0 at advantage 0, so that completions with advantage 0 need no forward pass."""
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -87,8 +88,8 @@ OWN_LOSS = Objective(
     is_capped=True,
     follows_advantage=False,
 )
-"""Stands for `training.rl.loss_fn`, which may read every setting. Whether the function reads the engine's log-probs is
-not recorded: `reads_rollout_logprobs` of `checks/loss_checks.py` calls it to find out."""
+"""Record for `training.rl.loss_fn`, which may read every setting. `reads_rollout_logprobs` of `checks/loss_checks.py`
+calls the function to find out if it reads the engine's log-probs."""
 
 
 def describe_objectives() -> str:

@@ -44,7 +44,7 @@ Settings = Mapping[str, Any]  # Any: settings of every type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmPreset:
-    """A system's default, or its documented recipe of that name."""
+    """The default algorithm of a system, or a recipe from its documentation."""
 
     source: str
     """Repository, commit, and the files with the settings."""

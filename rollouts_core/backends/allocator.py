@@ -1,8 +1,8 @@
 """Settings of glibc's allocator for trainers and the embedded engine. glibc reads them only at process start.
 
 A training step on a CPU frees its activations and then allocates as much again. By default glibc returns large blocks
-to the system at once, which then provides zeroed pages one by one: up to a fifth of a small model's step. Huge pages
-also speed up an engine's decoding step by a tenth at 20M parameters.
+to the system at once. The system then provides zeroed pages one by one, which takes up to a fifth of a small model's
+step. Huge pages also speed up an engine's decoding step by a tenth at 20M parameters.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def create_backend(
         with_values: train a value head.
         with_reference: keep the start weights, for `score(reference=True)`.
         within_tokenizer: exclude token ids without a token from the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the start weights. Needed in RL only.
+        with_start_sample: keep a sample of the start weights, which only RL needs.
         seed: seed of every library's random numbers.
         ranks: the processes that train together; None uses only this process.
 
@@ -50,7 +50,7 @@ def create_backend(
     if ranks is None:
         create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
     elif policy.backend == "pytorch":
-        from rollouts_core.backends.fsdp import create_fsdp_backend  # takes half a second; one process does not need it
+        from rollouts_core.backends.fsdp import create_fsdp_backend  # the import takes half a second
 
         create = partial(create_fsdp_backend, ranks=ranks)
     else:

@@ -78,7 +78,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Takes a transformers model's place when a checkpoint is written."""
+    """Replaces a transformers model when a checkpoint is written."""
 
     model_dir: Path
     """Folder with the model's configuration."""
@@ -87,7 +87,7 @@ class ModelFiles:
         """Write float32 weights and the configuration."""
         save_file(state_dict, save_directory / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # its name in older versions of transformers
+        config.pop("torch_dtype", None)  # the dtype's name in older versions of transformers
         (save_directory / "config.json").write_text(
             json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8"
         )
@@ -99,7 +99,7 @@ class JAXTrainingBackend:
     """A model with optimizer and schedule on JAX's default device; implements `TrainingBackend`.
 
     Args:
-        weights: by Hugging Face name, tied ones once, with the value head if one is trained.
+        weights: the weights by Hugging Face name, tied weights once, and the value head if it is trained.
         model_dir: folder of the weights; its configuration goes into checkpoints.
         num_steps: optimizer steps of the whole schedule.
         with_reference: keep the weights for `score(reference=True)`.
@@ -186,7 +186,7 @@ class JAXTrainingBackend:
         """Clip the gradient, step, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. The gradient is dropped, and the weights are unchanged.
         """
         return future_of(self._optim_step)
 
@@ -212,7 +212,7 @@ class JAXTrainingBackend:
         return {"grad_norm": norm, "lr": lr}
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """A copy of the weights by Hugging Face name, tied ones once."""
+        """A copy of the weights by Hugging Face name, tied weights once."""
         return ImmediateTrainFuture(_without_value_head(to_weights(self._params)))
 
     def release_cache(self) -> ImmediateTrainFuture[None]:
@@ -241,7 +241,7 @@ class JAXTrainingBackend:
 
         The call copies weights and optimizer state to host memory; a thread writes the copy.
         """
-        assert self._saving.done(), "only one save at a time: wait for the result of the last one"
+        assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         trainer = {
             "scheduler": {"last_epoch": self._num_optim_steps, "_step_count": self._num_optim_steps + 1},
             "num_optim_steps": self._num_optim_steps,
@@ -264,7 +264,7 @@ class JAXTrainingBackend:
         """Load a checkpoint of this backend, or of the PyTorch backend without adapters.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or without trainer state.
+            CheckpointError: the checkpoint is damaged, of another model, or without trainer state.
         """
         return future_of(lambda: self._load_checkpoint(path))
 
@@ -357,7 +357,7 @@ def create_jax_backend(
 
 
 def read_weights(model_dir: Path, settings: ModelSettings) -> dict[str, Tensor]:
-    """The weights in a folder, tied ones once.
+    """The weights in a folder, tied weights once.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, not finite or of another shape.

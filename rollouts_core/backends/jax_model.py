@@ -51,7 +51,7 @@ class ModelSettings:
     with_entropies: bool = False
     """Whether to also compute entropies."""
     recompute_layers: bool = False
-    """Keep only the layers' inputs for the backward pass."""
+    """Whether to keep only the layers' inputs for the backward pass, which recomputes the rest."""
     num_tokens: int | None = None
     """The softmax covers token ids below this; None covers all ids of the model."""
     untrained_input_id: int | None = None
@@ -59,7 +59,7 @@ class ModelSettings:
 
 
 class PaddedBatch(NamedTuple):
-    """The inputs of the model from a `TrainBatch`, padded to one of few sizes."""
+    """The inputs of the model from a `TrainBatch`, padded to one of a few sizes."""
 
     inputs_BT: jax.Array
     position_ids_BT: jax.Array

@@ -1,4 +1,4 @@
-"""Prove over a connection that both ends know a key without showing it. Nothing is encrypted.
+"""Prove over a connection that both ends know a key, without sending the key. Nothing is encrypted.
 
 client:  nonce a ──>                               32 random bytes
                  <── nonce b, HMAC(key, "asked" a b)
@@ -57,7 +57,7 @@ def _sign(key: str, message: bytes) -> bytes:
 
 def _check(proof: bytes, key: str, message: bytes) -> None:
     if not hmac.compare_digest(proof, _sign(key, message)):
-        raise ProofError("it does not know the key of this run")
+        raise ProofError("the other end does not know the key of this run")
 
 
 def _send(connection: socket.socket, content: bytes) -> None:
@@ -73,7 +73,7 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> byte
     while len(content) < num_bytes:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise ProofError("it did not prove in time that it knows the key of this run")
+            raise ProofError("the other end did not prove in time that it knows the key of this run")
         connection.settimeout(left_s)
         try:
             chunk = connection.recv(num_bytes - len(content))
@@ -82,6 +82,6 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> byte
         except OSError as error:
             raise ProofError(f"the connection broke ({error.strerror or error})") from error
         if not chunk:
-            raise ProofError("it closed the connection")
+            raise ProofError("the other end closed the connection")
         content += chunk
     return content

@@ -33,7 +33,7 @@ LAUNCHER = -1
 
 
 def num_processes(job: Job) -> int:
-    """Number of this machine's processes for a job: several only for training with such a deployment."""
+    """Number of this machine's processes for a job: `num_trainer_processes` for training, else 1."""
     return job.deployment.num_trainer_processes if isinstance(job, TrainingJob) else 1
 
 
@@ -48,7 +48,7 @@ def is_launched() -> bool:
 
 
 def is_follower() -> bool:
-    """True if another process leads; then this one writes no files."""
+    """True if this process follows another rank. A follower writes no files."""
     return is_launched() and os.environ["RANK"] != "0"
 
 
@@ -65,18 +65,18 @@ def launch(
     example a lack of memory. Otherwise the exit code is that of a failed process.
 
     Args:
-        log_dir: folder of torchrun's own files. It is removed at the end, and at the start if a killed run left it.
+        log_dir: folder of torchrun's own files, removed at the end, and at the start if a killed run left it.
         join: connects this machine to the other machines of the training.
 
     Raises:
-        MachineLostError: another machine did not arrive, or is gone.
+        MachineLostError: another machine did not connect, or is gone.
     """
     import torch.distributed.run  # noqa: F401 - takes seconds, so imported before other machines wait for this one
 
     with _removed_before_and_after(log_dir), join() as unit, _meeting_of(unit) as meeting:
         where = agent_arguments(meeting)
         shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
-        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # set variables win
+        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # keeps the user's own
         program = ["--no-python", sys.executable, "-P", "-u", "-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
@@ -87,7 +87,7 @@ def launch(
 
 @contextmanager
 def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
-    """The meeting point of this machine's agent with those of other machines, or with its own ranks."""
+    """The address where this machine's agent meets the agents of other machines, or its own ranks."""
     if unit is not None:
         yield unit.meeting
         return
@@ -95,7 +95,7 @@ def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
 
     store, port = open_store(LOOPBACK, multi_tenant=True)
     yield Meeting(num_nodes=1, node_rank=0, store_port=port, own_address=LOOPBACK)
-    del store  # kept until here: it closes with its last reference
+    del store  # kept until here, because a store closes with its last reference
 
 
 def agent_arguments(meeting: Meeting) -> list[str]:
@@ -115,7 +115,7 @@ def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would log after the job's last line
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # would log after the job's last line
     try:
         run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -6,9 +6,9 @@
                 <── a heartbeat every BEAT_S, in both directions ──>
                 <── "ended with code N" ── , or the end of the connection
 
-One attempt is one connection. When the connection ends or is silent for SILENCE_S, both launchers end their processes:
-no machine computes for a lost one, even if it cannot be logged in to. A further machine renews its job's lease at each
-heartbeat.
+One attempt is one connection. When the connection ends or is silent for SILENCE_S, both launchers end their processes,
+so a machine stops computing for a lost machine even if no login to it is possible. A further machine renews its job's
+lease at each heartbeat.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rollouts_core.errors import MachineLostError
 from rollouts_core.job import FurtherTrainer
 
 JOIN_S = 300.0
-"""Seconds for further machines' launchers to listen: they import torch before, possibly from a slow disk."""
+"""Seconds until the launchers of further machines must listen. They first import torch, possibly from a slow disk."""
 BEAT_S = 2.0
 SILENCE_S = 30.0
 LEAVE_S = 5.0
-"""Seconds for the own processes to end by themselves when the other launcher is gone."""
+"""Seconds for this machine's processes to end by themselves when the other launcher is gone."""
 SETTLE_S = 5.0
-"""Seconds to listen to other machines after the leader's own processes failed: theirs may have failed first."""
+"""Seconds to listen to other machines after the leader's processes failed: other processes may have failed first."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 4096
 MACHINE_LOST_CODE = os.EX_TEMPFAIL
@@ -124,7 +124,7 @@ class Link:
         self._is_concluded.set()
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """True if the connection has ended, or does so in time."""
+        """True if the connection has ended, or ends within `timeout_s`."""
         return self._has_ended.wait(timeout_s)
 
     def _watch(self) -> None:
@@ -134,7 +134,7 @@ class Link:
             self.problem = f"sent an unreadable message ({error})"
         finally:
             self._has_ended.set()
-        # Wait first: the own processes may be ending for the same reason, or because all work is done.
+        # Wait first: this machine's processes may be ending for the same reason, or because all work is done.
         if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")
@@ -184,7 +184,7 @@ class LeaderUnit:
         self._links = links
 
     def conclude(self, exit_code: int) -> None:
-        """See `Unit`. A machine whose processes failed by themselves is named in the log."""
+        """See `Unit`. If the processes of a machine failed first, the log names this machine."""
         for link in self._links:
             link.conclude()
         if exit_code == 0:
@@ -229,7 +229,7 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
     """Connect to the launchers of all further machines for the duration of the block.
 
     Raises:
-        MachineLostError: one of them is not reachable within JOIN_S.
+        MachineLostError: a machine is not reachable within JOIN_S.
     """
     from rollouts_core.backends.process_group import open_store  # imports torch
 
@@ -248,7 +248,7 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
             links.append(stack.enter_context(Link(trainer.name, connection)))
         meeting = Meeting(num_nodes=1 + len(trainers), node_rank=0, store_port=store_port, own_address=own_address)
         yield LeaderUnit(meeting, trainers, links)
-        del store  # kept until here: it closes with its last reference
+        del store  # kept until here, because a store closes with its last reference
 
 
 def _connect(trainer: FurtherTrainer, key: str, deadline: float) -> socket.socket:
@@ -312,7 +312,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """Accept the connection that proves the key; returns it with its greeting."""
+    """Accept the connection that proves the key; returns the connection and the leader's greeting."""
     while True:
         connection, _ = listener.accept()
         try:
@@ -326,9 +326,9 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Variables that make gloo and NCCL use the network of this machine's `address`; {} if it is not found.
+    """Variables that make gloo and NCCL use the network of this machine's `address`; {} if no interface has it.
 
-    By default gloo uses the network of the machine's hostname, and NCCL chooses one itself.
+    By default gloo uses the network of the machine's hostname, and NCCL chooses a network by itself.
     """
     interface = find_interface(address)
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}

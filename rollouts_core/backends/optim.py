@@ -52,7 +52,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # Any: JSON
-    """Move a schedule to a saved step. Peak and length are those of its creation."""
+    """Move a schedule to a saved step. The schedule keeps the peak and the length of its creation."""
     scheduler.last_epoch = state["last_epoch"]
     scheduler._step_count = state["_step_count"]
     ratios = [ratio_of(scheduler.last_epoch) for ratio_of in scheduler.lr_lambdas]

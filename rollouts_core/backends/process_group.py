@@ -1,6 +1,6 @@
 """Process groups outside of torch.distributed's default group, for weights from trainer to engines.
 
-Built from torch's backends in the form that torch.distributed, and therefore SGLang, uses: either end may be ours.
+The groups have the form that torch.distributed and therefore SGLang use, so either end may be SGLang.
 Only torch is imported, because vLLM's workers load this file by its path.
 """
 
@@ -35,8 +35,8 @@ def find_address_towards(host: str, port: int) -> str:
 def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, int]:
     """Open a store; returns it with its port.
 
-    It listens only at this address, because every client of a store can take part. A TCPStore that opens its own port
-    listens on all interfaces.
+    The store listens only at this address, because every client of a store can take part. A TCPStore that opens its
+    own port listens on all interfaces.
 
     Args:
         multi_tenant: further stores that this process opens at the port are the same store.
@@ -62,8 +62,8 @@ def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, i
 def join_store(address: str, port: int, *, size: int) -> TCPStore:
     """Connect to the trainer's store, through which the members find each other; RuntimeError if it is unreachable.
 
-    This counts as one member, as in `torch.distributed.rendezvous`: a trainer that opened the store in that way waits
-    until `size` members were counted. Members do not wait.
+    The connection counts as one member, as in `torch.distributed.rendezvous`: a trainer that opened the store in that
+    way waits until `size` members were counted. Members do not wait.
     """
     return TCPStore(address, port, world_size=size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
@@ -74,7 +74,7 @@ def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:
 
 
 def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> Any:
-    """Join a group; returns when all members are connected, RuntimeError if some do not come.
+    """Join a group; returns when all members are connected. Raises RuntimeError if a member does not connect.
 
     Returns ProcessGroupGloo, a type that only some builds of torch have.
 
@@ -111,14 +111,14 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
     """Wait until a group's work is done.
 
     Raises:
-        RuntimeError: the work failed, was given up, or took too long.
+        RuntimeError: the work failed, the group was closed meanwhile, or the work took too long.
     """
     deadline = time.monotonic() + TIMEOUT_S
     while not work.is_completed():
         if is_left():
-            raise RuntimeError("it was given up")
+            raise RuntimeError("the group was closed meanwhile")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {TIMEOUT_S:g} s")
+            raise RuntimeError(f"not finished within {TIMEOUT_S:g} s")
         time.sleep(POLL_S)
     work.wait()  # raises the error of failed work
 
@@ -126,11 +126,11 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
 def let_go(held: list[Any]) -> None:  # Any: see connect_gloo
     """Drop the only reference to a group, in a thread.
 
-    A thread, because gloo keeps sending until its timeout, and the group's destructor waits for that.
+    This needs a thread, because gloo keeps sending until its timeout and the group's destructor waits for gloo.
     """
 
     def end() -> None:
-        with suppress(RuntimeError, AttributeError):  # it has failed, or never started
+        with suppress(RuntimeError, AttributeError):  # the group has failed, or never started
             held[0].abort()
         held.clear()
 

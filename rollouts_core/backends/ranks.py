@@ -92,7 +92,7 @@ class Ranks:
         self.followers_wait = True
 
     def begin(self) -> None:
-        """Wait until all ranks and the leader are here, to create something together.
+        """Wait until all ranks have reached this call, before they create something together.
 
         Raises:
             LeaderGoneError: the leader ended earlier.
@@ -121,7 +121,7 @@ class Ranks:
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
 
     def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
-        """`gather`, or an error on every rank if one rank failed, so that no rank waits for a failed one.
+        """`gather`, or an error on every rank if one rank failed, so that no rank waits for the failed rank.
 
         Args:
             error: this rank's error, if it has no value.

@@ -58,7 +58,7 @@ def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
     """The transformer layers by name: the modules that transformers never splits between devices.
 
     Raises:
-        ConfigError: the model does not name them.
+        ConfigError: the model does not declare its layers.
     """
     kinds = set(policy.hf_model._no_split_modules or ())
     layers = [(name, module) for name, module in policy.named_modules() if type(module).__name__ in kinds]
@@ -72,12 +72,12 @@ def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _give_values(module: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Replace parameters and buffers without values by ones on `device` with the leader's values.
+    """Replace parameters and buffers without values by tensors on `device` with the leader's values.
 
     Args:
         source: the leader's module with values; None on other ranks.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # keeps parameters that two modules share shared
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # so that modules still share parameters
     for owner_name, owner in module.named_modules():
         values = _own_tensors(source.get_submodule(owner_name)) if source else {}
         for name, parameter in list(owner.named_parameters(recurse=False)):

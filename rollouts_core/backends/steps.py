@@ -1,12 +1,12 @@
-"""The optimizer steps of a backend: queued on the device completely, and read afterwards.
+"""The optimizer steps of a backend: a whole step is queued on the device, and its numbers are read afterwards.
 
     forward, add, backward --+
     forward, add, backward --+-> take: clip, AdamW unless a number is not finite     nothing waits for the device
                                    |
                                    +-> look: all numbers of the step in one transfer, then the schedule moves on
 
-On the CPU numbers are available at once. The next pass waits until they were checked, so a step ends at its first loss
-that is not finite.
+On the CPU numbers are available at once. The next pass waits until the numbers were checked, so a step ends at its
+first loss that is not finite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
 
 Gather = Callable[[list[Metrics | None]], list[list[Metrics | None]]]
-"""Exchanges lists so that every rank has the lists of all."""
+"""Exchanges lists so that every rank has the lists of all ranks."""
 
 
 class Step:
@@ -37,7 +37,7 @@ class Step:
         self._end: LossMetrics | None = None
         self._outcome: Metrics | None = None
         self.error: NonFiniteError | None = None
-        """The step's first number that is not finite; set by `read`."""
+        """The error about the step's first number that is not finite; set by `read`."""
 
     @property
     def is_read(self) -> bool:
@@ -45,7 +45,7 @@ class Step:
         return not self._unread and (self._outcome is not None or self._end is None)
 
     def add(self, metrics: LossMetrics | None) -> int:
-        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns its place in the step."""
+        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns the index in the step."""
         self._unread.append(metrics)
         return len(self._metrics) + len(self._unread) - 1
 
@@ -64,7 +64,7 @@ class Step:
         return (~torch.isfinite(on_device).all()).float()
 
     def read(self, gather: Gather, *, num_optim_steps: int) -> None:
-        """Wait for the unread numbers.
+        """Read all unread numbers, which waits for the device.
 
         Args:
             num_optim_steps: steps taken before, for the error message.
@@ -89,7 +89,7 @@ class Step:
         """The metrics of a micro-batch, after `read`.
 
         Raises:
-            NonFiniteError: its loss is not finite.
+            NonFiniteError: the micro-batch's loss is not finite.
         """
         metrics = self._metrics[place]
         if self.error is not None and not math.isfinite(metrics["loss"]):
@@ -135,9 +135,9 @@ class OptimizerSteps:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.num_done = 0
-        """Optimizer steps taken, without a step that was not looked at yet."""
+        """Number of optimizer steps whose result is known; a step that `look` has not read yet does not count."""
         self.is_late = device.type != "cpu"
-        """True if numbers stay on the device until their future is asked."""
+        """True if numbers stay on the device until the result of their future is requested."""
         self._device = device
         self._clip, self._drop_gradient, self._gather, self._agree = clip, drop_gradient, gather, agree
         self._look_together = look_together or self.look
@@ -148,7 +148,7 @@ class OptimizerSteps:
         """Add the metrics of a micro-batch (None if this rank has no rows of it), before its backward pass.
 
         Raises:
-            NonFiniteError: its loss is not finite; only on devices whose numbers are read at once.
+            NonFiniteError: the loss is not finite; only on devices whose numbers are read at once.
         """
         assert self._taken is None, "settle the last step first"
         step = self._current
@@ -159,7 +159,7 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.metrics_of(place))
 
     def take(self, *, before_change: Callable[[], object] = lambda: None) -> TrainFuture[Metrics]:
-        """Clip the gradient and step. This waits for the device only if the optimizer cannot skip a step there.
+        """Clip the gradient and step. Waits for the device only if the optimizer cannot skip a step on the device.
 
         Args:
             before_change: called before the weights change.
@@ -211,7 +211,7 @@ class OptimizerSteps:
         return step.outcome()
 
     def _step_unless(self, is_nonfinite: Tensor) -> None:
-        """Step, or with 1.0 leave weights, moments and step counts unchanged, as torch.amp.GradScaler does."""
+        """Step; if `is_nonfinite` is 1, leave weights, moments and counts unchanged, as torch.amp.GradScaler does."""
         self._agree(is_nonfinite)
         self.optimizer.found_inf = is_nonfinite  # type: ignore[attr-defined]  # torch sets it the same way
         try:

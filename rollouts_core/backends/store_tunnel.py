@@ -18,7 +18,7 @@ from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, pro
 
 LOOPBACK = "127.0.0.1"
 MAX_UNPROVEN = 32
-"""Highest number of connections with an unfinished proof; further ones are closed at once."""
+"""Highest number of connections with an unfinished proof. Further connections are closed at once."""
 CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
@@ -30,7 +30,7 @@ def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[
     """Forward connections from `listener` to the store on this machine's loopback if they prove the key.
 
     Args:
-        listener: listens at an address that the other machines reach; the gate closes it.
+        listener: socket that listens at an address that the other machines reach. The gate closes the socket.
     """
     unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
 
@@ -98,10 +98,10 @@ def _start(serve: Callable[[socket.socket], None], connection: socket.socket) ->
 
 
 def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") -> None:
-    """Copy bytes both ways between a connection and a new one to `target`, until one of them ends.
+    """Copy bytes both ways between a connection and a new connection to `target`, until either ends.
 
     Args:
-        key: proved to the target first, unless empty.
+        key: key to prove to the target first; empty skips the proof.
     """
     try:
         further = socket.create_connection(target, CONNECT_TIMEOUT_S)

@@ -162,8 +162,8 @@ def state_float32(config: Path) -> None:
 def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the turn ends of the chat template to the end tokens in the model's generation settings.
 
-    A base model often ends sequences with a token that no template writes. Served with its own settings, it would
-    continue after its answers. If there is a generation_config.json, only this file is used.
+    A base model often ends sequences with a token that no template writes. With the base model's settings, an engine
+    would generate on after each answer. If generation_config.json exists, engines ignore the end tokens in config.json.
     """
     files = [directory / name for name in ("generation_config.json", "config.json")]
     settings = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
@@ -195,7 +195,7 @@ def read_training_checkpoint(path: Path) -> SavedTraining:
 
 
 def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in a checkpoint's Hugging Face files, by their names in `model`, tied ones once.
+    """The weights in a checkpoint's Hugging Face files, by their names in `model`, tied weights once.
 
     The model's own class reads them: some classes load weights in another form than they save, and code inside a
     checkpoint is not run.

@@ -1,6 +1,6 @@
 """Anthropic's Messages API over a served model.
 
-Not here: how a chat runs (chatting.py), OpenAI's API (openai_api.py).
+Not here: running a chat (chatting.py), OpenAI's API (openai_api.py).
 
     {"system": ..., "messages": [text, tool_use, tool_result, ...]} -> Chat -> [thinking, text, tool_use] blocks
 """
@@ -80,7 +80,7 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks; the budget has no counterpart here."""
+    """Whether the model thinks. The budget is ignored, because this engine has no such limit."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -203,7 +203,7 @@ def _head(name: str) -> dict[str, Json]:
 
 
 def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
-    """Why an answer ended."""
+    """The fields that tell why an answer ended."""
     from rollouts_core.data.dialects import ToolCall  # heavy
 
     if any(isinstance(piece, ToolCall) for piece in pieces):
@@ -214,14 +214,14 @@ def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:
-    """Whether a piece belongs to the block of the last one."""
+    """True if a piece belongs to the same block as the previous piece."""
     from rollouts_core.data.dialects import ToolCall
 
     return type(last) is type(piece) and not isinstance(piece, ToolCall)
 
 
 def _block(piece: Piece, *, is_start: bool = False) -> dict[str, Json]:
-    """Anthropic's block of a piece; at its start a block is empty."""
+    """Anthropic's block of a piece. With `is_start` the block is empty."""
     from rollouts_core.data.dialects import Thought, ToolCall
 
     if isinstance(piece, ToolCall):
@@ -244,7 +244,7 @@ def _delta(piece: Piece) -> dict[str, Json]:
 
 
 def _messages(turn: Turn) -> list[Message]:
-    """A turn as chat templates take it: results of tools are messages of their own, ahead of the user's text."""
+    """A turn in the form of chat templates: results of tools are separate messages before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [block for block in turn.content if block.type == "tool_result"]

@@ -1,4 +1,4 @@
-"""Read a Hugging Face config.json into the numbers that decoding needs, or say why the model is not supported.
+"""Read the numbers that decoding needs from a Hugging Face config.json, or raise why the model is not supported.
 
 Not here: reading weights (weights.py), computing with them (decoder.py, backends/jax_model.py).
 """
@@ -16,11 +16,11 @@ from rollouts_core.system.regular_files import read_file
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_CONTEXT = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
-"""Positions of a model whose config.json does not name them, as transformers assumes."""
+"""Number of positions that transformers assumes for a model whose config.json has no number."""
 DEFAULT_WINDOW = 4096
-"""Sliding window of a Mistral model whose config.json does not name it, as transformers assumes."""
+"""Sliding window that transformers assumes for a Mistral model whose config.json has no window."""
 MAX_CONFIG_BYTES = 16 * 2**20
-"""Of a config.json; those of the hub have kilobytes."""
+"""Limit of the size of a config.json, bytes. Files on the hub have kilobytes."""
 
 
 class UnsupportedModelError(CheckpointError):
@@ -28,15 +28,15 @@ class UnsupportedModelError(CheckpointError):
 
 
 class RopeScaling(NamedTuple):
-    """Scaling `llama3` of rotary frequencies, by how often a pair turns within the context of pretraining."""
+    """Scaling `llama3` of rotary frequencies. It depends on the turns of a pair within the context of pretraining."""
 
     factor: float
-    """Pairs that turn up to `low_turns` times are slowed down by it."""
+    """Pairs with at most `low_turns` turns are slowed down by this factor."""
     low_turns: float
     high_turns: float
-    """Pairs that turn at least so often keep their frequency. Between both, frequencies are interpolated."""
+    """Pairs with at least this many turns keep their frequency. Frequencies in between are interpolated."""
     pretrained_length: int
-    """Positions of the context of pretraining."""
+    """Number of positions of the context of pretraining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +66,19 @@ class Architecture:
     rope_theta: float
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None
-    """None for rope type `default`."""
+    """Scaling of the rotary frequencies; None for rope type `default`."""
     max_context_length: int
-    """Positions that the model was made for."""
+    """Number of positions for which the model was trained."""
     has_qkv_bias: bool
-    """Biases in the query, key and value projections."""
+    """True if the query, key and value projections have biases."""
     has_output_bias: bool
-    """A bias in the attention's output projection."""
+    """True if the attention's output projection has a bias."""
     has_mlp_bias: bool
-    """Biases in the feed-forward projections."""
+    """True if the feed-forward projections have biases."""
     has_qk_norm: bool
-    """RMS norms of query and key heads."""
+    """True if query and key heads have RMS norms."""
     ties_embeddings: bool
-    """The output projection is the embedding matrix."""
+    """True if the output projection is the embedding matrix."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a completion unless a request ignores them."""
 
@@ -96,8 +96,8 @@ def load_architecture(
         remedy: what the user can do, for the message of the error.
 
     Raises:
-        CheckpointError: no readable config.json.
-        UnsupportedModelError: a model that the decoders would compute wrongly.
+        CheckpointError: config.json is missing or unreadable.
+        UnsupportedModelError: the decoders would compute the model wrongly.
     """
     config = read_json(model_dir / "config.json")
     try:
@@ -142,10 +142,10 @@ def _describe(name: str, config: Mapping[str, Any], eos_token_ids: tuple[int, ..
 
 
 def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """The ends of turn of config.json and generation_config.json together, as SGLang takes them.
+    """The end tokens of config.json and generation_config.json together, as in SGLang.
 
     Raises:
-        CheckpointError: one of them cannot be read; there need be no generation_config.json.
+        CheckpointError: one of the files cannot be read. A missing generation_config.json is no error.
     """
     generation_file = model_dir / "generation_config.json"
     generation_config = read_json(generation_file) if generation_file.exists() else {}
@@ -157,7 +157,7 @@ def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 
 def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
-    """Raise `CheckpointError` where config.json in `model_dir`, if there is one, asks for other arithmetic.
+    """Raise `CheckpointError` if a config.json in `model_dir` describes other arithmetic than the loaded model's.
 
     Weights of the same shapes can belong to a model with another rotation or another split into heads.
     """
@@ -210,7 +210,7 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] | None:  # Any: JSON
-    """The first thing in the config that the decoders cannot do, and what they can do instead."""
+    """The first setting of the config that the decoders do not support, and the supported values."""
     rope = _rope(config)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))

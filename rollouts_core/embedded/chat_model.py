@@ -1,8 +1,8 @@
-"""A model's chat template: messages to token ids, and a turn of the assistant to its text, thoughts and tool calls.
+"""A model's chat template: convert messages to token ids, and an assistant's turn to text, thoughts and tool calls.
 
 Not here: the template itself (data/rendering.py), the dialects of tool calls (data/dialects.py), JSON of any API.
 
-transformers loads at the first chat, because that takes seconds; an engine of a training run never needs it.
+transformers is imported at the first chat: the import takes seconds, and engines of training runs do not need it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from rollouts_core.types import Message
 
 MAX_FORMS = 16
-"""Sets of template values whose templates are kept."""
+"""Highest number of cached forms, one for each set of template values."""
 MAX_VALUES_CHARS = 4096
-"""Of `chat_template_kwargs` as JSON."""
+"""Limit of characters of `chat_template_kwargs` as JSON."""
 RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt")
 PARTS = re.compile(r"<[^<]*|[^<]+")
-"""A text in parts that begin a call each, or none: if a call cannot be read, what was ahead of it is known."""
+"""Splits a text before each `<`, so that the text before an unreadable call is known."""
 THOUGHT_MARKS = ("</think>", "reasoning_content", "<|channel")
-"""A template that has one of them knows thoughts, so they are told apart from the answer."""
+"""A template with one of these texts supports thoughts, which are then separated from the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm:
-    """How a model chats, with one set of template values."""
+    """A model's chat format with one set of template values."""
 
     tokenizer: PreTrainedTokenizerBase
-    """Has the template with the values."""
+    """The tokenizer, whose chat template has the values."""
     dialect: Dialect
-    """In which calls and thoughts are written."""
+    """The format in which the model writes calls and thoughts."""
     stop_ids: tuple[int, ...]
     """Tokens that end a turn."""
     has_thoughts: bool
-    """The template knows thoughts."""
+    """True if the template supports thoughts."""
 
     def encode(
         self,
@@ -57,10 +57,10 @@ class ChatForm:
         *,
         context_length: int,
     ) -> list[int]:
-        """Token ids of a conversation that waits for the assistant.
+        """Token ids of a conversation up to the assistant's next turn.
 
         Raises:
-            RequestError: the template refuses it, or it exceeds the context.
+            RequestError: the template refuses the conversation, or it exceeds the context.
         """
         from rollouts_core.data.chat import encode_texts, render_prompt  # heavy
 
@@ -77,7 +77,7 @@ class ChatForm:
 
 
 class ChatModel:
-    """Loads the chat template of a model directory when it is first needed; may be used in any thread."""
+    """Loads the chat template of a model directory at its first use; safe in any thread."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
@@ -89,13 +89,13 @@ class ChatModel:
         """The form with these template values.
 
         Raises:
-            RequestError: there is no chat template, or the values are none of a template's.
+            RequestError: there is no chat template, or a name is not usable for a template's value.
         """
         key = json.dumps(values, sort_keys=True)
         if len(key) > MAX_VALUES_CHARS:
             raise RequestError(f"chat_template_kwargs may have at most {MAX_VALUES_CHARS} characters as JSON.")
         if wrong := [name for name in values if not name.isidentifier() or name in RESERVED_VALUES]:
-            raise RequestError(f"chat_template_kwargs: {wrong[0][:80]!r} is no name of a template's value.")
+            raise RequestError(f"chat_template_kwargs: {wrong[0][:80]!r} cannot be the name of a template's value.")
         with self._lock:
             if key not in self._forms:
                 if len(self._forms) == MAX_FORMS:
@@ -115,14 +115,14 @@ class ChatModel:
         except DataError as error:
             raise RequestError(f"Chats need a tokenizer: {error}.") from error
         if self._tokenizer.chat_template is None:
-            raise RequestError(f"{NO_TEMPLATE}; /v1/completions and /generate need none.")
+            raise RequestError(f"{NO_TEMPLATE}; /v1/completions and /generate need no chat template.")
         tokenizer = copy.copy(self._tokenizer)
         tokenizer.chat_template = (
             with_template_values(tokenizer.chat_template, values) if values else tokenizer.chat_template
         )
         try:
             dialect = find_dialect(tokenizer)
-        except DataError:  # calls stay text
+        except DataError:  # unknown dialect: calls stay text
             dialect = DEFAULT_DIALECT
         template = json.dumps(tokenizer.chat_template)
         return ChatForm(
@@ -134,11 +134,11 @@ class ChatModel:
 
 
 class AnswerReader:
-    """Reads a turn of the assistant as it grows: its answer and thoughts without the white space around, and its calls.
+    """Reads an assistant's turn while it grows: calls, and answer and thoughts without surrounding white space.
 
     Args:
-        form: None reads no thoughts and no calls, so all of the text is the answer.
-        tools: what may be called.
+        form: with None, the whole text is the answer, without thoughts and calls.
+        tools: the tools that may be called.
     """
 
     def __init__(self, form: ChatForm | None, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
@@ -149,7 +149,7 @@ class AnswerReader:
         self._begun: set[type[Piece]] = set()
 
     def read(self, text: str) -> list[Piece]:
-        """The pieces that the next part of the text completes."""
+        """The pieces that are complete after the next part of the text."""
         from rollouts_core.data.dialects import CallError, Said
 
         if not text:
@@ -166,7 +166,7 @@ class AnswerReader:
         return pieces
 
     def finish(self, text: str) -> list[Piece]:
-        """The pieces that the end of the text completes, with what was still to come of it."""
+        """The remaining pieces at the end of the turn, from the last part of the text."""
         from rollouts_core.data.dialects import CallError, Said
 
         pieces = self.read(text)
@@ -176,12 +176,12 @@ class AnswerReader:
             pieces += self._trim(self._reader.finish())
         except CallError:
             return pieces + self._give_up()
-        # White space belongs to an answer that is all of the turn.
+        # If the answer is the whole turn, its white space is kept.
         is_alone = self._begun <= {Said}
         return pieces + ([Said(self._held[Said])] if is_alone and self._held.get(Said) else [])
 
     def _give_up(self) -> list[Piece]:
-        """A call that cannot be read, and all behind it, is a part of the answer."""
+        """Treat an unreadable call, and the text after it, as part of the answer."""
         from rollouts_core.data.dialects import Said
 
         assert self._reader is not None, "it read a call"
@@ -210,7 +210,7 @@ class AnswerReader:
 
 
 def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, with texts of a kind that follow each other as one."""
+    """The pieces, with adjacent texts of the same kind joined."""
     from rollouts_core.data.dialects import ToolCall
 
     joined: list[Piece] = []

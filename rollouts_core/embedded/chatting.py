@@ -1,4 +1,4 @@
-"""A chat on its way through the engine: one call of /generate, and the pieces of its answers as they come.
+"""Run a chat through the engine: one call of /generate, and the pieces of its answers as they arrive.
 
 Not here: the JSON of an API (openai_api.py, anthropic_api.py), templates and dialects (chat_model.py).
 """
@@ -32,25 +32,25 @@ class Chat:
     """A chat request in the form that all APIs share."""
 
     messages: Sequence[Message]
-    """The conversation so far; the beginning of an answer at its end is continued."""
+    """The conversation so far. If it ends with the beginning of an answer, the model continues this answer."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
     template_values: Mapping[str, Any]  # Any: JSON
     """Values for the chat template."""
     fields: Mapping[str, Json]
-    """Fields of /generate beside the prompt."""
+    """Fields of /generate besides the prompt."""
     has_thoughts_apart: bool = True
-    """Thoughts are no part of the answer, if the template knows them."""
+    """True if thoughts are separated from the answer, for templates that support thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A chat that the engine can take."""
+    """A chat in the form of the engine."""
 
     generate: GenerateCall
-    """One request for each of its answers."""
+    """The call with one request per answer."""
     form: ChatForm | None
-    """How thoughts and calls are read in the answers; None if all is text."""
+    """Format of thoughts and calls in the answers; None if all is text."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
 
@@ -60,11 +60,11 @@ class News:
     """The new piece of one answer."""
 
     index: int
-    """Which of the answers."""
+    """Number of the answer."""
     pieces: Sequence[Piece]
-    """Parts of its text, and its calls."""
+    """New parts of its text, and new calls."""
     found: Partial | Completion
-    """All that exists of it; a Completion is whole."""
+    """The answer so far: a Partial, or a Completion if it is complete."""
 
 
 @contextmanager
@@ -82,10 +82,10 @@ def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[Se
 
 
 def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
-    """Render and encode a chat; takes a while for a long one.
+    """Render and encode a chat, which takes a while if the chat is long.
 
     Raises:
-        RequestError: the model cannot take it.
+        RequestError: the model cannot take the chat.
     """
     if model.tokenizer is None:
         raise RequestError("Chats need a tokenizer.json in the model directory, which has none: use /generate.")
@@ -104,13 +104,13 @@ def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
 
 
 def read_answer(model: ServedModel, call: ChatCall, completion: Completion, index: int) -> list[Piece]:
-    """The pieces of a whole answer, no two texts of a kind behind each other."""
+    """The pieces of a complete answer, with adjacent texts of the same kind joined."""
     reader = AnswerReader(call.form, call.tools)
     return join_pieces(reader.finish(model.text_of_completion(completion, call.generate.requests[index].params)))
 
 
 async def follow_chat(model: ServedModel, call: ChatCall) -> AsyncGenerator[News, None]:
-    """Yield what is new of each answer, until all are whole."""
+    """Yield the news of each answer until all answers are complete."""
     requests = call.generate.requests
     texts = [new_text_stream(model, call.generate, index) for index in range(len(requests))]
     readers = [AnswerReader(call.form, call.tools) for _ in requests]
@@ -125,7 +125,7 @@ async def follow_chat(model: ServedModel, call: ChatCall) -> AsyncGenerator[News
 
 
 def new_text_stream(model: ServedModel, call: GenerateCall, index: int) -> TextStream:
-    """The text of one of the completions of a call, as it grows."""
+    """The growing text of completion number `index` of a call."""
     assert model.tokenizer is not None, "the caller has checked it"
     params = call.requests[index].params
     stops = () if params.no_stop_trim else params.stop

@@ -4,7 +4,7 @@ Not here: choosing among them (sampling.py), stop patterns (patterns.py).
 
     completion so far -> matcher of llguidance -> tokens that may follow -> logits of all others become minus infinity
 
-llguidance is an extra: `pip install "rollouts[constraints]"`. Log-probs are of the distribution over what may follow.
+llguidance is an extra: `pip install "rollouts[constraints]"`. Log-probs count only the permitted tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rollouts_core.embedded.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 WHITE_SPACE = r"[\n ]{0,8}"
-"""Between two parts of JSON. Without a limit, some models write white space for ever."""
+"""Permitted white space between two parts of JSON. Without a limit, some models write white space forever."""
 
 
 class Constraints:
-    """Makes a constraint for each completion that wants one; may be used in any thread.
+    """Creates the constraints of completions; safe in any thread.
 
     Args:
         tokenizer: None refuses all constraints.
-        vocab_size: of the model.
+        vocab_size: number of token ids of the model.
         end_ids: tokens that end a completion of the model.
     """
 
@@ -61,7 +61,7 @@ class Constraints:
             raise ValueError(f"{name} cannot be followed: {problem.strip()[:400]}")
 
     def begin(self, params: SamplingParams, output_ids: Sequence[int]) -> Constraint | None:
-        """The constraint of a completion that has these tokens; None for no constraint."""
+        """The constraint of a completion with these tokens so far; None without a constraint."""
         if not params.is_constrained:
             return None
         from llguidance import LLMatcher
@@ -77,7 +77,7 @@ class Constraints:
         if self._known is None:
             try:
                 self._known = LLTokenizer(self._tokenizer.to_str(), self._vocab_size, self._end_ids)
-            except Exception as error:  # it has no type of its own
+            except Exception as error:  # llguidance raises plain Exceptions
                 raise ValueError(f"llguidance cannot read the model's tokenizer: {error}") from error
         return self._known
 
@@ -90,9 +90,9 @@ class Constraint:
 
     @torch.inference_mode()
     def restrict(self, logits_V: Tensor, ends: Collection[int]) -> None:
-        """Make all other tokens impossible, in place; ends of the completion are possible once it is whole.
+        """Make all other tokens impossible, in place. End tokens are possible once the constraint is satisfied.
 
-        A matcher that gave up, at one of its limits, allows the end alone.
+        A matcher that reached one of its limits permits only end tokens.
         """
         is_allowed = np.zeros(len(logits_V), dtype=np.bool_)
         has_given_up = self._matcher.is_error()
@@ -104,7 +104,7 @@ class Constraint:
         logits_V[torch.from_numpy(~is_allowed)] = -torch.inf
 
     def take(self, token_id: int) -> None:
-        """Note the token that was chosen."""
+        """Record the chosen token."""
         self._matcher.consume_token(token_id)
 
 

@@ -1,6 +1,6 @@
-"""Common parts of the endpoints: bodies within limits, JSON, events, the status of an error.
+"""Common parts of the endpoints: limits of bodies, JSON, events, and the status of an error.
 
-Not here: which endpoints there are (app.py, openai_api.py, anthropic_api.py).
+Not here: the endpoints themselves (app.py, openai_api.py, anthropic_api.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, RequestError
 from rollouts_core.errors import EngineUnavailableError, InputError
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Limit of any request: the token ids of 40 prompts of 100,000 tokens."""
+"""Limit of the body of any request, bytes: the token ids of 40 prompts of 100,000 tokens."""
 NAMES_BODY_BYTES = 16 * 2**20
-"""Limit of a request that names tensors."""
+"""Limit of the body of a request that names tensors."""
 SMALL_BODY_BYTES = 64 * 2**10
-"""Of every other request."""
+"""Limit of the body of every other request."""
 MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
-"""Limit of any request, also inside texts: millions of lists take the event loop seconds."""
+"""Limit of brackets in any request, also inside texts: millions of lists would block the event loop for seconds."""
 TOKENIZER_PATHS = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 BODY_BYTES = {
     **dict.fromkeys(("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"), MAX_BODY_BYTES),
@@ -47,13 +47,13 @@ async def read_body(request: Request) -> Json:
 
 
 async def read_object(request: Request) -> dict[str, Json]:
-    """The JSON object of a request, empty if nothing was sent."""
+    """The JSON object of a request; empty if the body is empty."""
     content = await read_bytes(request)
     return as_object(parse_json(content) if content else {})
 
 
 def as_object(body: Json) -> dict[str, Json]:
-    """The value, if it is an object."""
+    """The value if it is an object; else raises ContractError."""
     if not isinstance(body, dict):
         raise ContractError(f"expected a JSON object, found {type(body).__name__}")
     return body
@@ -65,7 +65,7 @@ async def read_bytes(request: Request) -> bytearray:
     async for part in request.stream():
         content += part
         if len(content) > most:  # a body in chunks does not state its length
-            raise RequestError(f"The request has more than the {most} bytes that are taken: send less at once.")
+            raise RequestError(f"The request has more than the permitted {most} bytes: send less at once.")
     return content
 
 
@@ -101,12 +101,12 @@ def render_json(content: Json) -> bytes:
     """The JSON text of a value."""
     try:
         return orjson.dumps(content)
-    except TypeError:  # halves of characters, as a file of others may have them, which orjson does not write
+    except TypeError:  # orjson cannot write lone surrogates, which some files contain
         return json.dumps(content).encode()
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that says whether asking again helps."""
+    """The HTTP status of an error, which tells clients whether a retry helps."""
     if isinstance(error, UnknownModelError):
         return 404
     if isinstance(error, EngineUnavailableError):
@@ -115,14 +115,14 @@ def status_of(error: Exception) -> int:
 
 
 def error_answer(path: str, error: Exception) -> Response:
-    """The answer to a request that failed, in the form of the API that the path belongs to."""
+    """The answer to a failed request, in the form of the path's API."""
     if isinstance(error, OrderError):
         return json_answer({"success": False, "message": str(error)}, status=400)
     return json_answer(error_body(path, error), status=status_of(error))
 
 
 def error_body(path: str, error: Exception) -> dict[str, Json]:
-    """An error in the form of the API that the path belongs to."""
+    """An error in the form of the path's API."""
     status = status_of(error)
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": ANTHROPIC_ERRORS[status], "message": str(error)}}

@@ -1,11 +1,12 @@
-"""The gate of an engine. Callers need its key. An engine without a key answers programs of its machine, and no page of
-another site.
+"""Check the API key of every request to an engine. An engine without a key answers only programs of its own machine,
+and no web pages of other sites.
 
-Not here: listening (server.py). It also runs in vLLM (engines/in_vllm/rollouts_gate.py), so it needs Python alone.
+Not here: listening (server.py). This file also runs in vLLM (engines/in_vllm/rollouts_gate.py), so it imports only the
+standard library.
 
     a key:      `Authorization: Bearer KEY` or `x-api-key: KEY`, or 401
     no key:     Host is this machine, so are Origin and Referer, Sec-Fetch-Site is not cross-site, or 403
-                browsers change nothing by GET: a link would do
+                a browser's GET is refused at paths that change something, because any link could send it
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHANGING_GETS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker")
-"""Endpoints that SGLang answers by GET, too, as trainers ask, though they change something or take long."""
+"""Endpoints that change something or take long, but that SGLang also answers by GET, which trainers use."""
 UNAUTHORIZED = "Unauthorized"
-NOT_FROM_HERE = "a server without a key answers programs of its machine, by 127.0.0.1 or localhost, alone"
+NOT_FROM_HERE = "a server without a key answers only programs of its machine, at 127.0.0.1 or localhost"
 NOT_BY_BROWSERS = "a browser must not ask for this by GET: send a POST"
 
 
 class Gate:
-    """An app, behind a check of every request.
+    """An app behind a check of every request.
 
     Args:
-        app: answers what passes.
-        api_key: what requests must carry; without it the server must listen on this machine alone.
-        open_paths: paths that need no key by GET.
+        app: answers the permitted requests.
+        api_key: key that requests must have. If empty, the server must listen only on a loopback address.
+        open_paths: paths that need no key for GET.
     """
 
     def __init__(self, app: App, api_key: str = "", open_paths: Collection[str] = ()) -> None:
@@ -53,7 +54,10 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
         else:
             status = refusal[0]
-            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]  # strangers keep no place
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"connection", b"close"),
+            ]  # a refused client keeps no connection
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": json.dumps(_refusal_body(scope, refusal)).encode()})
 
@@ -62,7 +66,7 @@ class Gate:
         if self._expected:
             is_open = is_get and scope["path"] in self._open_paths
             given = _values_of(scope, b"authorization")
-            given += [b"Bearer " + key for key in _values_of(scope, b"x-api-key")]  # of Anthropic's clients
+            given += [b"Bearer " + key for key in _values_of(scope, b"x-api-key")]  # from Anthropic's clients
             given = given or [b""]
             is_known = all(hmac.compare_digest(value, self._expected) for value in given)
             return None if is_known or is_open else (401, UNAUTHORIZED)
@@ -71,12 +75,12 @@ class Gate:
         sites = _values_of(scope, b"sec-fetch-site")
         if not all(map(_is_of_this_machine, hosts + pages)) or b"cross-site" in sites:
             return 403, NOT_FROM_HERE
-        # A link in another program opens with the site "none", as an address that is typed does.
+        # A browser sends the site "none" for a link in another program and for a typed address.
         return (403, NOT_BY_BROWSERS) if sites and is_get and scope["path"] in CHANGING_GETS else None
 
 
 def _refusal_body(scope: Scope, refusal: tuple[int, str]) -> dict[str, Any]:  # Any: JSON
-    """The body of a refusal: below /v1 in a form that clients of OpenAI and of Anthropic read."""
+    """The body of a refusal. Below /v1 it has a form that the clients of OpenAI and Anthropic understand."""
     status, problem = refusal
     if not scope["path"].startswith("/v1/"):
         return {"error": problem}
@@ -86,7 +90,7 @@ def _refusal_body(scope: Scope, refusal: tuple[int, str]) -> dict[str, Any]:  # 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on this address."""
+    """True if only this machine can reach a server that listens on this address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -94,7 +98,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _values_of(scope: Scope, name: bytes) -> list[bytes]:
-    """Every value of a header, of which a request may have several."""
+    """All values of a header, which a request may repeat."""
     return [value for found, value in scope["headers"] if found.lower() == name]
 
 

@@ -1,4 +1,4 @@
-"""Complete a list of prompts in this process, without HTTP or threads: what evaluation uses.
+"""Complete a list of prompts in this process, without HTTP or threads, for evaluation.
 
 Not here: the batching itself (running.py), a server (scheduler.py, server.py).
 """
@@ -26,8 +26,8 @@ def generate_tokens(
         params: one entry per prompt; entries without a seed get a random one.
 
     Raises:
-        ValueError: a prompt that the decoder cannot take.
-        NoNumbersError: the weights, or the parameters, give log-probs that are no finite numbers.
+        ValueError: the decoder cannot take a prompt.
+        NoNumbersError: the weights or the parameters give log-probs that are not finite.
     """
     assert len(prompts) == len(params), f"{len(prompts)} prompts, {len(params)} sampling parameters"
     waiting: deque[Partial] = deque()
@@ -48,7 +48,7 @@ def generate_tokens(
 
 
 def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: bool = False) -> None:
-    """Raise ValueError, in SGLang's words, where the decoder cannot take this request."""
+    """Raise ValueError, with SGLang's messages, if the decoder cannot take this request."""
     num_input, limit = len(request.input_ids), decoder.context_length
     if num_input == 0:
         raise ValueError("input_ids cannot be empty.")

@@ -1,8 +1,8 @@
 """OpenAI's API over a served model: chats, completions, models, and the tokenizer of SGLang's and vLLM's servers.
 
-Not here: the fields of requests (openai_requests.py), how a chat runs (chatting.py), generation (scheduler.py).
+Not here: the fields of requests (openai_requests.py), running a chat (chatting.py), generation (scheduler.py).
 
-Every answer comes from the same call of the engine as one of /generate: same sampling, limits, versions and aborts.
+Every answer comes from the same engine call as /generate, with the same sampling, limits, versions and aborts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 UNFINISHED = FinishReason("length")
-"""Placeholder for the end of a completion that goes on."""
+"""Placeholder for the end of an unfinished completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +57,14 @@ class Head:
     """The fields that an answer and all events of its stream share."""
 
     model: str
-    """As the request calls it."""
+    """Name of the model in the request."""
     kind: str
     """The value of `object`."""
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, choices: Sequence[Json], **more: Json) -> dict[str, Json]:
-        """An answer, or an event, with these choices."""
+        """The body of an answer or an event with these choices."""
         return {
             "id": self.id,
             "object": self.kind,
@@ -182,7 +182,7 @@ def _delta(index: int, delta: dict[str, Json]) -> dict[str, Json]:
 
 
 def _delta_of(pieces: Sequence[Piece], num_calls: int) -> dict[str, Json]:
-    """The new piece of a message; calls come whole."""
+    """The new piece of a message. Calls are always complete."""
     said, thoughts, calls = split_pieces(pieces)
     delta: dict[str, Json] = {}
     if said:
@@ -272,7 +272,7 @@ def _text_choice(
     text: str,
     begin: int | None,
 ) -> dict[str, Json]:
-    """One completion, from its token `begin` on; None for all of it, with the prompt if that is wanted."""
+    """One completion from its token `begin` on. None gives the whole completion, with the prompt if requested."""
     with_prompt = bool(asked.echo) and begin is None
     if with_prompt:
         text = model.text_of(each.input_ids, each.params) + text
@@ -292,14 +292,14 @@ def _text_choice(
 
 
 def as_completion(found: Partial | Completion) -> Completion:
-    """The completion so far, in the form of a whole one."""
+    """The completion so far, in the form of a complete one."""
     return found if isinstance(found, Completion) else complete(found, UNFINISHED, weight_version="")
 
 
 def _closing_fields(
     model: ServedModel, asked: SamplingFields, call: GenerateCall, completions: Sequence[Completion]
 ) -> dict[str, Json]:
-    """The tokens that an answer took, and the version of the weights."""
+    """The fields with the answer's number of tokens and the version of the weights."""
     per_prompt = asked.n or 1
     num_prompt = sum(len(each.input_ids) for each in call.requests[::per_prompt])
     num_new = sum(len(completion.output_ids) for completion in completions)
@@ -327,9 +327,9 @@ def _chat_logprobs(model: ServedModel, completion: Completion, begin: int) -> di
 def text_logprobs(
     model: ServedModel, asked: GenerationRequest, completion: Completion, *, begin: int | None, echoes: bool
 ) -> dict[str, Json]:
-    """The log-probs of /v1/completions from a token on; None for all, with the prompt's if the answer echoes it.
+    """The log-probs of /v1/completions from token `begin` on. None gives all, with those of an echoed prompt.
 
-    The first token of a prompt has none.
+    The first token of a prompt has no log-prob.
     """
     text_of = _token_texts(model)
     with_prompt, first = echoes and begin is None, begin or 0
@@ -363,13 +363,13 @@ def text_logprobs(
 
 
 def _token_texts(model: ServedModel) -> Callable[[int], str]:
-    """The text of a token by itself; its number where there is no tokenizer."""
+    """The text of a single token; without a tokenizer, its number."""
     tokenizer = model.tokenizer
     known: dict[int, str] = {}
 
     def text_of(token_id: int) -> str:
         if token_id not in known:
-            numbered = f"token_id:{token_id}"  # as vLLM writes it
+            numbered = f"token_id:{token_id}"  # as in vLLM
             known[token_id] = numbered if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
         return known[token_id]
 
@@ -421,7 +421,7 @@ async def detokenize(model: ServedModel, request: Request) -> Response:
     if model.tokenizer is None:
         raise RequestError("The model directory has no tokenizer.json.")
     text = await model.prepare(partial(_detokenize, model, asked))
-    return json_answer({"text": text, "prompt": text})  # as SGLang calls it, and as vLLM does
+    return json_answer({"text": text, "prompt": text})  # SGLang's field, and vLLM's
 
 
 def _detokenize(model: ServedModel, asked: DetokenizeRequest) -> str | list[str]:
@@ -444,6 +444,6 @@ OPENAI_ENDPOINTS = {
     "/v1/completions": (complete_text, ["POST"]),
     "/v1/tokenize": (tokenize, ["POST"]),
     "/v1/detokenize": (detokenize, ["POST"]),
-    "/tokenize": (tokenize, ["POST"]),  # the paths of vLLM
+    "/tokenize": (tokenize, ["POST"]),  # vLLM's path
     "/detokenize": (detokenize, ["POST"]),
 }

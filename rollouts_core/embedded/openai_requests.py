@@ -1,10 +1,11 @@
-"""OpenAI's requests: their fields, and the call of /generate that each one means.
+"""OpenAI's requests: their fields, and the translation to calls of /generate.
 
 Not here: answers (openai_api.py), the limits of a call (protocol.py), chat templates (chat_model.py).
 
     {"messages": [...], "max_tokens": 5} -> ChatRequest -> {"input_ids": [...], "sampling_params": {...}}
 
-Unknown fields are refused, as OpenAI does, and fields that would be ignored silently have one value alone.
+Unknown fields are refused, as by OpenAI. A field without an effect here permits only one value, so that nothing is
+ignored silently.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from rollouts_core.types import Message
 
 MAX_SHOWN_CHARS = 200
 MAX_LISTED = 65536
-"""Elements of a list that is checked here: each wrong one takes a kilobyte."""
+"""Limit of elements of a list that is checked here, because each wrong element takes a kilobyte of error."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, of /v1/completions; a chat may fill the context."""
+"""OpenAI's default for /v1/completions. A chat may fill the context."""
 IGNORED = {
     "user",
     "store",
@@ -34,8 +35,8 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Fields that say nothing about the answer."""
-TEXT_ALONE = "This model reads text alone: send parts of the type text."
+"""Fields that do not affect the answer."""
+TEXT_ALONE = "This model reads only text: send parts of the type text."
 
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class StreamOptions(Fields):
 
 
 class SchemaRequest(BaseModel):
-    """A JSON schema with its name, which means nothing here."""
+    """A JSON schema with its name, which is ignored."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -76,7 +77,7 @@ class FormatRequest(BaseModel):
 
     @property
     def schema_text(self) -> str:
-        """The JSON schema that an answer follows; empty for none."""
+        """The JSON schema that an answer must follow; empty without a schema."""
         if self.type == "text":
             return ""
         if self.type == "json_object":
@@ -87,9 +88,9 @@ class FormatRequest(BaseModel):
 
 
 class SamplingFields(Fields):
-    """The fields of both kinds of completions: OpenAI's, and those of /generate that vLLM and SGLang take here, too.
+    """The fields of both kinds of completions: OpenAI's, and fields of /generate that vLLM and SGLang also accept here.
 
-    The call of /generate checks lists that may be long, and their elements.
+    The call of /generate checks long lists and their elements.
     """
 
     model: str
@@ -118,11 +119,11 @@ class SamplingFields(Fields):
 
     @property
     def wants_usage(self) -> bool:
-        """A stream ends with the number of tokens."""
+        """True if a stream ends with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, max_tokens: int | None) -> dict[str, Json]:
-        """SGLang's sampling parameters; a missing limit stands for the room that the context has."""
+        """SGLang's sampling parameters. Without a limit a completion may fill the context."""
         given = {
             "n": self.n,
             "frequency_penalty": self.frequency_penalty,
@@ -157,7 +158,7 @@ class CompletionRequest(SamplingFields):
     suffix: Literal[""] | None = None
 
     def generate_body(self) -> dict[str, Json]:
-        """The same as a request to /generate."""
+        """The request in the form of /generate."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of is not supported: ask for n completions, and choose among them.")
         first = self.prompt[:1] if isinstance(self.prompt, list) else self.prompt
@@ -209,7 +210,7 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
 
     def message(self) -> Message:
-        """The turn as chat templates take it."""
+        """The turn in the form of chat templates."""
         fields: dict[str, Any] = {  # Any: JSON arguments
             "role": "system" if self.role == "developer" else self.role,
             "content": join_parts(self.content),
@@ -238,7 +239,7 @@ class Tool(Fields):
     function: FunctionTool
 
     def schema_of_tool(self) -> dict[str, Any]:  # Any: a JSON schema
-        """The tool as chat templates take it."""
+        """The tool in the form of chat templates."""
         function = {"name": self.function.name, "description": self.function.description or ""}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
@@ -262,7 +263,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that the answer may have; None for what the context has room for."""
+        """Highest number of tokens of the answer; None fills the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -284,7 +285,7 @@ class ChatRequest(SamplingFields):
 
 
 class TokenizeRequest(Fields):
-    """POST /tokenize: a text, several, or a conversation."""
+    """POST /tokenize: one or several texts, or a conversation."""
 
     model: str | None = None
     prompt: str | Several[str] | None = None
@@ -303,10 +304,10 @@ class DetokenizeRequest(Fields):
 
 
 def parse_request(body: Json, kind: type[RequestT]) -> RequestT:
-    """The request in a JSON body, without the fields that say nothing about the answer.
+    """The request in a JSON body, without the fields that do not affect the answer.
 
     Raises:
-        RequestError: a field is unknown, missing or of another type; names the first one.
+        RequestError: a field is unknown, missing or has another type. The message names the first such field.
     """
     if not isinstance(body, dict):
         raise RequestError(f"The request must be a JSON object, found {type(body).__name__}.")
@@ -315,7 +316,7 @@ def parse_request(body: Json, kind: type[RequestT]) -> RequestT:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("list[", "str")))
-        said = "is not a field that this server knows" if problem["type"] == "extra_forbidden" else problem["msg"]
+        said = "this server has no such field" if problem["type"] == "extra_forbidden" else problem["msg"]
         raise RequestError(f"{place[:MAX_SHOWN_CHARS]}: {said[:MAX_SHOWN_CHARS]}.") from error
 
 
@@ -323,7 +324,7 @@ def join_parts(content: str | Sequence[Part] | None) -> str:
     """The text of a message.
 
     Raises:
-        RequestError: a part is no text.
+        RequestError: a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -333,7 +334,7 @@ def join_parts(content: str | Sequence[Part] | None) -> str:
 
 
 def logprob_fields(num_top: int | None, *, with_prompt: bool) -> dict[str, Json]:
-    """Fields of /generate for so many alternatives at each position; None for no log-probs."""
+    """Fields of /generate for `num_top` alternatives at each position; None for no log-probs."""
     if num_top is None:
         return {}
     if num_top < 0:
@@ -347,7 +348,7 @@ def _call(call: AssistantCall) -> dict[str, Any]:  # Any: JSON
 
 
 def _arguments(call: AssistantCall) -> Mapping[str, Any]:  # Any: JSON
-    """The arguments of a call as an object, which templates write in the model's dialect."""
+    """The arguments of a call as an object, because templates write them in the model's dialect."""
     arguments = call.function.arguments
     if isinstance(arguments, dict):
         return arguments

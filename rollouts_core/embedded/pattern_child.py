@@ -1,6 +1,6 @@
-"""The program of the process that searches for patterns, for patterns.py, which says what goes to and fro.
+"""The program of the process that searches for patterns. patterns.py starts it and describes the messages.
 
-It imports nothing of this project and is started without the packages that are installed.
+The program imports nothing of this project and runs in an interpreter without installed packages.
 """
 
 import json
@@ -14,9 +14,9 @@ MAX_MEMORY_BYTES = 1 << 30
 
 
 def main() -> None:
-    """Answer batches of searches until the input ends; one that uses up its time ends this process."""
+    """Answer batches of searches until the input ends. A search that uses up its time ends this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which closes our input when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C, and then closes this input
     for line in sys.stdin:
         for patterns, text, limit_s in json.loads(line):
             began = time.process_time()

@@ -1,14 +1,14 @@
-"""Search texts for patterns within a limit of time: some searches take hours, and Python cannot interrupt them.
+"""Search texts for patterns within a time limit, in a process, because Python cannot interrupt a search of hours.
 
     generation thread                                              a process of its own (pattern_child.py)
       a line of JSON: [[patterns, text, seconds], ...]     ──>
                                                            <──     for each text: [the pattern that matches, seconds]
-      the end of its output: the next text was too much    <──     ended by SIGPROF inside the search
+      the end of its output: the next text took too long   <──     ended by SIGPROF inside the search
 
-It is started when the first pattern is searched for, and again after such an end. The patterns are those of Python's
-`re`, as in SGLang; matchers that never take long know fewer of them.
+The process is started at the first search, and again after such an end. Patterns have the syntax of Python's `re`, as
+in SGLang. Matchers with a guaranteed run time support fewer patterns.
 
-Not here: which texts are searched when (running.py).
+Not here: the choice of texts to search (running.py).
 """
 
 from __future__ import annotations
@@ -29,68 +29,68 @@ MIN_LIMIT_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """A text and what is looked for in it."""
+    """A text and the patterns to search for."""
 
     patterns: tuple[str, ...]
     text: str
     limit_s: float
-    """Processor time that it may take."""
+    """Limit of processor time for the search, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What came of a search."""
+    """The result of a search."""
 
     pattern: str = ""
-    """The first of the patterns that the text matches anywhere; empty if it matches none."""
+    """The first pattern that matches anywhere in the text; empty if no pattern matches."""
     seconds: float = 0.0
-    """Processor time that it took."""
+    """Processor time of the search, seconds."""
     problem: str = ""
-    """Why there is no answer."""
+    """Why the search has no result; empty if it has one."""
 
 
 class PatternSearch:
-    """The process that searches; for one thread."""
+    """The process that searches; used by one thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def find(self, searches: Sequence[Search]) -> list[Found]:
-        """The answer to each search, in order."""
+        """The result of each search, in order."""
         found: list[Found] = []
         while len(found) < len(searches):
             found += self._ask(searches[len(found) :])
         return found
 
     def close(self) -> None:
-        """End the process, where there is one."""
+        """End the process if it runs."""
         self._end()
 
     def _ask(self, searches: Sequence[Search]) -> list[Found]:
-        """The answers up to the one that ended the process, or all; one at least."""
+        """The results of all searches, or up to the search that ended the process; at least one result."""
         process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         asked = [[search.patterns, search.text, max(search.limit_s, MIN_LIMIT_S)] for search in searches]
-        with suppress(BrokenPipeError):  # it was ended from outside: its output has ended, too
+        with suppress(BrokenPipeError):  # another program ended it; its output then ends too
             process.stdin.write(f"{json.dumps(asked)}\n")
             process.stdin.flush()
         found: list[Found] = []
         for _ in searches:
             if not (line := process.stdout.readline()):
                 is_late = self._end() == -signal.SIGPROF
-                problem = "took too long" if is_late else "needed too much memory, or was ended from outside"
+                problem = "took too long" if is_late else "needed too much memory, or another program ended it"
                 return [*found, Found(problem=problem)]
             pattern, seconds = json.loads(line)
             found.append(Found(pattern=pattern, seconds=seconds))
         return found
 
     def _end(self) -> int | None:
-        """How the process ended; None if there is none."""
+        """The exit code of the process; None if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return None
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        with suppress(BrokenPipeError):  # what it did not read is lost
+        with suppress(BrokenPipeError):  # unread input is lost
             process.stdin.close()
         process.stdout.close()
         return process.wait()

@@ -1,11 +1,11 @@
-"""Translate between SGLang 0.5.23's JSON and this engine's records, refusing what would be ignored silently.
+"""Translate between SGLang 0.5.23's JSON and this engine's records. Unsupported fields are refused, not ignored.
 
 Not here: HTTP and routes (server.py).
 
     {"input_ids": [...], "sampling_params": {...}} -> GenerateCall(requests=(GenerationRequest, ...))
     Completion -> {"text": ..., "output_ids": [...], "meta_info": {...}}
 
-JSON values are typed `Any` in this file: what is in them is checked here.
+JSON values have the type `Any` in this file, because this file checks them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Json = Any
 
 MAX_COMPLETIONS_PER_PROMPT = 1024
 MAX_CHARS_PER_TOKEN = 32
-"""A text with more for each token of the context is refused unread; most have four. To turn it into token ids would
-take minutes and gigabytes."""
+"""Limit of characters per token of the context. A longer text is refused, because tokenizing it would take minutes and
+gigabytes. Most texts have four characters per token."""
 MAX_NAMED_TOKENS = 2**18
-"""In `stop_token_ids` and `logit_bias`, which are looked through at every token; no vocabulary is larger."""
+"""Limit of entries in `stop_token_ids` and `logit_bias`, which are searched at every token. No vocabulary is larger."""
 MAX_LOGPROBS = 2**21
-"""In the answer to a request, beside those of the sampled tokens: 100 MB as JSON."""
+"""Limit of further log-probs in an answer, besides those of the sampled tokens: 100 MB as JSON."""
 MAX_GROUP_SIZE = 4096
-"""Ranks in a group with a trainer; each takes memory before any of them has come."""
+"""Limit of ranks in a group with a trainer. Memory for each rank is taken before any rank has joined."""
 MAX_ID_CHARS = 1024
-"""Limit of a request's id, which each of its completions copies."""
+"""Limit of characters in a request's id, which each of its completions copies."""
 MAX_SHOWN_VALUES, MAX_SHOWN_CHARS, MAX_SHOWN_DEPTH = 20, 40, 3
-"""Characters of a value in an error."""
+"""Limits of a value that is shown in an error: elements, characters and nested levels."""
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
@@ -52,7 +52,7 @@ SAMPLING_FIELDS = (
     *("no_stop_trim", "stream_interval", "logit_bias", "sampling_seed", "custom_params", "beam_width"),
     *("watermark", "choice"),
 )
-"""Every sampling parameter that SGLang knows, in the order of its error text."""
+"""All sampling parameters of SGLang, in the order of SGLang's error text."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "choice": ([], {}, ""),
@@ -61,7 +61,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
-"""Sampling parameters that this engine does not have, with the values (besides null) that change nothing."""
+"""Sampling parameters that this engine lacks, with the permitted values (besides null), which have no effect."""
 
 
 def _texts(value: Json) -> tuple[str, ...]:
@@ -74,10 +74,10 @@ CONVERSIONS: Mapping[str, Callable[[Json], object]] = {
     "logit_bias": lambda value: tuple((int(token), float(bias)) for token, bias in value.items()),
     "top_k": lambda value: -1 if value >= 2**30 else value,
 }
-"""Checked JSON of a sampling parameter as `SamplingParams` has it, where that differs."""
+"""Conversions of checked JSON values to values of `SamplingParams`, for parameters that need one."""
 
 SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Number formats of weights that are sent, as requests name them."""
+"""Number formats of sent weights, by their names in requests."""
 
 UNSUPPORTED_FIELDS = (
     *("input_embeds", "image_data", "video_data", "audio_data"),
@@ -85,47 +85,47 @@ UNSUPPORTED_FIELDS = (
     *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides", "max_thinking_tokens"),
     *("return_prompt_token_ids", "watermark"),
 )
-"""Fields of a generate request that ask for something this engine does not have."""
+"""Fields of a generate request for functions that this engine lacks."""
 UNSUPPORTED_LOGPROB_FIELDS = ("return_text_in_logprobs",)
-"""The same for requests that want log-probs; others may carry them."""
+"""Further such fields, refused only in requests for log-probs."""
 
 
 LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
-"""Options of a load; a server without adapters, draft model and disaggregation has three of them."""
+"""Sections of a load report. A server without adapters, draft model and disaggregation has three of them."""
 
 
 class ContractError(RequestError):
-    """A request that does not have SGLang's form; answered with SGLang's first shape of error body."""
+    """A request with another form than SGLang's. The answer has the form of SGLang's own errors for this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """One POST /generate: what to complete and how to answer."""
+    """One POST /generate: the requests and the form of the answer."""
 
     requests: tuple[GenerationRequest, ...]
-    """In the order of the answer."""
+    """The requests in the order of the answer."""
     is_batch: bool
-    """The answer is a list."""
+    """True if the answer is a list."""
     wants_logprobs: bool
-    """The answer carries output_token_logprobs."""
+    """True if the answer has output_token_logprobs."""
     is_stream: bool
-    """The answer is a stream of server-sent events."""
+    """True if the answer is a stream of server-sent events."""
 
 
 def parse_generate(
     body: Json, encode: Callable[[str], list[int]] | None, *, context_length: int | None = None
 ) -> GenerateCall:
-    """Check a request body and return what it asks for.
+    """Check the body of a request and convert it.
 
     Args:
         body: parsed JSON.
-        encode: turns text into token ids; None where the model directory has no tokenizer.
-        context_length: tokens of a prompt and its completion together; longer prompts are refused before anything is
-            made of them. None: the caller checks that.
+        encode: turns text into token ids; None if the model directory has no tokenizer.
+        context_length: limit of the tokens of a prompt with its completion. Longer prompts are refused early. None: the
+            caller checks the length.
 
     Raises:
         ContractError: wrong types or unknown sampling parameters.
-        RequestError: understood, but not possible with this engine.
+        RequestError: the request is valid, but this engine cannot fulfil it.
     """
     if not isinstance(body, dict):
         raise ContractError(f"invalid type: {_show(body)}, expected struct GenerateRequest")
@@ -136,7 +136,7 @@ def parse_generate(
     params_of_prompts = _spread(body, "sampling_params", len(prompts))
     params = [sampling_params_from_json(value) for value in params_of_prompts]
     count = _completions_per_prompt(params_of_prompts)
-    if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # before there is a record of each
+    if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # before a record is made for each
         raise RequestError(f"A request may ask for at most {MAX_WAITING_REQUESTS} completions, found {total}.")
     for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
         if count > 1 and isinstance(body.get(name), list):
@@ -178,7 +178,7 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
             _check_sampling_field(name, setting)
             if name not in NEUTRAL_VALUES:
                 own[name] = CONVERSIONS[name](setting) if name in CONVERSIONS else setting
-    own.pop("n", None)  # of the call
+    own.pop("n", None)  # belongs to the call
     own |= own.pop("custom_params", {})
     if value.get("max_new_tokens", 0) is None:
         own["max_new_tokens"] = None
@@ -211,7 +211,7 @@ def completion_to_json(
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": len(completion.output_ids),
         "cached_tokens": 0,
-        "cached_tokens_details": None,  # as where nothing was cached
+        "cached_tokens_details": None,  # as if nothing was cached
         "reasoning_tokens": 0,
         "dp_rank": None,
         "weight_version": completion.weight_version,
@@ -231,7 +231,7 @@ def completion_to_json(
 def progress_to_json(
     partial: Partial, *, weight_version: str, wants_logprobs: bool, text: str, index: int | None = None
 ) -> dict[str, Json]:
-    """SGLang's event for a completion that goes on: everything so far, without what the end tells."""
+    """SGLang's event for an unfinished completion: everything so far, without the fields of the end."""
     so_far = complete(partial, FinishReason("length"), weight_version=weight_version)
     answer = completion_to_json(so_far, partial.request, wants_logprobs=wants_logprobs, text=text, index=index)
     meta_info = answer["meta_info"]
@@ -241,7 +241,7 @@ def progress_to_json(
 
 
 def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
-    """SGLang's answer to a checksum of the weights, with one rank."""
+    """SGLang's answer to a request for checksums of the weights, for a server with one rank."""
     overall = hashlib.sha256()
     for name in sorted(digests):
         overall.update(name.encode() + digests[name].encode())
@@ -255,10 +255,10 @@ def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
 
 
 def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
-    """Where weights lie; this engine's own addition to SGLang's API.
+    """The addresses of published weights, an addition to SGLang's API.
 
     Raises:
-        ContractError: it is no list of {"id": ..., "path": ..., "names": [...]}.
+        ContractError: the value is not a list of {"id": ..., "path": ..., "names": [...]}.
     """
     try:
         segments = tuple(
@@ -271,16 +271,16 @@ def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
     if not segments or not all(
         isinstance(text, str) for each in segments for text in (each.id, each.path, *each.names)
     ):
-        raise ContractError(f"segments must name at least one, by strings, found {_show(value)}")
+        raise ContractError(f"segments must not be empty, and id, path and names must be strings, found {_show(value)}")
     return segments
 
 
 def group_from_json(body: Mapping[str, Json]) -> GroupCall:
-    """Which group is to be joined.
+    """The process group to join.
 
     Raises:
-        ContractError: a field is missing or of another type.
-        RequestError: a backend that this engine does not have.
+        ContractError: a field is missing or has another type.
+        RequestError: this engine does not support the backend.
     """
     if (backend := body.get("backend", "nccl")) != "gloo":
         raise RequestError(
@@ -303,7 +303,7 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         )
     return GroupCall(
         name=group_name_from_json(body),
-        address=address.strip("[]"),  # trainers write IPv6 as in a URL
+        address=address.strip("[]"),  # trainers write IPv6 addresses as in a URL
         port=port,
         rank=rank,
         size=size,
@@ -311,11 +311,11 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
 
 
 def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
-    """Which tensors are about to arrive.
+    """The tensors that the trainer sends next.
 
     Raises:
-        ContractError: names, dtypes and shapes are no lists of the same length, or of other types.
-        RequestError: a form or a number format that this engine does not take.
+        ContractError: names, dtypes and shapes are not lists of the same length, or have other types.
+        RequestError: this engine does not support the form or the number format.
     """
     if (load_format := body.get("load_format")) != "flattened_bucket":
         raise RequestError(
@@ -338,10 +338,10 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
 
 
 def group_name_from_json(body: Mapping[str, Json]) -> str:
-    """The name of a group, SGLang's where none is given.
+    """The name of a group; SGLang's default if the request has no name.
 
     Raises:
-        ContractError: it is no string.
+        ContractError: the name is not a string.
     """
     name = body.get("group_name", "weight_update_group")
     if not isinstance(name, str):
@@ -350,7 +350,7 @@ def group_name_from_json(body: Mapping[str, Json]) -> str:
 
 
 def _port(value: Json) -> Json:
-    """A port that is given as text, as AReaL and SGLang's own clients do, as a number; anything else as it is."""
+    """Convert a port given as text, as by AReaL and SGLang's own clients, to a number; other values stay."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 6 else value
 
 
@@ -359,10 +359,10 @@ def _is_shape(value: Json) -> bool:
 
 
 def abort_from_json(body: Mapping[str, Json]) -> tuple[str, bool]:
-    """Which request is to be aborted, empty for none, and whether all are.
+    """The id of the request to abort ("" without one), and whether to abort all requests.
 
     Raises:
-        ContractError: a field is of another type.
+        ContractError: a field has another type.
     """
     rid = "" if body.get("rid") is None else body["rid"]
     if not isinstance(rid, str):
@@ -371,12 +371,12 @@ def abort_from_json(body: Mapping[str, Json]) -> tuple[str, bool]:
 
 
 def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict[str, Json]:
-    """SGLang's account of what one rank has to do, with those of its sections that are asked for.
+    """SGLang's report of the load of one rank, with the requested sections.
 
     As in an SGLang without metrics, throughput and use of the processor are 0.
 
     Raises:
-        RequestError: a section that SGLang does not have.
+        RequestError: SGLang does not have a requested section.
     """
     if unknown := sorted({*include} - {*LOAD_SECTIONS}):
         raise RequestError(f"Invalid include sections: {unknown[0]}. Valid options: {', '.join(LOAD_SECTIONS)}")
@@ -419,12 +419,12 @@ def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict
 
 
 def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> list[tuple[float, int, None]]:
-    """SGLang's [logprob, token id, text] entries; this engine leaves the text out."""
+    """SGLang's [logprob, token id, text] entries. This engine leaves the text out."""
     return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
 
 
 def _prompt_logprobs_to_json(completion: Completion, asked: GenerationRequest) -> list[tuple[float | None, int, None]]:
-    """SGLang's entries for the prompt; the first one has no log-prob."""
+    """SGLang's entries for the prompt. The first entry has no log-prob."""
     if completion.prompt_scores is None:
         return []
     logprobs = [None, *completion.prompt_scores.logprobs_T.tolist()]
@@ -433,7 +433,7 @@ def _prompt_logprobs_to_json(completion: Completion, asked: GenerationRequest) -
 
 
 def _alternatives_to_json(completion: Completion, wanted: LogprobParams) -> dict[str, Json]:
-    """SGLang's entries of other tokens, a list per position; a prompt's first position has none."""
+    """SGLang's entries of other tokens, a list per position. The first position of a prompt has no entries."""
     scores, found = completion.prompt_scores, completion.alternatives
     prompt = None if scores is None else scores.alternatives
     answer: dict[str, Json] = {}
@@ -453,7 +453,7 @@ def top_entries(found: Alternatives) -> list[list[tuple[float, int, None]]]:
 
 
 def given_entries(found: Alternatives, wanted: LogprobParams) -> list[list[tuple[float, int, None]]]:
-    """SGLang's entries of the tokens that were named, a list per position."""
+    """SGLang's entries of the tokens that the request names, a list per position."""
     rows = found.given_logprobs_TG.tolist()
     return [[(logprob, token, None) for logprob, token in zip(row, wanted.token_ids, strict=True)] for row in rows]
 
@@ -474,7 +474,7 @@ def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Js
 def _prompts(
     body: Mapping[str, Json], encode: Callable[[str], list[int]] | None, context_length: int | None
 ) -> tuple[list[tuple[int, ...]], bool]:
-    """Token ids of every prompt, and whether there was a list of prompts."""
+    """Token ids of every prompt, and whether the request has a list of prompts."""
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise RequestError("Either text or input_ids should be provided, and not both.")
@@ -511,7 +511,7 @@ def _check_num_prompts(prompts: Sequence[Json]) -> None:
 
 
 def _encode_within(text: str, encode: Callable[[str], list[int]], context_length: int | None) -> tuple[int, ...]:
-    """The token ids of a text that may fit into the context."""
+    """The token ids of a text, unless the text is certainly too long for the context."""
     if context_length is not None and len(text) > (most := context_length * MAX_CHARS_PER_TOKEN):
         raise RequestError(
             f"The input ({len(text)} characters) is longer than the model's context length ({context_length} tokens): "
@@ -531,7 +531,7 @@ def _check_length(prompt: Json, context_length: int) -> None:
 
 
 def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
-    """A field that is one value for all prompts, or a list with one per prompt."""
+    """The values of a field per prompt: the field has one value for all prompts, or a list with one per prompt."""
     value = body.get(name)
     if not isinstance(value, list):
         return [value] * count
@@ -541,7 +541,7 @@ def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
 
 
 def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
-    """`n`, which all prompts of a call share."""
+    """The number `n` of completions per prompt, which must be equal for all prompts of a call."""
     counts = {1 if (count := (params or {}).get("n")) is None else count for params in params_of_prompts}
     if len(counts) > 1:
         raise RequestError("The parallel_sample_num should be the same for all samples in sample params.")
@@ -551,7 +551,7 @@ def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
 
 
 def _of_sibling(params: SamplingParams, sibling: int) -> SamplingParams:
-    """The parameters of one of the completions of a prompt: its seed is that many after the given one."""
+    """The parameters of completion number `sibling` of a prompt: the number is added to the seed."""
     if params.sampling_seed is None or sibling == 0:
         return params
     num_seeds = MAX_SEED - MIN_SEED + 1
@@ -559,7 +559,7 @@ def _of_sibling(params: SamplingParams, sibling: int) -> SamplingParams:
 
 
 def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bool) -> list[str]:
-    """The ids of all completions; one id for several names them `<id>_<n>`, as in SGLang."""
+    """The ids of all completions. One id for several completions gives `<id>_<n>`, as in SGLang."""
     if value is None:
         return [uuid.uuid4().hex for _ in range(num_prompts * per_prompt)]
     ids = value if isinstance(value, list) else [value]
@@ -575,7 +575,7 @@ def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bo
 
 
 def _logprob_params(body: Mapping[str, Json], prompts: Sequence[tuple[int, ...]]) -> list[LogprobParams]:
-    """The log-probs that each prompt's answer has beside those of the sampled tokens."""
+    """The further log-probs in each prompt's answer, besides those of the sampled tokens."""
     starts = _spread(body, "logprob_start_len", len(prompts))
     tops = _spread(body, "top_logprobs_num", len(prompts))
     named = body.get("token_ids_logprob")
@@ -597,7 +597,7 @@ def _logprob_params(body: Mapping[str, Json], prompts: Sequence[tuple[int, ...]]
 
 
 def _check_num_logprobs(requests: Sequence[GenerationRequest], context_length: int | None) -> None:
-    """Refuse a call whose answer would have more log-probs than are sent."""
+    """Raise RequestError for a call whose answer would have more than `MAX_LOGPROBS` further log-probs."""
     total = 0
     for asked in requests:
         num_prompt, limit = len(asked.input_ids), asked.params.max_new_tokens
@@ -624,7 +624,7 @@ def _check_sampling_type(name: str, value: Json) -> None:
             expected = "token ids with a number each"
         case "custom_params":
             is_fine = isinstance(value, dict) and value.keys() <= {"num_tokens"} and all(map(_is_i64, value.values()))
-            expected = "an object with num_tokens, an i64, alone"
+            expected = "an object with only num_tokens, an i64"
         case "ignore_eos" | "skip_special_tokens" | "no_stop_trim":
             is_fine, expected = isinstance(value, bool), "a boolean"
         case "temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty":
@@ -650,11 +650,11 @@ def _is_i64(value: Json) -> bool:
 
 
 def _is_f64(value: Json) -> bool:
-    return isinstance(value, float) or (_is_integer(value) and value.bit_length() < 1024)  # what is longer is no float
+    return isinstance(value, float) or (_is_integer(value) and value.bit_length() < 1024)  # not above a float
 
 
 def _is_bias(token: str, value: Json) -> bool:
-    # Python refuses to read a number of more than 4,300 digits.
+    # The length is checked, because Python refuses to read a number of more than 4,300 digits.
     return token.isdecimal() and len(token) < 20 and _is_f64(value)
 
 
@@ -667,7 +667,7 @@ def _show(value: Json) -> str:
 
 
 def _shortened(value: Json, depth: int = MAX_SHOWN_DEPTH) -> Json:
-    """The beginning of a value, which may have millions of parts."""
+    """The beginning of a value that may have millions of elements."""
     if isinstance(value, str):
         return value[:MAX_SHOWN_CHARS]
     if isinstance(value, list):

@@ -1,12 +1,12 @@
-"""Take weights that a trainer sends: the server's end of process groups, and what has arrived of an update.
+"""Receive weights from a trainer: the server's end of process groups, and the tensors of an update so far.
 
-Not here: the trainer's end (engines/group.py), loading what arrived (scheduler.py), the form of requests (protocol.py).
+Not here: the trainer's end (engines/group.py), loading the tensors (scheduler.py), the form of requests (protocol.py).
 
-    begin -> receive a bucket, another, ... -> end: all that arrived, to be loaded at once beside what stays
-    join, leave: a group, which outlives many updates
+    begin -> receive a bucket, another, ... -> end: the received tensors, to be loaded together; others stay unchanged
+    join, leave: a group, which is used for many updates
 
-SGLang loads each bucket as it comes. Here they are kept apart until the end, so an update that broke off leaves the old
-weights as they were.
+SGLang loads each bucket when it arrives. This engine collects the buckets until the end, so an interrupted update
+leaves the old weights unchanged.
 """
 
 from __future__ import annotations
@@ -41,80 +41,80 @@ ResultT = TypeVar("ResultT")
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 OPEN_SESSION = "a weight-update session is already open; call end_weight_update() first"
 MAX_WAITING_CALLS = 8
-"""Groups and buckets that are waited for at a time, each in a thread and with a connection of its own."""
+"""Highest number of calls that wait for groups or buckets, each in its own thread with its own connection."""
 ANSWER_GRACE_S = 5.0
-"""How much longer than its own limit a thread may take."""
+"""Seconds that a thread may take beyond its own time limit."""
 MAX_GROUPS = 64
-"""Groups that are kept. A trainer that was killed leaves its groups here, so the oldest one makes room."""
+"""Highest number of groups. A killed trainer leaves its groups here, so a new group replaces the oldest one."""
 
 
 class OrderError(RequestError):
-    """A call that is not in its place among those of an update; answered with SGLang's body and words for it."""
+    """A call in the wrong order within an update. The answer has SGLang's form and words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCall:
-    """A group that is to be joined."""
+    """A request to join a group."""
 
     name: str
-    """The trainer's name of it."""
+    """The trainer's name for the group."""
     address: str
-    """Where the trainer's store listens."""
+    """Address of the trainer's store."""
     port: int
     """Its port."""
     rank: int
     """This server's number in the group; 0 is the trainer."""
     size: int
-    """How many are in the group."""
+    """Number of members of the group, including the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCall:
-    """Tensors that are about to arrive, their bytes one after the other."""
+    """An announcement of tensors, whose bytes arrive one after the other."""
 
     group: str
-    """The name of the group that they come by."""
+    """Name of the group that carries the bytes."""
     dtypes: Mapping[str, torch.dtype]
-    """By the tensor's name, in the order of the bytes."""
+    """Number format by tensor name, in the order of the bytes."""
     shapes: Mapping[str, tuple[int, ...]]
-    """By the tensor's name."""
+    """Shape by tensor name."""
 
 
 class WeightReceiver:
-    """Groups with trainers, and the update that is open; used by the thread of one event loop, and closed there.
+    """Groups with trainers, and the open update. Used and closed by the thread of one event loop.
 
     Args:
-        max_bytes: of all tensors of an update.
+        max_bytes: limit of the bytes of all tensors of an update.
     """
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
         self._max_bytes = max_bytes
         self._groups: dict[str, Any] = {}  # Any: ProcessGroupGloo, which not every build of torch has
         self._arrived: dict[str, Tensor] | None = None
-        """None while no update is open."""
+        """The received tensors; None while no update is open."""
         self._kept: frozenset[str] = frozenset()
         self._num_waiting = 0
         self._num_expected_bytes = 0
-        """Limit of awaited buckets."""
+        """Bytes of the buckets that are being awaited."""
 
     def begin(self, kept: Collection[str] = ()) -> None:
         """Open an update.
 
         Args:
-            kept: tensors that will not be sent, since they stay as they are.
+            kept: tensors that will not be sent, because they stay unchanged.
 
         Raises:
-            OrderError: one is open, which a trainer that was killed may have left.
+            OrderError: an update is already open, perhaps from a killed trainer.
         """
         if self._arrived is not None:
             raise OrderError(OPEN_SESSION)
         self._arrived, self._kept = {}, frozenset(kept)
 
     def end(self) -> tuple[dict[str, Tensor], frozenset[str]]:
-        """Close the update; returns what arrived, and the names of what stays.
+        """Close the update; returns the received tensors and the names of the unchanged tensors.
 
         Raises:
-            OrderError: none is open.
+            OrderError: no update is open.
         """
         if self._arrived is None:
             raise OrderError(NO_SESSION)
@@ -122,10 +122,10 @@ class WeightReceiver:
         return arrived, self._kept
 
     async def join(self, call: GroupCall) -> None:
-        """Become part of a group, in place of an earlier one of the same name.
+        """Join a group, replacing an earlier group of the same name.
 
         Raises:
-            EngineUnavailableError: the trainer is not there, or too many calls are waiting.
+            EngineUnavailableError: the trainer is unreachable, or too many calls are waiting.
         """
         with _failures_named(f"{call.address}:{call.port} is not there as a trainer"):
             joined = [await self._beside(partial(_connect, call))]
@@ -136,11 +136,11 @@ class WeightReceiver:
         self._groups[call.name] = joined.pop()
 
     async def receive(self, call: BucketCall) -> None:
-        """Keep a bucket for the end of the update.
+        """Receive a bucket and store it until the end of the update.
 
         Raises:
             OrderError: no update is open.
-            RequestError: there is no such group.
+            RequestError: the group does not exist.
             EngineUnavailableError: the bucket did not arrive, or too many calls are waiting.
         """
         if (arrived := self._arrived) is None:
@@ -158,14 +158,14 @@ class WeightReceiver:
             arrived[name] = piece.view(call.dtypes[name]).view(shape)
 
     def leave(self, name: str) -> None:
-        """Leave a group, also amid a bucket.
+        """Leave a group, even while a bucket is being received.
 
         Raises:
-            OrderError: it is not known.
+            OrderError: the group does not exist.
         """
         if name not in self._groups:
             raise OrderError("The group to be destroyed does not exist.")
-        let_go([self._groups.pop(name)])  # no other name: the last reference waits for the group's end
+        let_go([self._groups.pop(name)])  # in no variable: dropping the last reference waits for the group's end
 
     def close(self) -> None:
         """Leave all groups."""
@@ -175,14 +175,15 @@ class WeightReceiver:
     async def _beside(self, work: Callable[[], ResultT], *, num_bytes: int = 0) -> ResultT:
         """The result of `work` in a thread, which counts as a waiting call until it ends.
 
-        torch waits without limit for a store that accepts a connection and is silent, and nothing can break that off.
+        A thread is needed, because torch waits forever for a store that accepts a connection and is silent, and this
+        wait cannot be interrupted.
 
         Raises:
             EngineUnavailableError: too many calls are waiting.
-            RuntimeError: it took too long.
+            RuntimeError: the work took too long.
         """
         if self._num_waiting >= MAX_WAITING_CALLS:
-            raise EngineUnavailableError(f"{MAX_WAITING_CALLS} groups and buckets are waited for: ask again later")
+            raise EngineUnavailableError(f"{MAX_WAITING_CALLS} groups and buckets are already awaited: try again later")
         results: list[ResultT] = []  # a group must have no other reference, see `let_go`
         thread = asyncio.ensure_future(in_daemon_thread(lambda: results.append(work())))
         self._num_waiting += 1
@@ -196,8 +197,8 @@ class WeightReceiver:
         await asyncio.wait([thread], timeout=process_group.TIMEOUT_S + ANSWER_GRACE_S)
         if not thread.done():
             thread.add_done_callback(lambda ended: let_go(results) if ended.exception() is None else None)
-            raise RuntimeError(f"not within {process_group.TIMEOUT_S:g} s")
-        thread.result()  # raises what it ended with
+            raise RuntimeError(f"not finished within {process_group.TIMEOUT_S:g} s")
+        thread.result()  # raises the error of the work
         return results.pop()
 
     def _receive_bytes(self, name: str, flat: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""Own the rows that decode together: admit requests, take one token for every row, hand out what has finished.
+"""Own the rows that decode together: admit requests, sample one token for every row, return finished completions.
 
 Not here: threads, waiting, weight versions' names (scheduler.py), HTTP.
 
     GenerationRequest -> Partial --step--> row 0..B-1 --step--> (Partial, FinishReason)
                            ^                    |
-                           +------ remove ------+      aborted or retracted: with the tokens it has
+                           +------ remove ------+      aborted or retracted: with the tokens sampled so far
 
-Rows are the slots 0..B-1 of the decoder without gaps: the last row moves into the place of one that leaves.
+Rows are the slots 0..B-1 of the decoder without gaps: when a row leaves, the last row moves into its slot.
 Letters: B rows, V vocabulary.
 """
 
@@ -46,32 +46,32 @@ from rollouts_core.errors import NoMemoryError
 
 NO_TOKEN = -1
 MAX_SEARCH_S, MAX_SEARCH_S_PER_TOKEN = 1.0, 1e-3
-"""Processor time that the search for a completion's stop patterns may take, and how much more for each of its tokens.
-All other completions wait for it. A pattern that is no trap needs a tenth of a millisecond for 10,000 characters."""
+"""Limit of processor time for the search for a completion's stop patterns: seconds, plus seconds per token. All other
+completions wait for the search. A normal pattern needs a tenth of a millisecond for 10,000 characters."""
 
 
 class FinishReason(NamedTuple):
     """Why a completion ended."""
 
     kind: Literal["stop", "length", "abort", "error"]
-    """A stop token or string, the limit, from outside, or what was asked for cannot be done."""
+    """stop: a stop token or string; length: the limit; abort: on request; error: the request cannot be fulfilled."""
     token_id: int = NO_TOKEN
     """The stop token, for "stop"."""
     message: str = ""
-    """For "abort": the end's origin; what to change, for "error"."""
+    """For "abort", the origin of the abort; for "error", what to change."""
     string: str = ""
     """The stop string or pattern, for "stop" without a stop token."""
 
 
 NO_NUMBERS = FinishReason(
     "error",
-    message="The log-probs of the next token are no finite numbers: the weights may be those of a training that "
-    "diverged; else give a smaller logit_bias, or a repetition_penalty that is further from 0.",
+    message="The log-probs of the next token are no finite numbers: the training of the weights may have diverged. If "
+    "not, use a smaller logit_bias, or a repetition_penalty that is further from 0.",
 )
 
 
 class WeightSpan(NamedTuple):
-    """Completion tokens [start, end) were sampled by the weights of this version."""
+    """The completion tokens [start, end) were sampled by the weights of this version."""
 
     version: str
     start: int
@@ -80,21 +80,21 @@ class WeightSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One completion that somebody wants."""
+    """A request for one completion."""
 
     request_id: str
-    """Names it in aborts and answers."""
+    """Name of the request in aborts and answers."""
     input_ids: tuple[int, ...]
     """The prompt."""
     params: SamplingParams
-    """How to sample and when to end."""
+    """Sampling parameters and end conditions."""
     logprobs: LogprobParams = NO_LOGPROBS
-    """Log-probs that are wanted beside those of the sampled tokens."""
+    """Wanted log-probs besides those of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """A request and the part of its completion that exists; what waits in queues and leaves the batch."""
+    """A request and its completion so far. Queues hold such objects, and the batch returns them."""
 
     request: GenerationRequest
     """What was asked."""
@@ -103,13 +103,13 @@ class Partial:
     output_ids: tuple[int, ...] = ()
     """The completion so far."""
     output_logprobs: tuple[float, ...] = ()
-    """Log-probability of each, under the distribution that was sampled from."""
+    """Log-prob of each token under the distribution from which it was sampled."""
     version_changes: tuple[tuple[str, int], ...] = ()
     """(version that ended, tokens that existed then), in order."""
     prompt_scores: PromptScores | None = None
-    """Log-probs of the prompt, where they are wanted and were computed."""
+    """Log-probs of the prompt; None until they are computed, or if the request does not want them."""
     alternatives: tuple[Alternatives, ...] = ()
-    """Log-probs of other tokens in the place of each of the completion, where they are wanted."""
+    """Log-probs of other tokens at each position of the completion; empty if the request does not want them."""
     submitted_at: float = field(default_factory=time.monotonic)
     """Clock of `time.monotonic`."""
 
@@ -121,7 +121,7 @@ class Completion:
     request_id: str
     """The request's."""
     output_ids: tuple[int, ...]
-    """Sampled tokens; a stop token, or the end of a stop string, is the last of them."""
+    """The sampled tokens, including a stop token or the tokens of a stop string at the end."""
     output_logprobs: tuple[float, ...]
     """Log-probability of each, under the distribution that was sampled from."""
     finish_reason: FinishReason
@@ -129,13 +129,13 @@ class Completion:
     prompt_tokens: int
     """Length of the prompt."""
     weight_versions: tuple[WeightSpan, ...]
-    """Which weights sampled which tokens; one span unless weights changed on the way."""
+    """Which weights sampled which tokens; one span unless weights changed during the completion."""
     latency_s: float
-    """From submission to the last token."""
+    """Time from submission to the last token."""
     prompt_scores: PromptScores | None = None
-    """Log-probs of the prompt, where they were wanted."""
+    """Log-probs of the prompt; None if the request does not want them."""
     alternatives: Alternatives | None = None
-    """Log-probs of other tokens in the place of each of the completion, where they were wanted."""
+    """Log-probs of other tokens at each position of the completion; None if the request does not want them."""
 
     @property
     def weight_version(self) -> str:
@@ -144,7 +144,7 @@ class Completion:
 
 
 def complete(partial: Partial, reason: FinishReason, *, weight_version: str) -> Completion:
-    """The answer that `partial` amounts to when it ends now, under weights of this version."""
+    """The completion if `partial` ends now, under weights of this version."""
     return Completion(
         request_id=partial.request.request_id,
         output_ids=partial.output_ids,
@@ -175,7 +175,7 @@ def weight_spans(changes: Sequence[tuple[str, int]], current_version: str, num_t
 
 
 def note_version_change(partial: Partial, old_version: str) -> Partial:
-    """`partial`, remembering that its tokens so far are of `old_version`."""
+    """`partial` with a note that its tokens so far are from `old_version`."""
     if not partial.output_ids:
         return partial
     change = (old_version, len(partial.output_ids))
@@ -183,14 +183,14 @@ def note_version_change(partial: Partial, old_version: str) -> Partial:
 
 
 class RunningBatch:
-    """The rows in the decoder's slots and what they have produced; not thread-safe.
+    """The rows in the decoder's slots and their completions so far; not thread-safe.
 
     Args:
-        decoder: no other batch may be using it.
-        tokenizer: finds stop strings and patterns; without it requests cannot have any.
+        decoder: the decoder, used by no other batch.
+        tokenizer: finds stop strings and patterns. Without a tokenizer, requests cannot have stop strings or patterns.
 
     Raises:
-        NoMemoryError: the decoder has more slots than there is memory for.
+        NoMemoryError: the memory is too small for the decoder's slots.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None = None) -> None:
@@ -201,7 +201,7 @@ class RunningBatch:
         self._alternatives: list[list[Alternatives]] = []
         self._patterns = PatternSearch()
         self.constraints = Constraints(tokenizer, decoder.architecture.vocab_size, decoder.architecture.eos_token_ids)
-        """Makes the constraints of rows."""
+        """Creates the constraints of rows."""
         self._followed: list[Constraint | None] = []
         try:
             self._sampling = SamplingRows(slots)
@@ -216,31 +216,31 @@ class RunningBatch:
             self._output_logprobs = np.zeros((slots, length), dtype=np.float32)
         except MemoryError as error:
             raise NoMemoryError(
-                f"the embedded engine has no memory for the tokens of {slots} completions with room for {length} each: "
-                "lower deployment.max_running_requests (--max-running-requests)"
+                f"the embedded engine has too little memory for {slots} completions of {length} tokens each: lower "
+                "deployment.max_running_requests (--max-running-requests)"
             ) from error
 
     @property
     def num_rows(self) -> int:
-        """Requests that are decoding."""
+        """Number of running requests."""
         return len(self._partials)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows, prompts included."""
+        """Number of tokens of all rows, including prompts."""
         return int(self._num_cached[: self.num_rows].sum())
 
     @property
     def num_free(self) -> int:
-        """Requests that could be admitted now."""
+        """Number of requests that could be admitted now."""
         return self._decoder.num_slots - self.num_rows
 
     def close(self) -> None:
-        """End what searches for patterns."""
+        """End the process that searches for patterns."""
         self._patterns.close()
 
     def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:
-        """Take in requests and sample one more token for every row; return the requests that ended."""
+        """Admit requests and sample one more token for every row; returns the requests that ended."""
         assert len(admitted) <= self.num_free, f"{len(admitted)} requests for {self.num_free} free rows"
         num_decoding = self.num_rows
         full = [partial for partial in admitted if self._output_limit(partial) == 0]
@@ -249,7 +249,7 @@ class RunningBatch:
                 self._add_row(partial)
         scorers = {key: PromptScorer(*key) for partial in admitted if (key := _scorer_key(partial))}
         prompts = [added.request.input_ids + added.output_ids for added in self._partials[num_decoding:]]
-        # A prompt without a completion takes a free slot for this pass alone.
+        # A prompt without a completion uses a free slot only for this pass.
         prompts += [partial.request.input_ids for partial in full if _scorer_key(partial)]
         if not num_decoding and not prompts:
             return [(partial, FinishReason("length")) for partial in full]
@@ -270,7 +270,7 @@ class RunningBatch:
         return ended + self._take_finished()
 
     def _end_scored(self, partial: Partial, num_filled: int) -> tuple[Partial, FinishReason]:
-        """A request that wants no token, with the reason for its end; slots behind the rows were filled for such."""
+        """A request that wants no token, with its end. Such prompts were computed in the slots after the rows."""
         if partial.prompt_scores is None or not np.isnan(partial.prompt_scores.logprobs_T).any():
             return partial, FinishReason("length")
         for slot in range(self.num_rows, num_filled):
@@ -278,14 +278,14 @@ class RunningBatch:
         return partial, NO_NUMBERS
 
     def remove(self, is_chosen: Callable[[str], bool]) -> list[Partial]:
-        """Take out the rows whose request id is chosen, with the tokens they have, in row order."""
+        """Remove the rows whose request id is chosen, and return them with their tokens, in the order of the rows."""
         rows = [row for row, p in enumerate(self._partials) if is_chosen(p.request.request_id)]
         removed = [self.partial(row) for row in rows]
         self._drop_rows(rows)
         return removed
 
     def partial(self, row: int) -> Partial:
-        """The state of this row now."""
+        """The current state of a row."""
         count = self._num_output[row]
         return replace(
             self._partials[row],
@@ -295,7 +295,7 @@ class RunningBatch:
         )
 
     def row_of(self, request_id: str) -> int | None:
-        """The row of a request, None if it is not decoding."""
+        """The row of a request; None if the request is not running."""
         ids = (p.request.request_id for p in self._partials)
         return next((row for row, found in enumerate(ids) if found == request_id), None)
 
@@ -325,9 +325,9 @@ class RunningBatch:
         self._has_alternatives[row] = partial.request.logprobs.num_alternatives > 0
 
     def _ends_of(self, params: SamplingParams) -> set[int]:
-        """Tokens of the model that end a completion, unless these are ignored."""
+        """Tokens that end a completion; empty with `ignore_eos`."""
         architecture = self._decoder.architecture
-        known = range(architecture.vocab_size)  # a request may name millions of others, for which all rows get room
+        known = range(architecture.vocab_size)  # skips ids that do not exist: memory in all rows
         return {*architecture.eos_token_ids, *filter(known.__contains__, params.stop_token_ids)}
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
@@ -381,7 +381,7 @@ class RunningBatch:
         return finished
 
     def _find_stops(self, rows: list[int]) -> dict[int, FinishReason]:
-        """The rows that end by a stop string or pattern, or by the limit of its search."""
+        """The rows that end by a stop string or pattern, or because the search for a pattern took too long."""
         stops = {row: FinishReason("stop", string=string) for row in rows if (string := self._stop_string(row))}
         searched = [row for row in rows if row not in stops and self._partials[row].request.params.stop_regex]
         for row, found in zip(searched, self._patterns.find(list(map(self._pattern_search, searched))), strict=True):
@@ -394,7 +394,7 @@ class RunningBatch:
         return stops
 
     def _find_no_numbers(self) -> dict[int, FinishReason]:
-        """The rows whose last token was chosen from no finite numbers; their slots hold nothing any more."""
+        """The rows whose last token was chosen from non-finite numbers; their slots are emptied."""
         last_logprobs = self._output_logprobs[np.arange(self.num_rows), self._num_output[: self.num_rows] - 1]
         rows = np.flatnonzero(~np.isfinite(last_logprobs)).tolist()
         for row in rows:
@@ -402,7 +402,7 @@ class RunningBatch:
         return dict.fromkeys(rows, NO_NUMBERS)
 
     def _stop_string(self, row: int) -> str:
-        """The stop string that a row's text ends in, or nearly: its last token may go on behind it."""
+        """The stop string at the end of a row's text. The last token may contain text after the string."""
         wanted = self._partials[row].request.params.stop
         if not wanted:
             return ""
@@ -414,7 +414,7 @@ class RunningBatch:
         return next((string for string in wanted if string in tail), "")
 
     def _pattern_search(self, row: int) -> Search:
-        """The search for a row's patterns in its text, with the time that is left for it."""
+        """The search for a row's patterns in its text, with its remaining time."""
         assert self._tokenizer is not None, "the scheduler refuses stop patterns where there is no tokenizer"
         count = int(self._num_output[row])
         limit_s = MAX_SEARCH_S + MAX_SEARCH_S_PER_TOKEN * count - float(self._search_s[row])
@@ -446,7 +446,7 @@ class RunningBatch:
 
 
 def _scorer_key(partial: Partial) -> tuple[tuple[int, ...], LogprobParams, int | None] | None:
-    """The inputs of the log-probs of a prompt; None if they are not wanted, or known."""
+    """The inputs of the log-probs of a prompt; None if the log-probs are not wanted or already known."""
     request = partial.request
     if request.logprobs.start is None or partial.prompt_scores is not None:
         return None

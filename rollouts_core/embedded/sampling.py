@@ -1,19 +1,19 @@
-"""Choose tokens from logits the way each request asks for, and say how probable each choice was.
+"""Sample tokens from logits with the parameters of each request, and compute the log-prob of each token.
 
 Not here: stop conditions (running.py), reading JSON (protocol.py).
 
     logits_BV - penalties                                         for tokens that the completion already has
-        - inf                                                     for ends of a completion that is too short
+        - inf                                                     for end tokens before min_new_tokens
         - inf                                                     for ids from num_tokens on
         + logit_bias
-        / temperature -> log_softmax -> logprobs                  what is reported
+        / temperature -> log_softmax -> logprobs                  the reported log-probs
                                    |
-                     top_k, top_p, min_p restrict                 what can be chosen
+                     top_k, top_p, min_p                          exclude tokens from the choice
                                    |
     uniform(seed, position) -> inverse cumulative distribution -> tokens_B
 
-The uniform number is a hash of the request's seed and the token's position, so what a request draws does not depend
-on what else runs, and a request that is aborted and continued with the same seed draws what it would have drawn.
+The uniform number is a hash of the request's seed and the token's position. A request therefore gets the same numbers
+beside any other requests, and after an abort and a continuation with the same seed.
 
 Letters: B rows, V vocabulary.
 """
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
-"""Below this a request is greedy, as in SGLang."""
+"""With a temperature below this a request is greedy, as in SGLang."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_PATTERNS = 32
@@ -45,30 +45,30 @@ _UNIFORM_BITS = 52
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled and when it ends, under SGLang's names and defaults.
+    """The sampling parameters and end conditions of one completion, with SGLang's names and defaults.
 
     Raises:
-        ValueError: a value outside its range; the text is SGLang's.
+        ValueError: a value outside its range. The message is SGLang's.
     """
 
     max_new_tokens: int | None = 128
-    """Tokens at most; None stands for what the context has room for."""
+    """Highest number of tokens; None fills the context."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, besides the model's own; the token is part of the completion."""
     stop: tuple[str, ...] = ()
-    """Strings that end the completion as soon as its text has one of them; its tokens are part of the completion."""
+    """Strings that end the completion as soon as its text contains one. The string's tokens stay in the completion."""
     stop_regex: tuple[str, ...] = ()
     """Regular expressions that end the completion as soon as its text matches one of them."""
     min_new_tokens: int = 0
-    """Before so many tokens nothing that would end the completion by itself can be chosen."""
+    """Until the completion has this many tokens, no end token can be chosen."""
     ignore_eos: bool = False
-    """Neither the model's ends of turn nor `stop_token_ids` end the completion."""
+    """If true, neither the model's end tokens nor `stop_token_ids` end the completion."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most probable token."""
+    """Divisor of the logits; 0 chooses the most probable token."""
     top_p: float = 1.0
     """Only the most probable tokens that together reach this probability can be chosen."""
     top_k: int = -1
-    """Only this many most probable tokens can be chosen; -1 stands for all."""
+    """Only this many most probable tokens can be chosen; -1 permits all."""
     min_p: float = 0.0
     """Only tokens at least this probable, relative to the most probable one, can be chosen."""
     frequency_penalty: float = 0.0
@@ -78,15 +78,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides a token's logit, or multiplies a negative one, if the completion already has the token."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and what is added to the logit of each."""
+    """Pairs of a token id and the number that is added to its logit."""
     num_tokens: int | None = None
-    """Only token ids below it are there; None stands for all that the model has."""
+    """Only token ids below this number can be chosen; None permits all ids of the model."""
     sampling_seed: int | None = None
-    """Same seed, prompt and weights give the same completion; None draws a seed."""
+    """The same seed, prompt and weights give the same completion; None draws a seed."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text; the token ids have them either way."""
+    """Leave special tokens out of the text. The token ids always contain them."""
     no_stop_trim: bool = False
-    """Keep what ended the completion in the text; the token ids have it either way."""
+    """Keep the stop string or end token in the text. The token ids always contain it."""
     json_schema: str = ""
     """A JSON schema that the text of the completion follows; empty for none."""
     regex: str = ""
@@ -122,61 +122,61 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """The most probable token is taken."""
+        """True if the most probable token is chosen."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def is_penalized(self) -> bool:
-        """Tokens that the completion already has are more, or less, probable."""
+        """True if a penalty changes the logits of tokens that the completion already has."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def is_constrained(self) -> bool:
-        """The completion follows a schema or an expression."""
+        """True if the completion must follow a schema or a regular expression."""
         return bool(self.json_schema or self.regex)
 
     @property
     def is_adjusted(self) -> bool:
-        """Logits are changed before anything is chosen."""
+        """True if logits are changed before sampling."""
         return self.is_penalized or self.min_new_tokens > 0 or bool(self.logit_bias) or self.is_constrained
 
     @property
     def is_restricted(self) -> bool:
-        """Some tokens may be excluded from the choice."""
+        """True if some tokens may be excluded from the choice."""
         return self.top_p < 1.0 or self.top_k > 1 or self.min_p > 0.0
 
 
 class SamplingRows:
-    """The sampling parameters of B rows, column by column: building them anew whenever a row leaves takes longer.
+    """The sampling parameters of B rows as arrays that are updated in place, which is faster than building new ones.
 
     Args:
-        num_rows: B; what the rows hold is undefined until they are set.
+        num_rows: B. The content of a row is undefined until it is set.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.temperature_B = np.ones(num_rows, dtype=np.float32)
         """1 for greedy rows of temperature 0."""
         self.top_p_B = np.ones(num_rows, dtype=np.float32)
-        """Share of the probability that can be chosen."""
+        """Probability that the tokens to choose from must reach together."""
         self.top_k_B = np.zeros(num_rows, dtype=np.int64)
-        """Number of tokens that can be chosen; more than any vocabulary has stands for all."""
+        """Number of tokens that can be chosen; a number above every vocabulary permits all."""
         self.num_tokens_B = np.full(num_rows, ALL_TOKENS, dtype=np.int64)
-        """Token ids from here on are left out."""
+        """Token ids from this number on are left out."""
         self.min_p_B = np.zeros(num_rows, dtype=np.float32)
         """Least probability relative to the most probable token."""
         self.seed_B = np.zeros(num_rows, dtype=np.int64)
-        """The request's seed, or the one that stands in for it."""
+        """The request's seed, or the seed drawn for it."""
         self.is_greedy_B = np.zeros(num_rows, dtype=np.bool_)
         """Rows that take the most probable token."""
         self.is_restricted_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows of which some tokens may be excluded."""
+        """Rows for which some tokens may be excluded."""
         self.is_adjusted_B = np.zeros(num_rows, dtype=np.bool_)
         """Rows whose logits are changed."""
         self.has_stop_B = np.zeros(num_rows, dtype=np.bool_)
         """Rows that a string or a pattern may end."""
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """The request of a row."""
+        """Set the parameters of a row."""
         self.temperature_B[row] = 1.0 if params.temperature < MIN_TEMPERATURE else params.temperature
         self.top_p_B[row] = params.top_p
         self.top_k_B[row] = params.top_k if params.top_k > 0 else ALL_TOKENS
@@ -189,12 +189,12 @@ class SamplingRows:
         self.has_stop_B[row] = bool(params.stop or params.stop_regex)
 
     def move(self, source: int, target: int) -> None:
-        """Put a row in the place of another."""
+        """Copy row `source` to row `target`."""
         for column in vars(self).values():
             column[target] = column[source]
 
     def first(self, num_rows: int) -> SamplingRows:
-        """The first rows; they stay the same memory."""
+        """A view of the first rows."""
         rows = SamplingRows(0)
         vars(rows).update({name: column[:num_rows] for name, column in vars(self).items()})
         return rows
@@ -205,7 +205,7 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     """Return a token per row and its log-probability under log_softmax(logits / temperature).
 
     Args:
-        logits_BV: next-token logits; those of ids that rows leave out become minus infinity.
+        logits_BV: next-token logits. The logits of ids that rows leave out become minus infinity.
         rows: sampling parameters of the same rows.
         positions_B: the position that each token will have, counted from the start of the prompt.
 
@@ -252,11 +252,11 @@ def leave_out(logits_BV: Tensor, num_tokens_B: NDArray[np.int64]) -> None:
 def adjust_logits(
     logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingParams, ends: Collection[int]
 ) -> None:
-    """Change the logits of the next token as a request asks for, in place and in SGLang's order.
+    """Apply a request's changes to the logits of the next token, in place and in SGLang's order.
 
     Args:
         output_ids: the completion so far.
-        ends: tokens that would end it.
+        ends: tokens that would end the completion.
     """
     if params.is_penalized:
         penalize(logits_V, output_ids, params)
@@ -278,7 +278,7 @@ def penalize(logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingPa
 
 
 def uniform_numbers(seeds_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), a function of (seed, position) alone: two rounds of the splitmix64 finaliser."""
+    """Numbers in [0, 1) that depend only on (seed, position): two rounds of the splitmix64 finaliser."""
     mixed_seeds = _splitmix64(seeds_B.astype(np.uint64))
     mixed = _splitmix64(mixed_seeds + positions_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS

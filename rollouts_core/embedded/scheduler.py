@@ -1,6 +1,6 @@
-"""Own the thread that generates: a queue of requests, pauses, weight updates and aborts, all between two steps.
+"""Own the generation thread: a queue of requests, and pauses, weight updates and aborts between two steps.
 
-Not here: which row holds what (running.py), HTTP (server.py).
+Not here: the rows of the running batch (running.py), HTTP (server.py).
 
     any thread                              generation thread, one turn after the other
     submit()  -> incoming --+
@@ -9,8 +9,8 @@ Not here: which row holds what (running.py), HTTP (server.py).
     update_weights() ...-+           +------------------------------------------------------------------+
                                         finished completions resolve the futures that submit() returned
 
-An update without a pause lets the running requests end first and admits no others meanwhile. When the thread fails,
-every pending future fails with the same error and nothing is accepted any more.
+An update without a pause lets the running requests end first and admits no other requests meanwhile. If the thread
+fails, every pending future fails with the same error, and no further calls are accepted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_REQUESTS = 65536
 MAX_WAITING_UPDATES = 8
-"""Updates of weights that wait for running requests to end; sent weights are kept in memory meanwhile."""
+"""Highest number of weight updates that wait for running requests to end. Waiting updates may hold sent weights."""
 CLOSE_TIMEOUT_S = 10.0
 ABORTED = FinishReason("abort", message="Aborted")
 SHUT_DOWN = FinishReason("abort", message="The engine is shutting down")
@@ -58,7 +58,7 @@ ProgressListener = Callable[[Partial], None]
 
 
 class RequestError(EngineError):
-    """A request that the engine refuses as it is; asking again does not help."""
+    """A request that the engine refuses; a retry of the same request does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,13 @@ class WeightUpdate:
     """Weights that wait to be loaded."""
 
     model_dir: Path
-    """Directory with the safetensors files, or, for weights that lie elsewhere, with config.json alone."""
+    """Directory with the safetensors files. For segments and sent weights, it needs only a config.json."""
     segments: tuple[SegmentAddress, ...] = ()
-    """Where the weights lie; empty if they lie in the directory."""
+    """Addresses of the weights; empty if the weights are in the directory."""
     tensors: Mapping[str, Tensor] | None = None
-    """The weights themselves, where they were sent."""
+    """The weights themselves, if a trainer sent them."""
     kept: frozenset[str] = frozenset()
-    """Weights that stay beside `tensors`."""
+    """Names of the weights that stay unchanged beside `tensors`."""
     weight_version: str | None
     """Name of the new weights; None keeps the old name."""
     done: Future[int]
@@ -81,28 +81,28 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much there is to do."""
+    """The amount of work of the engine."""
 
     num_running: int
-    """Requests that are decoding."""
+    """Number of running requests."""
     num_waiting: int
-    """Requests that wait for a free row or for the end of a pause."""
+    """Number of requests that wait for a free row or for the end of a pause."""
     num_used_tokens: int
-    """Tokens of the requests that are decoding, prompts included."""
+    """Number of tokens of the running requests, including prompts."""
     num_waiting_tokens: int
-    """Tokens of those that wait."""
+    """Number of tokens of the waiting requests."""
     is_paused: bool
-    """Nothing is generated before `resume`."""
+    """True if nothing is generated until `resume`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
-    """Something to do between two steps."""
+    """A command to run between two steps."""
 
     run: Callable[[], None]
-    """Does it and resolves its future; raises where the thread cannot go on."""
+    """Runs the command and resolves its future; raises if the thread cannot continue."""
     refuse: Callable[[str], None]
-    """Fails its future, for a reason."""
+    """Fails the future of the command with a reason."""
 
 
 class Scheduler:
@@ -120,13 +120,13 @@ class Scheduler:
         self.weight_version = weight_version
         self.is_paused = False
         self.failure: RolloutsError | None = None
-        """The error that ended the thread. Every waiting and later call raises it."""
+        """The error that ended the thread. Every waiting and later call raises this error."""
         self.tokenizer = _load_tokenizer(model_dir)
-        """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
+        """Converts text to token ids and back; None if the model directory has no tokenizer.json."""
         self._batch = RunningBatch(decoder, self.tokenizer)
         self._waiting: deque[Partial] = deque()
         self._updates: deque[WeightUpdate] = deque()
-        # The lock guards what other threads touch: what follows, and failure.
+        # The lock guards the attributes that other threads use: those below, and `failure`.
         self._wake = threading.Condition()
         self._incoming: deque[Partial] = deque()
         self._commands: deque[_Command] = deque()
@@ -147,27 +147,27 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that are decoding."""
+        """Number of running requests."""
         return self._batch.num_rows
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a free row or for the end of a pause."""
+        """Number of requests that wait for a free row or for the end of a pause."""
         return len(self._waiting) + len(self._incoming)
 
     @property
     def is_healthy(self) -> bool:
-        """The generation thread lives and takes requests."""
+        """True if the generation thread runs and accepts requests."""
         return self.failure is None and not self._is_closing and self._thread.is_alive()
 
     def submit(self, request: GenerationRequest, *, on_progress: ProgressListener | None = None) -> Future[Completion]:
-        """Queue a request; the future resolves to its completion, also when it is aborted.
+        """Queue a request. The future resolves to the completion, also after an abort.
 
-        It fails with RequestError where the search for its stop patterns takes too long, or where log-probs are no
-        finite numbers.
+        The future fails with RequestError if the search for the request's stop patterns takes too long, or if log-probs
+        are not finite.
 
         Args:
-            request: what to complete.
+            request: the request to queue.
             on_progress: called in the generation thread after every step, with the tokens so far.
 
         Raises:
@@ -200,7 +200,7 @@ class Scheduler:
             raise RequestError(str(error)) from error
 
     def abort(self, request_id: str) -> Future[None]:
-        """End a request, or the members `<request_id>_<n>` of a batch, with the tokens they have.
+        """End a request, or the requests `<request_id>_<n>` of a batch, with the tokens sampled so far.
 
         Unknown ids are ignored.
         """
@@ -209,28 +209,30 @@ class Scheduler:
         )
 
     def give_up(self, request_ids: Collection[str]) -> None:
-        """End requests without a waiting caller; unknown ids are ignored, also by an engine that has ended.
+        """End requests for which no caller waits. Unknown ids are ignored, also after the engine has ended.
 
-        One search serves all callers: a client that ends may leave thousands of requests, each of a separate call.
+        The ids of all callers are collected and searched once, because a disconnected client may leave thousands of
+        requests.
         """
         with self._wake:
             self._given_up.update(request_ids)
             self._wake.notify()
 
     def abort_all(self) -> Future[None]:
-        """End all requests, running or waiting, with the tokens they have."""
+        """End all running and waiting requests with the tokens sampled so far."""
         return self._between_steps(lambda: self._end(lambda _: True, ABORTED))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop generating until `resume`, with SGLang's modes.
 
-        abort ends all requests; retract puts running requests back into the queue, and their KV is computed anew;
-        in_place keeps them with their KV, so after a weight update their logprobs are of neither model.
+        abort ends all requests. retract puts running requests back into the queue, and computes their KV cache again.
+        in_place keeps running requests with their KV cache, so after a weight update their logprobs belong to neither
+        model.
         """
         return self._between_steps(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         return self._between_steps(self._resume)
 
     def update_weights(
@@ -245,12 +247,12 @@ class Scheduler:
         """Load other weights, at once if paused, else when the running requests have ended.
 
         Args:
-            segments: where they lie; by default they are in the directory.
-            tensors: the weights themselves, where they were sent.
-            kept: those that stay as they are beside `tensors`.
+            segments: addresses of the weights; by default the weights are in the directory.
+            tensors: the weights themselves, if a trainer sent them.
+            kept: names of the weights that stay unchanged beside `tensors`.
 
-        The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
-        are still in place. It fails with `EngineUnavailableError` if too many updates are waiting.
+        The future resolves to the number of paused requests. It fails with `CheckpointError` if the weights cannot be
+        loaded; all old weights then stay. It fails with `EngineUnavailableError` if too many updates are waiting.
         """
         update = WeightUpdate(
             model_dir=model_dir,
@@ -266,11 +268,11 @@ class Scheduler:
         return update.done
 
     def set_weight_version(self, weight_version: str) -> Future[None]:
-        """Rename the weights in use."""
+        """Change the version name of the current weights."""
         return self._between_steps(lambda: self._rename_weights(weight_version))
 
     def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> Future[dict[str, str]]:
-        """A digest per tensor of the weights in use, under their checkpoint names."""
+        """A digest of each tensor of the current weights, by the tensor's name in checkpoints."""
         return self._between_steps(lambda: self.decoder.weight_digests(digest))
 
     def load(self) -> Future[Load]:
@@ -278,7 +280,7 @@ class Scheduler:
         return self._between_steps(self._measure_load)
 
     def close(self) -> None:
-        """End all requests with the tokens they have, and the thread."""
+        """End all requests with the tokens sampled so far, then end the thread."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -322,7 +324,7 @@ class Scheduler:
             while self._wait_for_work():
                 self._turn()
             self._shut_down()
-        except NoMemoryError as error:  # started anew it would be asked for the same
+        except NoMemoryError as error:  # a restart would fail in the same way
             logger.error("%s", error)
             self._fail(error)
         except Exception as error:
@@ -381,7 +383,7 @@ class Scheduler:
 
     def _queue_update(self, update: WeightUpdate) -> None:
         if len(self._updates) >= MAX_WAITING_UPDATES:
-            raise EngineUnavailableError(f"{MAX_WAITING_UPDATES} updates of the weights are waiting: ask again later")
+            raise EngineUnavailableError(f"{MAX_WAITING_UPDATES} updates of the weights are waiting: try again later")
         self._updates.append(update)
 
     def _resume(self) -> None:
@@ -414,7 +416,7 @@ class Scheduler:
         self.weight_version = weight_version
 
     def _end(self, is_chosen: Callable[[str], bool], reason: FinishReason) -> None:
-        """Finish the chosen requests, waiting or running, with the tokens they have."""
+        """Finish the chosen waiting and running requests with the tokens sampled so far."""
         self._take_incoming()
         ended = self._batch.remove(is_chosen)
         kept: deque[Partial] = deque()
@@ -452,7 +454,7 @@ class Scheduler:
         self._fail(EngineUnavailableError(SHUT_DOWN.message))
 
     def _fail(self, failure: RolloutsError) -> None:
-        """Accept nothing more, and fail all waiting calls."""
+        """Refuse all further calls, and fail all waiting calls."""
         with self._wake:
             self.failure = failure
             pending, commands = list(self._pending.values()), list(self._commands)
@@ -472,9 +474,9 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # it has no type of its own
-        raise CheckpointError(f"{path} cannot be read as a tokenizer ({error}): copy it again") from error
-    # The file keeps what a text was last shortened or filled up to; prompts are taken as they are, as by transformers.
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise CheckpointError(f"{path} cannot be read as a tokenizer ({error}): copy the file again") from error
+    # tokenizer.json stores the last used truncation and padding. Prompts are neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

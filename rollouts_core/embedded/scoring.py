@@ -1,4 +1,4 @@
-"""Log-probs beside those of the sampled tokens: of the prompt, of the most probable tokens, of tokens that are named.
+"""Log-probs besides those of the sampled tokens: of the prompt, of the most probable tokens, and of requested tokens.
 
 Not here: which rows of a pass have logits (decoder.py), sampling (sampling.py), JSON (protocol.py).
 
@@ -6,8 +6,8 @@ Not here: which rows of a pass have logits (decoder.py), sampling (sampling.py),
     position    0     1     2     3
     log-probs         None  of 2  of 7     the token at `start` has none, as in SGLang; row t predicts token t + 1
 
-Logits of a prompt's positions exist for some rows at a time (`Decoder.step`), so a long prompt over a large vocabulary
-needs no memory of its length times the vocabulary.
+The logits of a prompt's positions are computed for some rows at a time (`Decoder.step`), so a long prompt needs no
+memory for its length times the vocabulary.
 
 Letters: R rows, V vocabulary, T positions, K most probable tokens, G given tokens.
 """
@@ -25,22 +25,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobParams:
-    """The log-probs that a request asks for beside those of the tokens that it samples."""
+    """The log-probs that a request wants besides those of the sampled tokens."""
 
     start: int | None = None
-    """The first position of the prompt that is wanted; None for no log-probs of the prompt."""
+    """First position of the prompt with log-probs; None for no log-probs of the prompt."""
     num_top: int = 0
-    """How many of the most probable tokens are wanted at each position."""
+    """Number of most probable tokens at each position."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are wanted at each position."""
+    """Tokens whose log-probs are given at each position."""
 
     @property
     def num_alternatives(self) -> int:
-        """Log-probs at each position beside that of the token there."""
+        """Number of log-probs of other tokens at each position."""
         return self.num_top + len(self.token_ids)
 
     def count_entries(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Numbers that the answer to a request has."""
+        """Number of log-probs in the answer to a request."""
         num_prompt = 0 if self.start is None else max(prompt_tokens - self.start, 0)
         return (num_prompt + completion_tokens) * (1 + self.num_alternatives) if self.num_alternatives else num_prompt
 
@@ -50,10 +50,10 @@ NO_LOGPROBS = LogprobParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
-    """Log-probs of other tokens, position by position; nats."""
+    """Log-probs of other tokens at each position, nats."""
 
     top_ids_TK: NDArray[np.int64]
-    """The most probable tokens, in falling order."""
+    """The most probable tokens, the most probable first."""
     top_logprobs_TK: NDArray[np.float32]
     """Theirs."""
     given_logprobs_TG: NDArray[np.float32]
@@ -65,9 +65,9 @@ class PromptScores:
     """Log-probs of a prompt's tokens from `LogprobParams.start` + 1 on."""
 
     logprobs_T: NDArray[np.float32]
-    """Of the tokens themselves."""
+    """Log-probs of the prompt's tokens."""
     alternatives: Alternatives
-    """Of others in their places."""
+    """Log-probs of other tokens at the same positions."""
 
 
 def join_alternatives(parts: Sequence[Alternatives], params: LogprobParams) -> Alternatives:
@@ -96,9 +96,9 @@ class PromptScorer:
     """Reads the logits of a prompt, some rows at a time.
 
     Args:
-        prompt: its token ids.
-        params: what is wanted; `start` is not None.
-        num_tokens: token ids from here on do not exist; None for all that the model has.
+        prompt: token ids of the prompt.
+        params: the wanted log-probs; `start` is not None.
+        num_tokens: only token ids below this number exist; None permits all ids of the model.
     """
 
     def __init__(self, prompt: tuple[int, ...], params: LogprobParams, num_tokens: int | None) -> None:
@@ -106,7 +106,7 @@ class PromptScorer:
         self.prompt = prompt
         """Its token ids."""
         self.start = min(params.start, len(prompt) - 1)
-        """The first position whose logits are read."""
+        """First position whose logits are read."""
         self._next_ids = torch.tensor(prompt[self.start + 1 :], dtype=torch.int64)
         self._params = params
         self._num_tokens = num_tokens
@@ -116,12 +116,12 @@ class PromptScorer:
 
     @property
     def is_done(self) -> bool:
-        """All positions were read."""
+        """True if all positions were read."""
         return self._num_read == len(self._next_ids)
 
     @torch.inference_mode()
     def read(self, logits_RV: Tensor) -> None:
-        """Take the logits of the next positions."""
+        """Read the logits of the next positions."""
         if self._num_tokens is not None:
             logits_RV[:, self._num_tokens :] = -torch.inf
         next_ids = self._next_ids[self._num_read : self._num_read + len(logits_RV)]
@@ -132,7 +132,7 @@ class PromptScorer:
             self._alternatives.append(find_alternatives(logprobs_RV, self._params))
 
     def scores(self) -> PromptScores:
-        """The log-probs of what was read."""
+        """The log-probs of all positions that were read."""
         logprobs_T = np.concatenate([np.zeros(0, dtype=np.float32), *self._logprobs])
         return PromptScores(logprobs_T=logprobs_T, alternatives=join_alternatives(self._alternatives, self._params))
 

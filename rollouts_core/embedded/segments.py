@@ -1,9 +1,9 @@
-"""Segments: tensors that a trainer publishes once and never changes, in memory of its own or in a file.
+"""Segments: tensors that a trainer publishes once and never changes, in the trainer's memory or in a file.
 
-Not here: writing them (engines/segments.py), where they go (decoder.py).
+Not here: writing segments (engines/segments.py), copying them into the model (decoder.py).
 
     trainer, pid 12: memory of descriptor 9, in the form of a safetensors file
-    engine:          /proc/12/fd/9, mapped; whatever becomes of the trainer, the kernel keeps it as long as it is mapped
+    engine:          /proc/12/fd/9, mapped; the kernel keeps the memory as long as it is mapped, even after the trainer
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ BOOT_ID, PROCESS_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentAddress:
-    """Where some tensors lie."""
+    """The address of some published tensors."""
 
     id: str
-    """Names the content: a segment never changes, and no other has its id."""
+    """Unique id of the segment. The content of a segment never changes."""
     path: str
-    """A file, or the memory of a process of this machine."""
+    """Path of a file, or of the memory of a process on this machine."""
     names: tuple[str, ...]
-    """The tensors that are taken from it; it may hold others."""
+    """Names of the tensors to read. The segment may contain further tensors."""
 
 
 def memory_scope() -> str:
-    """Names those processes that can open each other's memory by its path in /proc; empty if there is no such thing.
+    """Text that is equal for processes that can open each other's memory by paths in /proc; "" if the system cannot.
 
-    The same kernel, the same numbers of processes, the same user.
+    Such processes have the same kernel, the same namespace of process ids, and the same user.
     """
     try:
         boot, namespace = BOOT_ID.read_text(encoding="utf-8").strip(), PROCESS_NAMESPACE.readlink()
@@ -47,16 +47,16 @@ def memory_scope() -> str:
 
 
 def read_segment(segment: SegmentAddress, names: Collection[str]) -> dict[str, Tensor]:
-    """Some tensors of a segment, mapped, not copied.
+    """Some tensors of a segment, mapped instead of copied.
 
     Raises:
-        CheckpointError: it is gone, or holds something else.
+        CheckpointError: the segment is gone, or has other content.
     """
     try:
         with open_tensors(segment.path) as file:
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{segment.path} cannot be read as published weights ({error}): the trainer that published them has ended "
-            "or gone on, publish them again"
+            f"{segment.path} cannot be read as published weights ({error}): their trainer has ended, or has published "
+            "newer weights. Publish the weights again"
         ) from error

@@ -1,4 +1,4 @@
-"""A served model as the endpoints see it: its tokenizer, and requests that are submitted, followed and given up.
+"""A served model for the endpoints: its tokenizer, and functions that submit, follow and abort requests.
 
 Not here: the form of requests and answers (protocol.py, openai_api.py, anthropic_api.py), generation (scheduler.py).
 """
@@ -27,7 +27,7 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.errors import EngineError
 
 INCOMPLETE = "\ufffd"
-"""Stands in a text for an incomplete character, for example before the token with the rest of its bytes."""
+"""Replaces an incomplete character in a text, for example until the token with the rest of its bytes."""
 
 
 ResultT = TypeVar("ResultT")
@@ -35,48 +35,48 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the endpoints answer from."""
+    """The parts of a served model that the endpoints use."""
 
     scheduler: Scheduler
-    """Generates, and owns the weights."""
+    """The generation thread, which owns the weights."""
     receiver: WeightReceiver
-    """Takes weights that are sent."""
+    """Receives sent weights."""
     tokenizer: Tokenizer | None
-    """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
+    """Converts text to token ids and back; None if the model directory has no tokenizer.json."""
     name: str
-    """What requests call the model."""
+    """Name of the model in requests."""
     chat: ChatModel
     """Its chat template."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """When it began to be served, in seconds since 1970."""
+    """Start of serving, in seconds since 1970."""
     encoding: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
-    """Requests whose text is turned into token ids at a time, which takes hundreds of bytes for each of the text."""
+    """Limits tokenizing to one request at a time, because it takes hundreds of bytes per byte of text."""
 
     def encode(self) -> Callable[[str], list[int]] | None:
-        """The function from text to token ids, None without a tokenizer."""
+        """The function from text to token ids; None without a tokenizer."""
         if (tokenizer := self.tokenizer) is None:
             return None
-        # The form for several texts computes beside the event loop, and without the places of tokens in the text.
+        # The method for batches lets the event loop run meanwhile, and it skips the tokens' positions in the text.
         return lambda text: list(tokenizer.encode_batch_fast([text])[0].ids)
 
     def check_name(self, name: str) -> None:
-        """Raise UnknownModelError for another model than this; its folder is a name, too."""
+        """Raise UnknownModelError for another name than the model's name or folder."""
         known = (self.name, str(self.scheduler.model_dir))
         if name not in known:
             raise UnknownModelError(f"The model {name[:200]!r} is not served here: ask for {self.name!r}.")
 
     async def prepare(self, make: Callable[[], ResultT]) -> ResultT:
-        """The result of `make`, which turns texts into token ids. It runs beside the event loop, one call at a time."""
+        """The result of `make`, which converts text to token ids. Runs in a thread, one call at a time."""
         return await anyio.to_thread.run_sync(make, limiter=self.encoding)
 
     def text_of(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
-        """The text of a completion, empty without a tokenizer."""
+        """The text of a completion; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
 
     def text_of_completion(self, completion: Completion, params: SamplingParams) -> str:
-        """The text of a completion up to what ended it, which `no_stop_trim` keeps; as in SGLang."""
+        """The text of a completion, without its stop string or token unless `no_stop_trim` is set, as in SGLang."""
         reason = completion.finish_reason
         ends_in_token = reason.kind == "stop" and not reason.string
         if params.no_stop_trim or not ends_in_token:
@@ -92,7 +92,7 @@ def submit_all(
     requests: tuple[GenerationRequest, ...],
     listener_of: Callable[[int], Callable[[Partial], None]] | None = None,
 ) -> list[Future[Completion]]:
-    """Submit all or none of the requests."""
+    """Submit all of the requests, or none if one is refused."""
     futures: list[Future[Completion]] = []
     for index, asked in enumerate(requests):
         try:
@@ -109,14 +109,14 @@ async def wait_or_abort(
     requests: tuple[GenerationRequest, ...],
     futures: list[Future[Completion]],
 ) -> list[Completion]:
-    """The completions; when the client goes away they end early. How long to wait is the client's decision."""
+    """The completions. They end early if the client disconnects; there is no other time limit."""
     disconnected = asyncio.ensure_future(_until_disconnected(request))
     loop, unfinished = asyncio.get_running_loop(), [*futures]
 
     def note_end(_: Future[Completion]) -> None:
-        unfinished.pop()  # in the generation thread: the loop is woken once, not for each of them
+        unfinished.pop()  # in the generation thread: wakes the loop only once
         if not unfinished:
-            with suppress(RuntimeError):  # the server has ended meanwhile, and its loop with it
+            with suppress(RuntimeError):  # the server and its loop have ended meanwhile
                 loop.call_soon_threadsafe(disconnected.cancel)
 
     for future in futures:
@@ -137,17 +137,17 @@ async def _until_disconnected(request: Request) -> None:
 async def complete_all(
     request: Request, scheduler: Scheduler, requests: tuple[GenerationRequest, ...]
 ) -> list[Completion]:
-    """The completions of a request's call; they end early if its client goes away."""
+    """The completions of a request's call. They end early if the client disconnects."""
     return await wait_or_abort(request, scheduler, requests, submit_all(scheduler, requests))
 
 
 async def follow(
     scheduler: Scheduler, requests: tuple[GenerationRequest, ...]
 ) -> AsyncGenerator[tuple[int, Partial | Completion], None]:
-    """Yield what exists of each completion as it grows, and each whole one, with the number of its request.
+    """Yield each completion so far as it grows, then the complete one, with the number of its request.
 
-    Steps that are over before the caller asks for more are skipped: what a client does not read is not kept. Requests
-    that are under way when the caller ends are given up.
+    If the caller is slow, intermediate states are skipped, so memory does not grow for a client that reads slowly.
+    Requests that are still running when the caller ends are aborted.
     """
     loop = asyncio.get_running_loop()
     newest: dict[int, Partial | Future[Completion]] = {}
@@ -158,7 +158,7 @@ async def follow(
         has_news.set()
 
     def push(index: int, news: Partial | Future[Completion]) -> None:
-        with suppress(RuntimeError):  # the server has ended meanwhile, and its loop with it
+        with suppress(RuntimeError):  # the server and its loop have ended meanwhile
             loop.call_soon_threadsafe(note, index, news)
 
     futures: list[Future[Completion]] = []
@@ -171,7 +171,7 @@ async def follow(
             await has_news.wait()
             has_news.clear()
             while newest:
-                index = next(iter(newest))  # waits longest
+                index = next(iter(newest))  # has waited longest
                 news = newest.pop(index)
                 num_open -= isinstance(news, Future)
                 yield index, news.result() if isinstance(news, Future) else news

@@ -1,8 +1,8 @@
 """Run the embedded engine as a process: bind, load, serve, and end in order.
 
-Not here: the endpoints (app.py), whom they answer (gate.py), generation (scheduler.py), the command line.
+Not here: the endpoints (app.py), the check of keys (gate.py), generation (scheduler.py), the command line.
 
-    socket bound -> weights loaded -> /health 200 -> SIGTERM: requests end with what they have -> serve() returns
+    socket bound -> weights loaded -> /health 200 -> SIGTERM: requests end with their tokens -> serve() returns
          |                                  |
          +-> PortInUseError                 +-> the generation thread failed -> EngineError
 """
@@ -36,7 +36,7 @@ from rollouts_core.keys import SENDABLE
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
-"""Environment variable with the key of a server that is reached from other machines."""
+"""Environment variable with the key of a server that other machines can reach."""
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048
@@ -44,11 +44,11 @@ MAX_SENT_SHARE = 2
 """Limit of a sent update, relative to the bytes of the weights: trainers may send a tied output head beside its
 embedding."""
 TICKS_PER_S = 10
-"""Of uvicorn's."""
+"""Number of times per second that uvicorn calls `on_tick`."""
 
 
 class PortInUseError(InputError):
-    """The address is taken; the process should end with exit code 2."""
+    """Another process listens at the address. The process should end with exit code 2."""
 
 
 def serve(
@@ -66,31 +66,31 @@ def serve(
     """Serve the model in this process until SIGTERM or SIGINT; call it from the main thread.
 
     Args:
-        model_dir: a Hugging Face directory: config.json, safetensors, and tokenizer.json where text is wanted.
-        port: 0 takes a free one; `on_ready` learns which.
-        name: what requests call the model; the directory by default.
+        model_dir: a Hugging Face directory with config.json, safetensors, and, for requests with text, tokenizer.json.
+        port: port to listen on. 0 takes a free port, which is part of the URL for `on_ready`.
+        name: name of the model in requests; the directory by default.
         host: address to listen on.
         num_threads: CPU threads of the whole process.
         max_running_requests: completions that are generated together.
-        context_length: prompt and completion together; None: the model's own limit.
-        api_key: what every request must carry as `Authorization: Bearer KEY`; none where empty, which only a loopback
-            address allows.
+        context_length: highest number of tokens of a prompt with its completion; None for the model's own limit.
+        api_key: key that every request must have as `Authorization: Bearer KEY`. Empty requires no key, which is only
+            permitted with a loopback address.
         on_ready: called with the server's URL when it accepts requests.
 
     Raises:
-        InputError: an address beyond this machine without a key, or a key that no request can carry.
+        InputError: other machines can reach the address without a key, or no HTTP header can carry the key.
         PortInUseError: another process listens on the port.
         CheckpointError: the model cannot be loaded.
-        NoMemoryError, EngineError: generation failed; requests that were under way got the same error.
+        NoMemoryError, EngineError: generation failed; running requests got the same error.
     """
     if not api_key and not is_loopback(host):
         raise InputError(
-            f"{host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, or "
+            f"{host} is reachable from other machines, so the server needs an API key: set {API_KEY_VARIABLE}, or "
             "listen on 127.0.0.1"
         )
     if api_key and not SENDABLE.fullmatch(api_key):
         raise InputError(
-            "the API key has spaces, accents or the end of a line, with which no request can carry it: take another one"
+            "the API key has spaces, accents or a line end, which an HTTP header cannot carry: choose another key"
         )
     with bind_port(host, port) as listener:
         torch.set_num_threads(num_threads)
@@ -120,18 +120,18 @@ def serve(
 
 
 def _load_decoder(model_dir: Path, *, num_slots: int, context_length: int | None) -> Decoder:
-    """The decoder, made in a thread that then ends.
+    """The decoder, created in a thread that then ends.
 
-    A thread that computed keeps its OpenMP workers as long as it lives. With those of this thread beside those of the
-    generation thread there would be more than cores, and OpenMP would then put workers to sleep at every barrier: two
-    threads decode half as fast as with one team.
+    A thread that computed keeps its OpenMP workers as long as it lives. Together with the workers of the generation
+    thread they would outnumber the cores, and OpenMP would put workers to sleep at every barrier. With two threads,
+    decoding would be half as fast.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loading") as loading:
         return loading.submit(Decoder, model_dir, num_slots=num_slots, context_length=context_length).result()
 
 
 def bind_port(host: str, port: int) -> socket.socket:
-    """A listening socket; connections wait in its backlog until the server runs."""
+    """A listening socket. Connections wait in its backlog until the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
@@ -159,22 +159,22 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._slow_clients = SlowClients()
         self.failure: RolloutsError | None = None
-        """Why the generation thread ended by itself; None while it lives."""
+        """Error that ended the generation thread; None while the thread runs."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Close slow connections, and stop when the generation thread has failed: its supervisor starts it anew."""
+        """Close slow connections. Stop if the generation thread failed, so that the supervisor restarts the server."""
         if counter % TICKS_PER_S == 0:
             self._slow_clients.close_overdue(self.server_state.connections, time.monotonic())  # type: ignore[arg-type]
         self.failure = self._scheduler.failure
         return await super().on_tick(counter) or bool(self.failure)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept requests, and say so."""
+        """Start to accept requests, then call `on_ready`."""
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all requests with the tokens they have, and what arrives, then close connections."""
+        """End all running and arriving requests with the tokens sampled so far, then close connections."""
         self._receiver.close()
         await asyncio.to_thread(self._scheduler.close)
         await super().shutdown(sockets)
@@ -190,7 +190,7 @@ def _announce(url: str, on_ready: Callable[[str], None] | None) -> None:
 def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
     """Make SIGTERM and SIGINT end the server and nothing else.
 
-    Uvicorn takes the signals over while it serves and raises them again when it has ended; by default that would
+    Uvicorn handles the signals while it serves and raises them again at its end. Without this context they would then
     kill the process before `serve` returns.
     """
 

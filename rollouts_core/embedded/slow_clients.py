@@ -1,6 +1,6 @@
-"""Connections on which no whole request comes: they are closed, so that others find a place and memory.
+"""Close connections whose request does not become complete, so that other clients get connections and memory.
 
-Not here: the check of keys (gate.py), how much of a body it reads (app.py).
+Not here: the check of keys (gate.py), the limit of bodies (app.py).
 
     opened, or the last answer sent ── header ── body ── answer ── idle, as long as the server keeps connections
                   └── 64 kB at most ──┘        │
@@ -15,30 +15,30 @@ from collections.abc import Collection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 * 2**10
-"""Limit of a request line with its headers; uvicorn bounds neither."""
+"""Limit of a request line with its headers, bytes. uvicorn has no such limit."""
 MAX_SLOW_S = 60.0
-"""Until a request is whole; clients send theirs at once."""
+"""Seconds until a request must be complete. Clients normally send a request at once."""
 MAX_SLOW_SHARE = 0.25
-"""Limit of connections without a whole request, as a share of the files that the process may open. Beyond it the oldest
-are closed."""
+"""Limit of connections without a complete request, as a share of the files that the process may open. Beyond the limit,
+the oldest of these connections are closed."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol, which ends a connection whose header does not end."""
+    """Uvicorn's protocol with a limit of the header's size. Beyond the limit the connection is closed."""
 
     is_in_header = False
-    """Whether a header has begun and not ended."""
+    """True from the beginning of a header to its end."""
     num_header_bytes = 0
-    """Read since it began, roughly."""
+    """Approximate number of bytes read since the header began."""
 
     def on_message_begin(self) -> None:
-        """Note that a header begins."""
+        """Record that a header begins."""
         super().on_message_begin()
         self.is_in_header, self.num_header_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        """Note that it ended."""
+        """Record that the header ended."""
         self.is_in_header = False
         super().on_headers_complete()
 
@@ -51,25 +51,25 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def is_incomplete(self) -> bool:
-        """Whether a request is yet to come as a whole; not while the server waits for the next one for a time."""
+        """True while a request is incomplete; False on a connection that is idle after an answer."""
         if self.cycle is None or self.cycle.response_complete:
             return self.timeout_keep_alive_task is None
-        return self.cycle.more_body and not self.pipeline  # what is pipelined is read after an answer
+        return self.cycle.more_body and not self.pipeline  # a pipelined request is read after the answer
 
 
 class SlowClients:
-    """Knows since when each connection has had no whole request."""
+    """Remembers since when each connection has had no complete request."""
 
     def __init__(self) -> None:
         self._since: dict[BoundedProtocol, float] = {}
         """The oldest first."""
 
     def close_overdue(self, connections: Collection[BoundedProtocol], now: float) -> None:
-        """Close connections on which a request takes too long to come, and the oldest of too many.
+        """Close connections whose request takes too long, and the oldest of too many incomplete ones.
 
         Args:
-            connections: all that are open.
-            now: seconds of a clock that does not go back.
+            connections: all open connections.
+            now: seconds of a monotonic clock.
         """
         slow = {each for each in connections if each.is_incomplete()}
         known = {each: since for each, since in self._since.items() if each in slow}

@@ -1,6 +1,6 @@
-"""The text of a completion that grows, piece by piece, so that what a client has printed never changes.
+"""The text of a growing completion, piece by piece, so that text that a client already has never changes.
 
-Not here: when there is a new piece (served.py), thoughts and tool calls in the text (data/dialects.py).
+Not here: the calls after new tokens (served.py), thoughts and tool calls in the text (data/dialects.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Turns the tokens of a completion into text as they come.
+    """Turns the tokens of a completion into text as they arrive.
 
-    Holds back bytes that are no whole character yet, and what may be the beginning of a stop string.
+    Holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
 
     Args:
         stops: strings that end the completion; the final text may lack them.
@@ -29,7 +29,7 @@ class TextStream:
         self._held = ""
 
     def read(self, token_ids: Sequence[int]) -> str:
-        """The text that is new, from all tokens so far."""
+        """The new text, from all tokens so far."""
         for token_id in token_ids[self._num_tokens :]:
             self._held += self._decoding.step(self._tokenizer, token_id) or ""
         self._num_tokens = len(token_ids)
@@ -44,7 +44,7 @@ class TextStream:
 
 
 def count_held(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of a text with which a stop string may begin."""
+    """Number of characters at the end of a text that may be the beginning of a stop string."""
     longest = max((len(stop) for stop in stops), default=0)
     return next(
         (size for size in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-size:]) for s in stops)), 0

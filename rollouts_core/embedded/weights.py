@@ -1,6 +1,6 @@
-"""Read the safetensors files of a model directory, compare them with what is expected, and digest tensors.
+"""Read the safetensors files of a model directory, check their tensors, and digest tensors.
 
-Not here: where tensors live while decoding (decoder.py).
+Not here: the tensors' memory while decoding (decoder.py).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from rollouts_core.system.regular_files import found_file, read_file
 
 MAX_NAMES_SHOWN = 3
 MAX_HEADER_BYTES = 16 * 2**20
-"""Limit of the header of a safetensors file: 100,000 tensors. The library takes 100 MB, and half a minute."""
+"""Limit of the header of a safetensors file, bytes: 100,000 tensors. Without it, parsing could take half a minute."""
 MAX_INDEX_BYTES = 64 * 2**20
-"""Of model.safetensors.index.json."""
+"""Limit of the size of a model.safetensors.index.json, bytes."""
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Number formats that hold numbers themselves: what quantization packs, and eight bits, torch has no sums of."""
+"""Permitted number formats: those that torch can sum. Packed and eight-bit formats are missing."""
 ROTARY_FREQUENCIES = ".rotary_emb.inv_freq"
-"""How tensors end that old Llama checkpoints hold for each layer, and that follow from config.json."""
+"""End of the names of tensors in old Llama checkpoints that are ignored, because they follow from config.json."""
 
 
 @contextmanager
 def open_tensors(path: Path | str) -> Iterator[Any]:  # Any: safe_open has no types
-    """The tensors of a safetensors file, mapped, not copied; they stay where they are after the block.
+    """The tensors of a safetensors file, mapped instead of copied. They stay valid after the block.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or lists more tensors than any model has.
-        SafetensorError: it is cut or damaged.
+        OSError: the file cannot be read, is not a regular file, or lists more tensors than any model has.
+        SafetensorError: the file is truncated or damaged.
     """
     with found_file(path) as found:
         with open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
@@ -48,7 +48,7 @@ def open_tensors(path: Path | str) -> Iterator[Any]:  # Any: safe_open has no ty
             raise OSError(f"its header has {num_header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
         try:
             tensors = safe_open(found, framework="pt")
-        except RuntimeError as error:  # torch's, of a file that is too large to be mapped
+        except RuntimeError as error:  # torch cannot map a file of this size
             raise OSError(str(error)) from error
         with tensors as opened:
             yield opened
@@ -58,7 +58,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     """Every weight in model.safetensors, or in the shards that model.safetensors.index.json names.
 
     Raises:
-        CheckpointError: no such file, or one that is cut or damaged.
+        CheckpointError: a file is missing, truncated or damaged.
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(model_dir):
@@ -89,10 +89,10 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
 
 
 def find_not_finite(model_dir: Path) -> str:
-    """The name of a tensor that holds NaN or infinity in a model's safetensors files; "" without one, or such files."""
+    """The name of a tensor with NaN or infinity in a model's safetensors files; "" without such a tensor or file."""
     try:
         paths = _weight_files(model_dir)
-    except CheckpointError:  # the loader of the model explains that
+    except CheckpointError:  # the loader of the model reports this
         return ""
     for path in paths:
         with open_tensors(path) as tensors:
@@ -104,26 +104,27 @@ def find_not_finite(model_dir: Path) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True when every number is finite.
+    """True if every number is finite.
 
-    A sum of numbers of which one is not finite is not finite either, and takes a tenth of the time of asking each.
+    If a number is not finite, the sum is not finite either. Computing the sum takes a tenth of the time of testing each
+    number.
     """
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes as a safetensors file stores them: row-major, little-endian; its own where they lie so."""
+    """The tensor's bytes as in a safetensors file: row-major, little-endian. Copied only if the memory differs."""
     data: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """blake3 of the tensor's bytes: as safe as sha256, and several times as fast, most so without SHA instructions."""
+    """blake3 of the tensor's bytes: as safe as sha256 and several times faster, above all without SHA instructions."""
     return blake3(tensor_bytes(tensor)).hexdigest()
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """sha256 of the tensor's bytes, which SGLang and vLLM give as their checksum on a CPU."""
+    """sha256 of the tensor's bytes, which SGLang and vLLM report as checksum on a CPU."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
@@ -152,14 +153,14 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _leads_to_a_file(path: Path) -> bool:
-    """Whether there is a file.
+    """True if the file exists.
 
     Raises:
-        CheckpointError: there is a link, and no file where it leads.
+        CheckpointError: the path is a link to a missing file.
     """
     if path.is_symlink() and not path.exists():
         raise CheckpointError(
-            f"{path} is a link to {path.readlink()}, where nothing is: bring that file back, or copy the checkpoint"
+            f"{path} is a link to {path.readlink()}, which is missing: restore that file, or copy the checkpoint"
         )
     return path.exists()
 

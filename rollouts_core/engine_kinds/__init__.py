@@ -1,8 +1,7 @@
 """The kinds of inference servers: one file and one row below for each.
 
-To add one, copy vllm.py and write its client (engines/vllm.py). This folder imports no torch: it names a client, and
-the connecting code imports the client. Not here: what a client does (engines/client.py), starting servers
-(engines/launch.py).
+To add a kind, copy vllm.py and write its client as in engines/vllm.py. This folder must not import torch, so it has
+only the name of each client. Not here: the clients (engines/client.py), starting servers (engines/launch.py).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ ENGINES: MutableMapping[str, EngineSpec] = {
     "sglang": SGLANG,
     "vllm": VLLM,
 }
-"""By the name that `rollout.engine.kind` has for it."""
+"""The engines by their values of `rollout.engine.kind`."""
 ENGINE_CHOICES: Mapping[str, EngineSpec] = ChainMap({CHOSEN_ON_NODE: AUTO}, ENGINES)
-"""All values of `rollout.engine.kind`: the engines, and "auto", which a run replaces by one of them."""
+"""All values of `rollout.engine.kind`: the engines, and "auto", which a run replaces by an engine."""
 
 __all__ = [
     "EMBEDDED",

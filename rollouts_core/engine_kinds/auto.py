@@ -1,6 +1,6 @@
-"""`rollout.engine.kind = "auto"`: the engine for a machine with GPUs, and the one for a machine without.
+"""`rollout.engine.kind = "auto"`: one engine for machines with GPUs, another for machines without GPUs.
 
-Until the run has chosen on its node, the settings are checked as those of the engine for GPUs. Not here: the choice
+Until the run has chosen on its node, the settings are checked as for the engine for GPUs. Not here: the choice
 (tasks/engine_choice.py).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from rollouts_core.engine_kinds.sglang import SGLANG
 
 CHOSEN_ON_NODE = "auto"
-"""The kind in the settings until the run has chosen one."""
+"""The kind in the settings until the run has chosen an engine."""
 FOR_GPUS, WITHOUT_GPUS = "sglang", "embedded"
 AUTO = replace(SGLANG, title="the engine that auto chooses", transfers=("auto",))
-"""The record of a kind that is not chosen yet: both engines know its ways of taking weights."""
+"""The record for "auto" before the choice. Its ways of sending weights work with both engines."""

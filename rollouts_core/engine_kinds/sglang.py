@@ -31,7 +31,7 @@ for file in models.rglob("*.py"):
     for entry in re.findall(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", file.read_text(encoding="utf-8"), re.M):
         print("\n".join(re.findall(r"\w+", entry)))
 """
-"""Reads its modules of models. Importing them takes a minute, and fails on a machine whose GPU it does not know."""
+"""Program that reads SGLang's model modules as text: importing them takes a minute, and fails on unsupported GPUs."""
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
@@ -68,11 +68,11 @@ def render_adapters(rank: int) -> list[str]:
 
 
 def render_key(api_key: str, folder: Path) -> LaunchPart:
-    """A file with the key, which ends with the server; an argument would be in the list of processes."""
+    """Pass the key in a private file, because other users can see the arguments of a process."""
     file = folder / "key.yaml"
     file.touch(mode=0o600)
     file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
-    # SGLang's log of level "info" begins with all settings, so with the key, too.
+    # At the level "info", SGLang's log begins with all settings, including the key.
     return LaunchPart(arguments=("--config", str(file), "--log-level", "warning"), env={})
 
 
@@ -88,12 +88,12 @@ SGLANG = EngineSpec(
     title="SGLang",
     client="rollouts_core.engines.sglang:SGLangEngine",
     probe=("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}),
-    resume_paths=("/continue_generation",),  # it ends at a request without its memory, and is started anew
+    resume_paths=("/continue_generation",),  # SGLang crashes at a request while its memory is free
     transfers=("auto", "gloo", "nccl", "tensors"),
     reserved_tokens=2,
     package="sglang",
-    # Its CUDA 13.0 needs the driver 580.65.06: table 2 of the release notes of the CUDA Toolkit 13.0. The disk is an
-    # estimate by the sizes of the wheels; SGLang has no build for CPUs that installs by itself.
+    # SGLang's CUDA 13.0 needs the driver 580.65.06: table 2 of the release notes of the CUDA Toolkit 13.0. The disk
+    # size is an estimate from the sizes of the wheels. SGLang has no build for CPUs that installs automatically.
     cuda_build=EngineBuild(
         package="sglang",
         requirements="sglang-cuda.txt",
@@ -109,8 +109,8 @@ SGLANG = EngineSpec(
     render=render,
     render_key=render_key,
     memory_argument="--mem-fraction-static",
-    # It has NCCL hand memory over without CUDA's virtual memory (`_set_envs_and_config` in its
-    # srt/entrypoints/engine.py). NCCL reads the variable once, when the first group is made.
+    # SGLang makes NCCL share memory without CUDA's virtual memory (`_set_envs_and_config` in its
+    # srt/entrypoints/engine.py). NCCL reads the variable once, when the first group is created.
     nccl_variables={"NCCL_CUMEM_ENABLE": "0"},
     scoring=ScoringAPI(path="/classify", render=_render_scoring, read=_read_scoring, num_reserved=1),
 )

@@ -1,4 +1,4 @@
-"""The record of a kind of inference server: what configuration, checks, tasks and the trainer ask about it.
+"""The record of a kind of inference server, with the facts that configuration, checks, tasks and the trainer need.
 
 Not here: the kinds themselves (the other modules of this folder).
 """
@@ -27,49 +27,49 @@ class LaunchPart:
 
     arguments: tuple[str, ...]
     env: Mapping[str, str]
-    """Variables besides those of the caller."""
+    """Environment variables to add to those of the caller."""
 
 
 class RenderFn(Protocol):
     """Writes a server's command line."""
 
     def __call__(self, job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
-        """The arguments of the interpreter, and the variables.
+        """The arguments of the interpreter, and the environment variables.
 
         Args:
-            dtype: the number format of the weights.
+            dtype: number format of the weights.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringAPI:
-    """How servers of one kind are asked for the scores of a reward model."""
+    """The requests for scores of a reward model on one kind of server."""
 
     path: str
-    """Below the server's URL."""
+    """Path of the request below the server's URL."""
     render: Callable[[Sequence[Sequence[int]]], dict[str, Any]]
-    """The body for some conversations in token ids."""
+    """Makes the body of a request from conversations in token ids."""
     read: Callable[[Any], list[list[float]]]
-    """The scores of each in an answer."""
+    """Reads the scores of each conversation from an answer."""
     num_reserved: int
-    """Tokens of the server's context that a conversation cannot have."""
+    """Tokens of the server's context that a conversation cannot use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuild:
-    """An engine as a run installs it, for machines with GPUs or without."""
+    """The build of an engine that a run installs, on machines with GPUs or without GPUs."""
 
     package: str
-    """The package that is the engine, as its requirements name it."""
+    """Name of the engine's package in its requirements."""
     requirements: str
     """The file below requirements/ with the exact version of every package."""
     disk_gb: float
     """Size of the environment on the disk, in GB (10^9 bytes)."""
     minutes: float
-    """How long the installation takes about, with a link of 500 Mbit/s."""
+    """Approximate time of the installation over a link of 500 Mbit/s, minutes."""
     min_driver: tuple[int, ...] = ()
-    """The oldest driver of NVIDIA's that its build of CUDA runs on."""
+    """Oldest NVIDIA driver that supports the build's version of CUDA."""
     programs: tuple[str, ...] = ()
     """Programs that the machine must have."""
 
@@ -92,7 +92,7 @@ class EngineSpec:
     resume_paths: tuple[str, ...]
     """Paths of the requests that end a pause and take the memory back."""
     transfers: tuple[str, ...]
-    """Ways to send it weights: values of `rollout.engine.weight_transfer`."""
+    """Supported ways of sending weights: values of `rollout.engine.weight_transfer`."""
     reserved_tokens: int
     """Tokens of the context that prompt and completion must leave free. Otherwise the embedded engine refuses the
     prompt, and SGLang ends the completion early."""
@@ -101,37 +101,37 @@ class EngineSpec:
     cuda_build: EngineBuild | None = None
     """The build that a run installs on a machine with GPUs; None if it installs nothing there."""
     cpu_build: EngineBuild | None = None
-    """The same on a machine without GPUs."""
+    """The build that a run installs on a machine without GPUs; None if it installs nothing there."""
     list_architectures: str = ""
-    """A program for its interpreter that prints the architectures of models that it serves, a line each."""
+    """Program for the engine's interpreter that prints the supported model architectures, one per line."""
     render: RenderFn | None = None
-    """Writes the arguments of its interpreter; None for the engine of this project."""
+    """Writes the arguments for the engine's interpreter; None for the engine of this project."""
     render_key: Callable[[str, Path], LaunchPart] | None = None
-    """(key, private folder) -> a further part of the command, which makes the server ask for the key."""
+    """(key, private folder) -> a further part of the command, which makes the server require the key."""
     max_temperature: float = math.inf
     """Highest temperature of requests."""
     memory_argument: str = ""
-    """The argument of its command line that sets its share of a GPU's memory."""
+    """The argument of the engine's command line that sets the engine's share of a GPU's memory."""
     can_continue: bool = True
-    """Whether it goes on with requests after an update, and says of each token which weights sampled it."""
+    """Whether the engine continues requests after an update, and reports which weights sampled each token."""
     has_router: bool = True
-    """Whether sglang-router can choose among such engines."""
+    """Whether sglang-router can distribute requests among such engines."""
     is_local_only: bool = False
-    """Whether it listens on its own machine alone, because no key covers endpoints that run code."""
+    """Whether the engine may listen only on its own machine, because no key protects its endpoints that run code."""
     needs_own_head: bool = False
-    """Whether it takes new weights only for a model whose head is not tied to its embedding."""
+    """Whether the engine can load new weights only if the model's head is not tied to its embedding."""
     nccl_variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that NCCL must have in the trainer to hand memory over as this engine does."""
+    """Environment variables that make NCCL in the trainer share memory in this engine's way."""
     scoring: ScoringAPI | None = None
-    """How it serves reward models; None if it serves none."""
+    """The engine's API for reward models; None if it serves no reward models."""
     adapter_form: AdapterForm = ""
-    """How it takes adapters."""
+    """The form in which the engine takes adapters; empty if it takes none."""
     adapter_ranks: tuple[int, ...] = ()
-    """Values of its argument for the highest rank of adapters; empty if it takes adapters without an argument."""
+    """Values of the engine's argument for the highest rank of adapters; empty if the engine needs no argument."""
     adapts_on_cpu: bool = True
-    """Whether it takes adapters on a machine without a GPU; else it gets merged weights there."""
+    """Whether the engine takes adapters on a machine without a GPU; otherwise it gets merged weights there."""
     adapted_architectures: tuple[str, ...] = ()
-    """Architectures of models of which it is known to take adapters of all layers; empty if of all that it serves."""
+    """Architectures whose adapters the engine is known to take for all layers; empty for all architectures."""
 
     def rank_of_slots(self, rank: int) -> int:
         """The smallest of `adapter_ranks` that adapters of a rank fit; 0 without adapters, or if none fits."""
@@ -139,12 +139,12 @@ class EngineSpec:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the engine of this project, which needs no installation and computes on the CPU."""
+        """Whether this is the engine of this project, which needs no installation and computes on the CPU."""
         return not self.package
 
 
 def read_scores(value: Any) -> list[float]:  # Any: JSON
-    """The scores of one conversation: if there are scores for each of its tokens, those of the last."""
+    """The scores of one conversation. If each token has scores, those of the last token count."""
     if isinstance(value, list) and value and isinstance(value[-1], list):
         return read_scores(value[-1])
     scores = value if isinstance(value, list) else [value]
@@ -154,5 +154,5 @@ def read_scores(value: Any) -> list[float]:  # Any: JSON
 
 
 def num_gpus_per_engine(job: ServeJob) -> str:
-    """Over how many GPUs the model is split, as an argument."""
+    """Number of GPUs over which the model is split, as a command-line argument."""
     return str(max(1, len(job.deployment.engine_gpu_ranks)))

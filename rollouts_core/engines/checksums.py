@@ -30,15 +30,15 @@ FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Projections that SGLang and vLLM keep as one matrix, in the order of its rows."""
+"""Projections that SGLang and vLLM store as one matrix, in the order of the matrix's rows."""
 EMPTY_DIGEST = tensor_sha256(torch.empty(0))
 """The checksum of a tensor whose bytes the server has moved elsewhere, as vLLM does with packed weights on a CPU."""
 SHORT_DIGEST_LENGTH = 16
-"""Hexadecimal digits of the 8 of 32 bytes that SGLang gives."""
+"""Hexadecimal digits of a checksum from SGLang, which has only the first 8 of 32 bytes."""
 VOCABULARY_PADDING = 64
 """SGLang and vLLM fill the rows of embedding and head up to a multiple of this with zeros."""
 PIECE_LENGTH = 2**16
-"""Numbers of a tensor that are looked at to see whether it changed; a step of training moves some of so many."""
+"""Numbers of a tensor that are compared to find out if it changed. A training step changes some of so many numbers."""
 SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
@@ -47,9 +47,9 @@ GPT2_EMBEDDING = "transformer.wte.weight"
 GPT2_MATRIX = re.compile(r"\.c_(attn|proj|fc)\.weight$")
 """Matrices that GPT-2 stores transposed compared to other models; servers transpose them."""
 HEADLESS = ("gemma2", "gemma3n", "gemma3n_text", "cohere", "cohere2", "cohere2_moe")
-"""Models whose hidden states vLLM multiplies by the embedding itself: no head of theirs can be old, or be given."""
+"""Models for which vLLM uses the embedding as head, so they have no separate head that could be outdated."""
 COPY_MARK = "-untied-"
-"""In the names of copies with a head of their own, that are there for one load."""
+"""Part of the names of temporary copies of a model with a separate head, which exist for one load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +57,35 @@ class HeldTensors:
     """A server's report about its tensors."""
 
     digests: Mapping[str, str]
-    """Checksums by name; of one rank alone, since those of several are of parts."""
+    """Checksums by name. Only from servers with one rank, because several ranks hold parts of tensors."""
     dtype: torch.dtype | None
-    """The number format they are of; None where the checksums are of a kind that cannot be computed here."""
+    """Number format of the tensors with checksums; None if such checksums cannot be computed here."""
     kept_in: torch.dtype | None = None
-    """The number format of the tensors themselves, where the published ones are rounded to it and no further."""
+    """Number format in which the server stores tensors, if it rounds the published tensors only to this format."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
     """The config.json of a model directory.
 
     Raises:
-        CheckpointError: it is missing or no JSON object.
+        CheckpointError: the file is missing, or is not a JSON object.
     """
     try:
         config = json.loads(read_file(directory / "config.json", max_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{directory}/config.json cannot be read ({error}): publish it again") from error
+        raise CheckpointError(f"{directory}/config.json cannot be read ({error}): publish the weights again") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{directory}/config.json holds no object: publish it again")
+        raise CheckpointError(f"{directory}/config.json is not a JSON object: publish the weights again")
     return config
 
 
 def vocabulary_size(directory: Path) -> int:
-    """How many token ids a model directory's model knows."""
+    """Number of token ids of the model in a directory."""
     return int(_of_language_model(read_config(directory))["vocab_size"])
 
 
 def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """A model's settings, or its language model's if it has several parts; the type is the whole model's."""
+    """A model's settings. For a model of several parts, its language model's settings with the whole model's type."""
     text = config.get("text_config") or {}
     return {**config, **{name: text[name] for name in text if name != "model_type"}}
 
@@ -97,13 +97,13 @@ def is_tied(directory: Path) -> bool:
     said = read_config(directory)
     if said.get("model_type") in HEADLESS:
         return False
-    # Configurations may leave this out, as those of Gemma on the hub; the model's class then has the default.
+    # A config.json may lack this setting, as for Gemma on the hub; the model's class then has the default.
     settings = find_settings(ModelConfig(path=str(directory)))
     return bool(said.get("tie_word_embeddings") if settings is None else settings.tie_word_embeddings)
 
 
 def can_be_untied(directory: Path) -> bool:
-    """Whether a head of its own can be written for a model; False where its embedding has another name."""
+    """Whether a separate head can be written for a model; False if its embedding has another name."""
     names = read_folder(directory).tensors
     return not names or HEAD in names or EMBEDDING in names  # files without names are reported when they are loaded
 
@@ -113,15 +113,15 @@ def check_can_be_untied(directory: Path) -> None:
     if not can_be_untied(directory):
         others = [f'"{name}"' for name, each in ENGINES.items() if not each.needs_own_head and not each.is_own]
         raise CheckpointError(
-            f"{directory} has no {EMBEDDING}, so no head of its own can be made for the engine, which cannot be given "
-            f"new weights without: choose rollout.engine.kind {' or '.join(others)}"
+            f"{directory} has no {EMBEDDING}, so no separate head can be made from it, and without such a head the "
+            f"engine takes no new weights: choose rollout.engine.kind {' or '.join(others)}"
         )
 
 
 def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
-    """Raise WeightSyncError where a server's model has other shapes than what is published: trying would end vLLM.
+    """Raise WeightSyncError if a server's model has other shapes than the published one, which would crash vLLM.
 
-    A served directory that cannot be read here, on another machine for instance, is not compared.
+    A served directory that cannot be read here, for example on another machine, is not compared.
     """
     try:
         served = _of_language_model(read_config(served_dir))
@@ -131,16 +131,16 @@ def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
     for key in (*SHAPE_KEYS, "vocab_size"):
         if key in served and key in published and served[key] != published[key]:
             raise WeightSyncError(
-                f"{name} serves a model with {key} {served[key]}, published was one with {published[key]}: "
-                "start the engine on the model that is trained"
+                f"{name} serves a model with {key} {served[key]}, but the published model has {published[key]}: "
+                "start the engine with the model that is trained"
             )
 
 
 def find_unproven(name: str, published: Mapping[str, Tensor], version: str, held: HeldTensors) -> list[str]:
-    """The published tensors that a server's checksums say nothing about.
+    """The published tensors that a server's checksums do not cover.
 
     Raises:
-        WeightSyncError: a checksum says that a tensor is another one.
+        WeightSyncError: a checksum differs from that of the published tensor.
     """
     known = {tensor: digest for tensor, digest in held.digests.items() if digest != EMPTY_DIGEST}
     if held.dtype is None:
@@ -156,10 +156,10 @@ def find_unproven(name: str, published: Mapping[str, Tensor], version: str, held
 
 
 def sample_content(published: Mapping[str, Tensor], held: HeldTensors) -> dict[str, tuple[str, ...]]:
-    """For each tensor of a server, digests of a piece of each published tensor it is made of, in the server's format.
+    """For each tensor of a server, digests of a piece of each published tensor in it, in the server's format.
 
     Tensors without a usable checksum, or with an unknown number format, are left out. If a piece differs between two
-    versions, so does the tensor; if it is equal, nothing is known.
+    versions, the tensor differs too. If the piece is equal, the tensor may still differ.
     """
     if held.kept_in is None:
         return {}
@@ -175,10 +175,10 @@ def find_left_behind(
     before: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]],
     now: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]],
 ) -> list[str]:
-    """The tensors whose content is another one than that of an earlier version while the server's checksum is the same.
+    """The tensors whose published content changed since an earlier version although the server's checksum is the same.
 
     Args:
-        before: what `sample_content` gave, and the server's checksums.
+        before: results of `sample_content` and the server's checksums for the earlier version.
     """
     (content_before, digests_before), (content, digests) = before, now
     changed = [name for name in content if name in content_before and content[name] != content_before[name]]
@@ -186,7 +186,7 @@ def find_left_behind(
 
 
 def check_digests(name: str, version: str, served: Mapping[str, str], published: Mapping[str, str]) -> None:
-    """Raise WeightSyncError unless a server's tensors are the published ones, all of them."""
+    """Raise WeightSyncError unless all tensors of a server equal the published tensors."""
     if wrong := sorted(tensor for tensor, digest in published.items() if served.get(tensor) != digest):
         raise WeightSyncError(
             f"{name} says it serves {version}, but {len(wrong)} of {len(published)} tensors differ, {wrong[0]} first: "
@@ -197,10 +197,10 @@ def check_digests(name: str, version: str, served: Mapping[str, str], published:
 def expected_digests(
     published: Mapping[str, Tensor], dtype: torch.dtype, served: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
-    """sha256 of every tensor as a server holds it that keeps weights in `dtype`; any of several will do.
+    """The possible sha256 digests of every tensor on a server that stores weights in `dtype`.
 
     Args:
-        served: the server's names: where a fused projection is among them, its parts are joined.
+        served: the server's tensor names. If a fused projection is among them, its parts are joined.
     """
     tensors = {name: tensor.to(dtype) for name, tensor in published.items()}
     if HEAD in served and HEAD not in tensors:
@@ -217,20 +217,20 @@ def expected_digests(
 
 
 def prefix_of_copies(directory: Path) -> str:
-    """How the names of passing copies of a model directory begin that lie beside it."""
+    """Prefix of the names of temporary copies of a model directory, which lie beside the directory."""
     return f".{directory.name}{COPY_MARK}"
 
 
 def version_of_copy(path: Path) -> str:
-    """The name of the directory that this is such a copy of; empty for any other."""
+    """The name of the directory of which `path` is a temporary copy; empty if it is not a copy."""
     return path.name[1:].rpartition(COPY_MARK)[0] if path.name.startswith(".") else ""
 
 
 def write_untied(directory: Path, target: Path) -> None:
-    """Make `target` a copy by links of a model directory, with an output head of its own; only the head is written.
+    """Make `target` a copy of a model directory with a separate output head. All files but the head are links.
 
     Raises:
-        CheckpointError: the directory's weights cannot be read, or have no embedding of the name that is known here.
+        CheckpointError: the directory's weights cannot be read, or have no embedding under the known name.
     """
     check_can_be_untied(directory)
     target.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def write_untied(directory: Path, target: Path) -> None:
         if file.is_file() and file.name not in written:
             _link(target / file.name, file)
     if (directory / SINGLE_FILE).exists():
-        # Under another name: beside a file of this one, readers do not look at the index.
+        # Another name, because readers that find a file of this name ignore the index.
         weight_map = dict.fromkeys(tensors, BODY_FILE)
         _link(target / BODY_FILE, directory / SINGLE_FILE)
     else:
@@ -254,13 +254,13 @@ def write_untied(directory: Path, target: Path) -> None:
 
 
 def _link(link: Path, file: Path) -> None:
-    """Make `link` lead to a file, whatever it was: a copy of an earlier start may lead to a file that is gone."""
+    """Make `link` a link to a file, replacing an old link: a copy of an earlier start may link to a deleted file."""
     link.unlink(missing_ok=True)
     link.symlink_to(file.resolve())
 
 
 def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, Tensor]:
-    """The tensors, with those of `FUSED` joined that the server has joined."""
+    """The tensors, with the parts of `FUSED` joined if the server has them joined."""
     joined = dict(tensors)
     for name in served:
         for whole, parts in FUSED.items():
@@ -272,7 +272,7 @@ def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, T
 
 
 def _sources_of(name: str, published: Collection[str]) -> list[str]:
-    """The published tensors that a server's tensor is made of; empty if unknown."""
+    """The published tensors of which a server's tensor consists; empty if unknown."""
     if name in published:
         return [name]
     if name == HEAD and EMBEDDING in published:
@@ -286,7 +286,7 @@ def _sources_of(name: str, published: Collection[str]) -> list[str]:
 
 
 def _piece_of(tensor: Tensor) -> Tensor:
-    """The middle of a tensor; reading all of it for every version and engine would take too long."""
+    """The middle of a tensor. Reading whole tensors for every version and engine would take too long."""
     flat = tensor.reshape(-1)
     begin = max(0, (len(flat) - PIECE_LENGTH) // 2)
     return flat[begin : begin + PIECE_LENGTH]

@@ -2,7 +2,7 @@
 
 The engines of RL are jobs of their own (tasks/engine.py); command lines are built in launch.py.
 
-    start ── answer ── sample ── end      they serve one checkpoint, so all answers come from its weights
+    start ── answer ── sample ── end      all engines serve one checkpoint, so all answers come from its weights
       └────────┴── an engine ended early: the reason is taken from its log
 """
 
@@ -35,13 +35,13 @@ from rollouts_core.system.files import write_json
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 2.0
-"""How often an engine that does not answer yet is looked at."""
+"""Seconds between two checks of an engine that does not answer yet."""
 RESTART_TIMEOUT_S = 5.0
-"""Short, because an engine that ended is not restarted, and its clients should learn of that soon."""
+"""How long clients wait for a lost engine, seconds. Short, because an engine that ended is not restarted."""
 GRACE_S = 10.0
-"""Between asking an engine to end and killing it."""
+"""Seconds between asking an engine to end and killing it."""
 TAIL_BYTES, TAIL_LINES = 65_536, 20
-"""Which part of the log is searched for the reason of an early end, and how much of it is shown."""
+"""Size of the end of the log that is searched for the reason of an early end, and number of lines shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,15 @@ class ChildEngine:
 
     job: ServeJob
     directory: RunDirectory
-    """Folder for its own files while it runs."""
+    """Folder for the engine's own files while it runs."""
     log: Path
     """The log file, which also has the output of earlier engines."""
     log_start: int
-    """Position in the log at which its output begins, in bytes."""
+    """Position in the log at which this engine's output begins, in bytes."""
     process: subprocess.Popen[bytes]
 
     def client(self, rollout: RolloutConfig) -> EngineClient:
-        """A client of it."""
+        """A client of the engine."""
         return create_engine(
             Endpoint(
                 provider=self.job.engine.kind,
@@ -77,16 +77,16 @@ class ChildEngine:
 async def started_engines(
     model: InputModel, config: RolloutConfig, deployment: DeploymentConfig, directory: RunDirectory, *, max_tokens: int
 ) -> AsyncIterator[EnginePool]:
-    """Engines with the weights of a checkpoint, used as one: as many as have GPUs of their own, on a CPU one.
+    """A pool of engines with the weights of a checkpoint: one engine per set of GPUs, or one engine on a CPU.
 
     Args:
-        directory: that of the job; gets their logs, `engine-0.txt` and so on.
-        max_tokens: of a prompt with its completion.
+        directory: run directory of the job; gets the engines' logs, `engine-0.txt` and so on.
+        max_tokens: highest number of tokens of a prompt with its completion.
 
     Raises:
-        ConfigError: an engine cannot be started as it is configured.
-        EngineError: one ended, and none is left; with the reason as far as its log tells.
-        EngineUnavailableError: one did not answer in time.
+        ConfigError: an engine cannot be started with its settings.
+        EngineError: all engines ended. The message has the reason if an engine's log shows it.
+        EngineUnavailableError: an engine did not answer in time.
     """
     num_engines = deployment.num_engines if deployment.engine_gpu_ranks else 1
     children: list[ChildEngine] = []
@@ -117,9 +117,9 @@ def start_engine(
     *,
     max_tokens: int,
 ) -> ChildEngine:
-    """Start one engine, without waiting for its answer. It ends with the calling thread, so call in the main thread."""
+    """Start one engine without waiting for its answer. Call in the main thread: the engine ends with that thread."""
     own = RunDirectory(directory.weights / f"engine-{index}")
-    shutil.rmtree(own.root, ignore_errors=True)  # a job that was killed left it
+    shutil.rmtree(own.root, ignore_errors=True)  # left by a killed job
     own.root.mkdir(parents=True)
     with bind_port(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
@@ -151,8 +151,8 @@ async def wait_until_ready(child: ChildEngine, client: EngineClient, timeout_s: 
     """Return when the engine answers.
 
     Raises:
-        ConfigError, EngineError: it ended.
-        EngineUnavailableError: it did not answer in time.
+        ConfigError, EngineError: the engine ended.
+        EngineUnavailableError: the engine did not answer in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -170,7 +170,7 @@ async def wait_until_ready(child: ChildEngine, client: EngineClient, timeout_s: 
 
 
 def stop_engines(children: list[ChildEngine]) -> None:
-    """End the engines with all their processes, and remove their files but the logs."""
+    """End the engines with all their processes, and remove all their files except the logs."""
     for child in children:
         child.process.terminate()
     deadline = time.monotonic() + GRACE_S
@@ -178,7 +178,7 @@ def stop_engines(children: list[ChildEngine]) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # those that it started
+            os.killpg(child.process.pid, signal.SIGKILL)  # also the engine's own children
         child.process.wait()
         shutil.rmtree(child.directory.root, ignore_errors=True)
 
@@ -198,7 +198,7 @@ def _explain_end(child: ChildEngine) -> ConfigError | EngineError:
 
 
 def _last_lines(child: ChildEngine, number: int = 0) -> list[str]:
-    """The last lines that it printed; 0 gives all that are looked at."""
+    """The last lines that the engine printed; 0 gives all lines within `TAIL_BYTES`."""
     with child.log.open("rb") as log:
         log.seek(max(child.log_start, child.log.stat().st_size - TAIL_BYTES))
         return log.read().decode(errors="replace").splitlines()[-number:]

@@ -1,9 +1,9 @@
 """Run beside an engine: remove its folder and its shared memory when its last process has ended.
 
-Runs as a file in an interpreter without packages, so it imports only the standard library.
+This file runs as a program in an interpreter without packages, so it imports only the standard library.
 
     while the engine runs     record which files of /dev/shm its processes map, by /proc/<pid>/maps
-    when it has ended         remove those that are newer than its start, and that no process maps any more
+    when it has ended         remove the recorded files that are newer than its start and that no process maps now
 
 vLLM and SGLang leave shared memory behind when they are killed, under names that do not show their owner. The engine's
 processes are those with the folder as TMPDIR, which is unique to the engine.
@@ -21,20 +21,21 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "sem.mp-", "sglang_")
-"""Shared memory and semaphores of multiprocessing, and SGLang's own. Other files may not belong to the engine."""
+"""Prefixes of the names of shared memory and semaphores of multiprocessing and SGLang. Others are never removed."""
 LOOK_S = 0.2
-"""How often it is looked whether there is new shared memory: what an engine makes as its last is known so soon."""
+"""Seconds between two checks for new shared memory: short, so that an engine's last files are noticed too."""
 NUM_LOOKS = 10
-"""So often the processes are looked at after that: a file may be there before it is mapped."""
+"""Number of checks of the processes after a change of the files, because a process may map a file after creating it."""
 END_S = 300.0
-"""How long to wait for the engine's other processes after its first one ended; later ones keep the files they map."""
+"""Seconds to wait for the engine's other processes after its first process ended. Processes that run longer keep their
+files."""
 
 
 def scratch_variables(folder: str) -> dict[str, str]:
-    """Environment variables for the engine, by which its processes are found and leave their files in the folder."""
+    """Environment variables for the engine. They mark its processes and put its temporary files into the folder."""
     return {
         "TMPDIR": folder,
-        "SPT_NOENV": "1",  # setproctitle, by which engines name their processes, would write over the environment
+        "SPT_NOENV": "1",  # keeps setproctitle, which engines use, from overwriting the environment
     }
 
 
@@ -45,14 +46,14 @@ def find_processes(folder: str) -> list[Path]:
 
 
 def list_processes() -> list[Path]:
-    """All that run, as folders of /proc."""
+    """All running processes, as folders of /proc."""
     return [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
 
 
 def mapped_by(processes: list[Path]) -> set[int]:
-    """Inodes of shared memory that processes map, as far as this user may know.
+    """Inodes of shared memory that processes map, if this user may read their maps.
 
-    Not names: a semaphore is mapped before it gets its own.
+    Inodes are used instead of names, because a process maps a semaphore before the semaphore gets its name.
     """
     found = set()
     for process in processes:
@@ -72,7 +73,7 @@ def read(path: Path) -> bytes:
 
 
 def find_left_behind(inodes: set[int], began: float) -> list[Path]:
-    """The files that the engine created, among those that it mapped.
+    """The files in shared memory with these inodes that the engine created.
 
     Args:
         began: a time before the engine's start; older files belong to other programs.
@@ -90,7 +91,7 @@ def find_left_behind(inodes: set[int], began: float) -> list[Path]:
 
 
 def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
-    """Return when the engine has ended and nothing of it is left."""
+    """Wait until the engine has ended, then remove its shared memory and its folder."""
     seen: set[int] = set()
     known: list[str] = []
     looks_left = NUM_LOOKS
@@ -110,7 +111,7 @@ def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
 
 
 if __name__ == "__main__":
-    started = time.time() - 0.1  # file systems have a coarser clock
+    started = time.time() - 0.1  # earlier, because file times are coarser
     if os.fork():
         os._exit(0)  # orphans the grandchild: the engine ends its children first
     os.setsid()

@@ -1,4 +1,4 @@
-"""The client of one server, whichever it is: what RL calls, over the few calls in which servers differ.
+"""The client of one server of any kind: the calls of RL, built on the few calls in which servers differ.
 
 Not here: those calls (sglang.py, vllm.py), restarts and retries (recovery.py), several servers (pool.py).
 """
@@ -34,13 +34,13 @@ class EngineClient(ClosedOnExit):
     """The client of one server; owns its connections, and closes them at the end of `async with`.
 
     Args:
-        request_timeout_s: limit on a request.
-        restart_timeout_s: limit on the absence of a server that vanished.
-        silence_timeout_s: limit on the silence of a server with running requests, before it counts as gone.
-        start_timeout_s: the same limit until a first request has ended, if longer, because servers compile then.
-        model_dir: the model that the server must serve: token ids and shapes are checked against it, and it tells which
-            tokens end completions on the server's own initiative.
-        api_key: sent with every request as `Authorization: Bearer KEY`; nothing is sent if empty.
+        request_timeout_s: time limit of a request.
+        restart_timeout_s: how long to wait for a server that vanished.
+        silence_timeout_s: how long a server with running requests may be silent before it counts as gone.
+        start_timeout_s: the same limit until the first request has ended, if longer, because servers compile then.
+        model_dir: the model that the server must serve. Token ids and shapes are checked against this model, and its
+            settings contain the tokens that end completions besides those of a request.
+        api_key: sent with every request as `Authorization: Bearer KEY`; if empty, no key is sent.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EngineClient(ClosedOnExit):
             model_dir=model_dir,
         )
         self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
-        """Tokens by which the server ends completions besides those of a request, as far as they are known."""
+        """Tokens that end completions besides those of a request; empty without `model_dir`."""
 
     @property
     def name(self) -> str:
@@ -75,20 +75,20 @@ class EngineClient(ClosedOnExit):
 
     @property
     def vocab_size(self) -> int | None:
-        """How many token ids the served model has, as far as is known."""
+        """Number of token ids of the served model; None if unknown."""
         return self._keeper.vocab_size
 
     @property
     def watch(self) -> SilenceWatch:
-        """Detects that the server, or a router in front of it, fell silent during requests."""
+        """Detects that the server, or a router before it, has become silent while requests are running."""
         return self._keeper.watch
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were loaded last.
+        """Completions in the order of the requests, from the weights that were loaded last.
 
         Raises:
-            EngineUnavailableError: the server stayed away.
-            EngineError: it refused the request, or answered something unusable.
+            EngineUnavailableError: the server vanished and did not return.
+            EngineError: the server refused the request, or its answer is unusable.
         """
         return await self._keeper.generate(requests)
 
@@ -97,11 +97,11 @@ class EngineClient(ClosedOnExit):
         return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights; returns when the server has proved that it serves them.
+        """Load published weights; returns when the server has proved that it serves these weights.
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
-            canary: verifies tensors that cannot be compared; by default a forward pass of the published model.
+            canary: verifies tensors without comparable checksums; by default a forward pass of the published model.
 
         Raises:
             WeightSyncError: the server refused, or serves another version or other tensors.
@@ -110,19 +110,19 @@ class EngineClient(ClosedOnExit):
         await self._keeper.load_weights(weights, version, canary)
 
     async def release_memory(self) -> None:
-        """Hand the GPU's memory over, weights too; until `resume_memory` and a load after it, nothing may be asked.
+        """Free the GPU's memory, including the weights. No request may follow until `resume_memory` and a load.
 
         Raises:
-            EngineError: the server cannot, as it was started.
-            EngineUnavailableError: it vanished.
+            EngineError: the server was started without support for this.
+            EngineUnavailableError: the server vanished.
         """
         await self._keeper.release_memory()
 
     async def resume_memory(self) -> None:
-        """Take the memory back, unless the server was started anew meanwhile; its weights are to be loaded.
+        """Allocate the memory again, unless the server was restarted meanwhile. Weights must be loaded next.
 
         Raises:
-            EngineUnavailableError: it vanished and stayed away.
+            EngineUnavailableError: the server vanished and did not return.
         """
         await self._keeper.resume_memory()
 
@@ -139,10 +139,10 @@ class EngineClient(ClosedOnExit):
             await self.end_running()
 
     async def resume(self) -> None:
-        """Go on after a pause; a server that cannot be told is told before it is next asked for anything.
+        """Resume generation after a pause. A server that cannot be reached is resumed before the next request.
 
         Raises:
-            EngineError: it refused, or cannot be reached.
+            EngineError: the server refused, or cannot be reached.
         """
         await self._keeper.resume()
 
@@ -150,8 +150,8 @@ class EngineClient(ClosedOnExit):
         """Return when the server answers.
 
         Raises:
-            EngineUnavailableError: it did not before the deadline.
-            WeightSyncError: it serves a model of other shapes than `model_dir`.
+            EngineUnavailableError: the server did not answer before the deadline.
+            WeightSyncError: the server's model has other shapes than `model_dir`.
         """
         await self._keeper.wait_until_ready(timeout_s)
 
@@ -159,11 +159,11 @@ class EngineClient(ClosedOnExit):
         """Close the connections."""
         await self._connection.aclose()
 
-    # Parts of a server's client that each make one attempt, whatever weights the server has.
+    # The methods below make one attempt each, with any weights on the server.
 
     @abstractmethod
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask for completions once."""
+        """Request completions once."""
 
     @abstractmethod
     async def weight_version(self) -> str:
@@ -171,11 +171,11 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
 
     @abstractmethod
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load weights once and set the version; running requests end before that, on the old weights.
+        """Load weights once and set the version. Running requests end before that, on the old weights.
 
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
@@ -183,7 +183,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def hand_over(self) -> None:
-        """Free weights and cache once, when no request is running; EngineError if nothing can be freed."""
+        """Free weights and cache once, while no request is running. EngineError if nothing can be freed."""
 
     @abstractmethod
     async def take_back(self) -> None:
@@ -191,14 +191,14 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def end_running(self) -> None:
-        """Tell a server once to end all requests with the tokens that they have."""
+        """Tell the server once to end all requests with the tokens sampled so far."""
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop generating once; requests stay, and what was computed for them under the old weights does not.
+        """Stop generating once. Requests stay, but the server drops their cache from the old weights.
 
         Raises:
-            EngineError: such a server cannot go on with new weights.
+            EngineError: this kind of server cannot continue requests with new weights.
         """
 
     @abstractmethod
@@ -207,13 +207,13 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def show_life(self) -> None:
-        """Return when what generates answered between two of its steps; a paused server's does, too."""
+        """Return when the server's scheduler has answered a liveness probe, which a paused server does too."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments once, set the version, and return the `tensor_digest` of every tensor that is served then.
+        """Load segments once, set the version, and return the `tensor_digest` of every served tensor.
 
         Raises:
-            WeightSyncError: the server refused, or takes no segments.
+            WeightSyncError: the server refused the segments, or this kind of server takes no segments.
         """
         raise WeightSyncError(f"{self.name} takes no segments: publish {version} as a model directory")
 
@@ -231,12 +231,12 @@ class EngineClient(ClosedOnExit):
         """Let the server forget all adapters but one."""
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+        """Send weights once and set the version. Running requests end before that, on the old weights.
 
         Args:
-            kept: tensors that the server has already, and need not be sent.
+            kept: tensors that the server already has and that need not be sent.
 
         Raises:
-            WeightSyncError: the server refused, or cannot be sent any.
+            WeightSyncError: the server refused the weights, or this kind of server takes no sent weights.
         """
         raise WeightSyncError(f"{self.name} cannot be sent weights: publish {version} as a model directory")

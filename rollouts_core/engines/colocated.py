@@ -1,12 +1,12 @@
-"""Engines on the trainer's GPUs: they hand their memory over while the trainer trains.
+"""Engines on the trainer's GPUs, which free their memory while the trainer trains.
 
-Not here: the servers' own calls (sglang.py, vllm.py), how they are started for it (launch.py).
+Not here: the servers' own calls (sglang.py, vllm.py), their command lines (launch.py).
 
     generate -> release_memory -> train -> release_cache -> resume_memory -> publish -> generate
                 (engines)                  (trainer)        (engines)
 
-An engine hands over its cache and its weights, and is given new weights before it generates again, also after a step
-that trained nothing. Nothing is copied: what it comes back with means nothing until then.
+An engine frees its cache and its weights without copying them. When it takes the memory back, the content is undefined,
+so the engine gets weights before it generates again, also after a step that trained nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Deliver weights to one server and let it prove that it serves them: by digests, checksums, or a canary.
 
-When weights are delivered is decided in recovery.py; servers' endpoints are in sglang.py and vllm.py.
+recovery.py decides when weights are delivered; servers' endpoints are in sglang.py and vllm.py.
 
     segments in shared memory   digests of all tensors                       -> compared
     a directory, or tensors     checksums, if they can be compared           -> compared
@@ -49,7 +49,7 @@ class ServedWeights:
     weights: Weights
     version: str
     canary: Canary | None
-    """Verifies tensors that cannot be compared; None uses a forward pass of the directory's model."""
+    """Verifies tensors without comparable checksums; None uses a forward pass of the directory's model."""
 
     @property
     def model_dir(self) -> Path:
@@ -58,11 +58,11 @@ class ServedWeights:
 
 
 class ServerCalls(Protocol):
-    """The functions of one server's client that the loops use: each makes one call, and fails with a typed error."""
+    """The methods of one server's client that deliver weights. Each makes one call, and raises a typed error."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the server in messages."""
         ...
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -74,7 +74,7 @@ class ServerCalls(Protocol):
         ...
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         ...
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
@@ -82,7 +82,7 @@ class ServerCalls(Protocol):
         ...
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Send weights, except those that the server has, and check the version; raises WeightSyncError."""
+        """Send weights, except the `kept` tensors, and check the version; raises WeightSyncError."""
         ...
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
@@ -106,7 +106,7 @@ class ServerCalls(Protocol):
         ...
 
     async def show_life(self) -> None:
-        """Return when what generates answered between two of its steps; a paused server's does, too."""
+        """Return when the server's scheduler has answered a liveness probe, which a paused server does too."""
         ...
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
@@ -120,7 +120,7 @@ class WeightDelivery:
     def __init__(self, server: ServerCalls) -> None:
         self.server = server
         self._takes_parts = True
-        """False after changed tensors were sent and refused, or not verified: then all tensors are sent."""
+        """False after the server refused, or failed to verify, only the changed tensors. Then all tensors are sent."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """A version that a canary verified, and the server's checksums for it."""
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
@@ -133,7 +133,7 @@ class WeightDelivery:
 
         Args:
             before: the verified version served until now; None if unknown.
-            can_sample: whether the server answers completions; a paused server cannot answer a canary.
+            can_sample: whether the server completes requests; a paused server cannot, so it cannot answer a canary.
 
         Raises:
             EngineUnavailableError: the server vanished.
@@ -156,9 +156,9 @@ class WeightDelivery:
             raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
         except (OSError, CheckpointError) as error:
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
-        except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
+        except TrainingError:  # from a canary, whose log-probs the trainer computes
             raise
-        except Exception as error:  # torch's, for want of memory or of a port, and safetensors' have no common root
+        except Exception as error:  # errors of torch (memory, ports) and safetensors have no common base
             problem = f"{type(error).__name__}: {first_line(error)}"
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {problem}") from error
 
@@ -192,7 +192,7 @@ class WeightDelivery:
         return is_same and await self.server.weight_version() == before.version
 
     async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
-        """The tensors that the server has already: it was proved, and was not started anew since then."""
+        """The tensors that the server already has: a canary verified it, and it was not restarted since then."""
         if before is None or not isinstance(before.weights, SentWeights) or not self._takes_parts:
             return ()
         kept = find_kept(weights, before.weights)
@@ -201,7 +201,7 @@ class WeightDelivery:
     async def _send(
         self, weights: SentWeights, served: ServedWeights, kept: Collection[str], can_sample: Callable[[], bool]
     ) -> None:
-        """Send and prove; where a part was sent, and that was refused or cannot be proved, send everything."""
+        """Send weights and verify them. If only changed tensors were sent and this fails, send all tensors."""
         try:
             held = await self.server.take_sent(weights, served.version, kept)
             await self._prove(weights, served, held, can_sample)
@@ -211,7 +211,7 @@ class WeightDelivery:
             if not kept:
                 raise
             logger.warning(
-                "%s was sent what changed alone, and failed: %s; it is sent everything from now on",
+                "%s was sent only the changed tensors, which failed: %s; from now on all tensors are sent",
                 self.server.name,
                 error,
             )
@@ -222,17 +222,17 @@ class WeightDelivery:
     async def _prove(
         self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors, can_sample: Callable[[], bool]
     ) -> None:
-        """Compare the server's tensors with the published ones; if it reports too little, ask a canary."""
+        """Compare the server's tensors with the published tensors. Without enough checksums, use a canary."""
 
         def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
             tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
             unproven = find_unproven(self.server.name, tensors, served.version, held)
-            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not show in it
+            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not change it
             return unproven, sample_content(tensors, held) if unproven and not is_quantized else {}
 
         unproven, sampled = await in_short_thread(examine)
         proof = (served.version, held.digests)
-        # Checksums that are missing, or those of nothing, are the same for any weights.
+        # Missing checksums, and checksums of empty tensors, are equal for all weights.
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
         if not unproven or (is_identified and self._proven == proof):
             return
@@ -240,14 +240,14 @@ class WeightDelivery:
         # After a small training step, a canary would accept the previous weights as well.
         if left := find_left_behind(self._proven_content, content):
             raise WeightSyncError(
-                f"{self.server.name} says it serves {served.version}, but its checksums of {len(left)} tensors "
-                f"that changed are those of the version before, {left[0]} first: its update left them unchanged, "
+                f"{self.server.name} reports the version {served.version}, but its checksums of {len(left)} changed "
+                f"tensors are those of the previous version, {left[0]} first: its update left them unchanged, so "
                 "restart it"
             )
         if not can_sample():
             raise WeightSyncError(
-                f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
-                f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
+                f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to verify "
+                f'{served.version}, but it is paused: set rollout.in_flight = "finish" or "abort"'
             )
         gap = await prove(self.server.name, self.server.complete, served.canary or published_canary(weights))
         logger.info(

@@ -1,4 +1,4 @@
-"""Describe where and how completions are generated, as a small record, and create the client for it.
+"""A small record of where and how completions are generated, and the client for it.
 
 async with connect(Endpoint(provider="vllm", url="http://127.0.0.1:8000")) as engine:
     completions = await engine.generate(endpoint.requests([prompt_tokens], stop_token_ids=(eos,)))
@@ -26,11 +26,11 @@ class Endpoint(Record):
     """Address and settings of an engine for completions."""
 
     provider: EngineKind = "embedded"
-    """Which server it is."""
+    """Kind of the server."""
     url: str = Field(pattern=r"^https?://[^/]+")
-    """Its base URL."""
+    """Base URL of the server."""
     model: str = ""
-    """Folder of the model that it must serve, by which shapes and token ids are checked; empty checks nothing."""
+    """Folder of the model that the server must serve, to check shapes and token ids; empty checks nothing."""
     api_key_variable: str = ""
     """Name of the environment variable with the engine's API key; empty sends no key."""
     sampling: SamplingConfig = SamplingConfig()
@@ -39,7 +39,7 @@ class Endpoint(Record):
     def requests(
         self, prompts: Sequence[list[int]], *, stop_token_ids: tuple[int, ...], seed: int = 0
     ) -> list[GenerationRequest]:
-        """One request for each prompt of token ids; their seeds follow each other."""
+        """One request for each prompt of token ids, with consecutive seeds from `seed`."""
         return [
             GenerationRequest(prompt_tokens=prompt, sampling=self.sampling, stop_token_ids=stop_token_ids, seed=number)
             for number, prompt in enumerate(prompts, start=seed)

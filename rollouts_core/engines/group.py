@@ -6,11 +6,11 @@
     close           may interrupt a broadcast: the server's end fails, and the trainer stops waiting; may interrupt a
                     connect before the first rank joins, for instance if the server refuses
 
-Each server has its own group, so a dead or hanging server does not delay the others, and a restarted one gets a new
-group by itself. The price is that the weights leave the trainer once per server.
+Each server has its own group, so a dead or hanging server does not delay the others, and a restarted server gets a new
+group without the others. In return, the trainer sends the weights once per server.
 
 The groups consist of torch's backend objects without the global group of the trainer's ranks, because torch's functions
-for groups would turn that one into an NCCL group.
+for groups would turn the global group into an NCCL group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rollouts_core.errors import EngineUnavailableError
 
 GroupBackend = Literal["gloo", "nccl"]
 JOIN_POLL_S = 0.02
-LEFT = "it was given up"
+LEFT = "the group was closed meanwhile"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
 """The trainer's address; also the name under which torch's groups find each other."""
 
@@ -52,7 +52,7 @@ class WeightGroup:
     """A group with the `num_ranks` ranks of the server at `url`; close it.
 
     Raises:
-        EngineUnavailableError: no way leads to the server, or nothing can listen there.
+        EngineUnavailableError: no route leads to the server, or the address on this route cannot be listened on.
     """
 
     def __init__(self, url: str, backend: GroupBackend, *, num_ranks: int) -> None:
@@ -60,10 +60,10 @@ class WeightGroup:
         self.backend = backend
         self.num_ranks = num_ranks
         self.name = f"rollouts-{uuid4().hex}"
-        """What the server calls it."""
+        """Name of the group, also on the server."""
         self.device = DEVICES[backend]
         self.address = find_address_towards(url)
-        """The trainer's address for the server."""
+        """The trainer's address on the route to the server."""
         with self._failures_named("can be offered no group"):
             self._store, self.port = open_store(self.address)
         self._group: Any = None  # Any: ProcessGroupGloo or ProcessGroupNCCL, which only builds for CUDA have
@@ -73,7 +73,7 @@ class WeightGroup:
         """Wait for the server's ranks.
 
         Raises:
-            EngineUnavailableError: they did not come.
+            EngineUnavailableError: a rank did not join in time.
         """
         store = name_store(self._store, self.name, self.device)
         with self._failures_named("did not join"):
@@ -89,7 +89,7 @@ class WeightGroup:
         """Send bytes; returns when this end of the group has done so.
 
         Raises:
-            EngineUnavailableError: the server's end is gone, or did not take them in time.
+            EngineUnavailableError: the server's end is gone, or did not receive the bytes in time.
         """
         assert self._group is not None, "the group is not connected"
         with self._failures_named("did not take a bucket of weights"):
@@ -97,7 +97,7 @@ class WeightGroup:
             wait_for(work, is_left=lambda: self._is_left)
 
     def close(self) -> None:
-        """Leave the group, whatever its other ranks do; a broadcast that is under way fails."""
+        """Leave the group without waiting for its other ranks. A running broadcast fails."""
         self._is_left = True
         held, self._group = [self._group], None
         let_go(held)
@@ -107,13 +107,13 @@ class WeightGroup:
         return connect_gloo(store, rank=0, size=1 + self.num_ranks, address=self.address)
 
     def _wait_for_a_rank(self) -> None:
-        """Return when a rank of the server has come; gloo's own wait cannot be given up before its timeout."""
+        """Return when a rank of the server has joined. gloo's own wait could not be stopped before its timeout."""
         deadline = time.monotonic() + TIMEOUT_S
         while self._store.num_keys() == 0:  # each joining rank adds a key
             if self._is_left:
                 raise RuntimeError(LEFT)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not within {TIMEOUT_S:g} s")
+                raise RuntimeError(f"no rank joined within {TIMEOUT_S:g} s")
             time.sleep(JOIN_POLL_S)
 
     @contextmanager
@@ -127,18 +127,18 @@ class WeightGroup:
 
 
 def is_nccl_usable() -> bool:
-    """Whether this process has a GPU, and a torch that sends from it."""
+    """Whether this process has a GPU, and a torch with NCCL."""
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def find_address_towards(url: str) -> str:
-    """The address of this machine on the way to a server.
+    """The address of this machine on the route to a server.
 
     Raises:
-        EngineUnavailableError: no way leads there.
+        EngineUnavailableError: no route leads to the server.
     """
     where = httpx.URL(url)
     try:
         return find_own_address(where.host, where.port or 80)
     except OSError as error:
-        raise EngineUnavailableError(f"{url}: no way leads there ({error})") from error
+        raise EngineUnavailableError(f"{url}: this machine has no route to it ({error})") from error

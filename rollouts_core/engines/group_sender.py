@@ -21,10 +21,10 @@ CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
 
 
 class GroupSender(ABC):
-    """Owns the group with one server.
+    """Owns the process group with one server.
 
     Args:
-        connection: the client's own.
+        connection: the connection of the server's client.
     """
 
     def __init__(self, connection: EngineConnection) -> None:
@@ -32,16 +32,16 @@ class GroupSender(ABC):
         self._group: WeightGroup | None = None
 
     async def aclose(self) -> None:
-        """Leave the group, and tell the server so."""
+        """Leave the group, and tell the server to leave it too."""
         if self._group is not None:
             group, self._group = self._group, None
-            group.close()  # a server that waits for a bucket fails by this, and answers again
+            group.close()  # a server that waits for a bucket then fails, and answers again
             with anyio.CancelScope(shield=True), suppress(EngineError):
                 await self._tell_left(group)
 
     @abstractmethod
     async def _ask_to_join(self, group: WeightGroup) -> None:
-        """Have the server become a member; it answers when all members are there."""
+        """Ask the server to join the group. The server answers when all members have joined."""
 
     @abstractmethod
     async def _tell_left(self, group: WeightGroup) -> None:
@@ -49,11 +49,11 @@ class GroupSender(ABC):
 
     @asynccontextmanager
     async def _joined(self, backend: GroupBackend, num_ranks: int) -> AsyncIterator[WeightGroup]:
-        """The group with the server's ranks for one update; abandoned if the update fails.
+        """The group with the server's ranks for one update. The group is abandoned if the update fails.
 
         Raises:
             EngineUnavailableError: the server, or its end of the group, vanished.
-            EngineError: the server refused.
+            EngineError: the server refused the update.
         """
         is_reused = self._group is not None
         try:
@@ -61,7 +61,7 @@ class GroupSender(ABC):
             yield self._group
         except BaseException as error:
             await self.aclose()
-            if is_reused and isinstance(error, EngineError):  # it may have been started anew, and know of no group
+            if is_reused and isinstance(error, EngineError):  # it may have restarted without the group
                 raise EngineUnavailableError(str(error)) from error
             raise
 
@@ -76,7 +76,7 @@ class GroupSender(ABC):
 
 
 async def broadcast_bucket(group: WeightGroup, bucket: Mapping[str, Tensor]) -> None:
-    """Send the bytes of some tensors to the server's ranks, which have to be waiting for them."""
+    """Send the bytes of some tensors to the server's ranks, which must already wait for them."""
     flat = await in_short_thread(partial(flatten, bucket, group.device))
-    # The first call creates NCCL's connections and returns when all ranks joined: never, if a rank refused or is gone.
+    # The first call creates NCCL's connections and returns when all ranks joined. It never returns if a rank is gone.
     await in_daemon_thread(partial(group.broadcast, flat))

@@ -1,10 +1,10 @@
 """Tensors as handles that SGLang maps: shared memory of this machine, or memory of a GPU (CUDA IPC).
 
-Not here: what the server is told meanwhile (sending.py).
+Not here: the requests to the server (sending.py).
 
     [(name, tensor), ...] -> pickle with, in place of bytes, the name of shared memory | the handle of a GPU's memory
 
-SGLang unpickles only what rebuilds tensors, so that is all there is in it.
+SGLang unpickles only functions that rebuild tensors, so the pickle contains nothing else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 DEVICE_INDEX = 6
-"""Place of the GPU's number among what `rebuild_cuda_tensor` takes."""
+"""Index of the GPU's number among the arguments of `rebuild_cuda_tensor`."""
 
 
 def share(bucket: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
-    """Copies of the tensors in memory that other processes can map as long as these are held."""
+    """Copies of the tensors in memory that other processes can map as long as the copies are referenced."""
     if device != "cpu":
         return {name: tensor.to(device) for name, tensor in bucket.items()}
     num_bytes = sum(tensor.nbytes for tensor in bucket.values())
@@ -47,7 +47,7 @@ def render_handles(shared: Mapping[str, Tensor]) -> bytes:
 
 
 def forget(shared: Mapping[str, Tensor]) -> None:
-    """Remove shared memory that a server was told of and did not take: it would stay until the machine's next start."""
+    """Remove shared memory that a server did not map. Otherwise it would stay until the machine's next start."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in shared.values()}
     for storage in storages.values():
         if storage.device.type == "cpu":
@@ -56,13 +56,13 @@ def forget(shared: Mapping[str, Tensor]) -> None:
 
 
 class _HandlePickler(pickle.Pickler):
-    """Pickles what it can by the functions of torch.multiprocessing, without their settings for the whole process."""
+    """Pickles tensors by the functions of torch.multiprocessing, without their settings for the whole process."""
 
     def reducer_override(self, value: Any) -> Any:  # Any: pickle's protocol
         if isinstance(value, Tensor):
             function, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
             if value.is_cuda:
-                # By its name: the same GPU may have another number in the server.
+                # The GPU is named by its UUID, because it may have another number in the server.
                 gpu = str(torch.cuda.get_device_properties(value.device).uuid)
                 arguments = (*arguments[:DEVICE_INDEX], gpu, *arguments[DEVICE_INDEX + 1 :])
             return function, arguments

@@ -1,6 +1,6 @@
-"""One HTTP call to a server with typed errors, and what its answer must have to be a completion.
+"""One HTTP call to a server with typed errors, and the check that an answer is a usable completion.
 
-Not here: which calls there are (sglang.py, vllm.py, sending.py, router.py), when a call is made again (recovery.py).
+Not here: the paths of the calls (sglang.py, vllm.py, sending.py, router.py), retries (recovery.py).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rollouts_core.types import Status
 
 CONNECT_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
-"""Loading weights takes long; that a server takes the connection does not."""
+"""Time limit of loading weights, which takes long. Connecting to the server must be fast."""
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
-"""To end a pause is answered at once."""
+"""Time limit of ending a pause, which a server answers at once."""
 IDLE_CONNECTION_S = 5.0
-"""A connection that nothing was asked by for this long is closed."""
+"""Seconds after which a connection without requests is closed."""
 LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""A machine that acknowledges nothing for 30 s is gone, whatever its server is about to answer."""
+"""Socket options: a machine that acknowledges nothing for 30 s counts as gone, even while a request is running."""
 DONE_OR_QUEUED = (200, 202)
-"""Status codes of a successful answer, or of a router that is about to give one."""
+"""Status codes of a successful answer, or of a router that queued the request."""
 NO_NUMBERS = (b"Out of range float values are not JSON compliant", b"log-probs of the next token are no finite numbers")
-"""Status with which vLLM and the embedded engine report NaN log-probs. SGLang returns the NaN instead."""
+"""Texts with which vLLM and the embedded engine report NaN log-probs. SGLang returns the NaN instead."""
 
 
 class EngineConnection:
@@ -90,8 +90,10 @@ class EngineConnection:
             response = await self._client.request(method, path, **arguments)
         except httpx.TransportError as error:
             raise EngineUnavailableError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        except aiohttp.ClientError as error:  # what the transport has no httpx error for
-            raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
+        except aiohttp.ClientError as error:  # errors that the transport does not translate to httpx
+            raise EngineError(
+                f"{self.url}{path} did not answer in HTTP: check that an engine listens there ({first_line(error)})"
+            ) from error
         if response.status_code == 429 or response.status_code >= 500:
             problem = f"{self.url}{path} answered {response.status_code}: {shown_beginning(response.content, 200)}"
             if response.status_code == 429:
@@ -99,8 +101,8 @@ class EngineConnection:
             raise EngineUnavailableError(problem)
         if response.status_code == 401:
             raise EngineError(
-                f"{self.url}{path} wants another key: name the environment variable that holds the engine's as "
-                "rollout.engine.api_key_variable"
+                f"{self.url}{path} requires another API key: set rollout.engine.api_key_variable to the name of the "
+                "environment variable with the engine's key"
             )
         if response.status_code not in DONE_OR_QUEUED:
             kind = NoNumbersError if any(sign in response.content for sign in NO_NUMBERS) else EngineError
@@ -119,7 +121,7 @@ class EngineConnection:
 
 
 def create_transport() -> httpx.AsyncBaseTransport:
-    """A session without a limit of its own on connections; its callers limit the number of requests.
+    """A session without a limit of connections, because its callers limit the number of requests.
 
     aiohttp is used because httpx's pool checks every connection whenever a request begins or ends. With 128 running
     requests that costs 20 times the processor time.
@@ -138,7 +140,7 @@ def _open_session() -> aiohttp.ClientSession:
 
 
 def _open_socket(address: AddrInfoType) -> socket.socket:
-    """A socket that notices when the machine at the other end is gone: an answer may be waited for for long."""
+    """A socket that detects a lost machine at the other end, because the wait for an answer may be long."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -166,10 +168,10 @@ def read_completion(
     """A server's answer as a completion.
 
     Args:
-        ends: tokens that end a completion of this server besides those of the request: its model's own.
+        ends: tokens of the server's model that end a completion, besides those of the request.
 
     Raises:
-        EngineError: something in it that training could not use.
+        EngineError: training cannot use the answer.
     """
     status = status_of_finish(name, finish_reason)
     if len(logprobs) != len(tokens):
@@ -179,10 +181,11 @@ def read_completion(
     if finish_reason == "length" and len(tokens) < request.sampling.max_new_tokens:
         raise EngineError(
             f"{name} ended a completion after {len(tokens)} of {request.sampling.max_new_tokens} tokens: its "
-            f"context is too short for them and the prompt of {len(request.prompt_tokens)}, serve it with a longer one"
+            f"context is too short for them and the {len(request.prompt_tokens)} prompt tokens: serve a longer context"
         )
     if status is Status.ABORTED and tokens:
-        # SGLang looks for an abort before it looks for an end: such a completion must not be continued behind that.
+        # SGLang checks for an abort before it checks for an end token, so an ended completion may arrive as aborted. It
+        # must not be continued.
         if tokens[-1] in request.stop_token_ids or tokens[-1] in ends:
             status = Status.COMPLETED
         elif len(tokens) >= request.sampling.max_new_tokens:

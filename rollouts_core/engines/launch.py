@@ -30,28 +30,28 @@ from rollouts_core.job import ServeJob
 from rollouts_core.model.pickled_weights import refuse_pickled_weights
 
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Environment variables of our own environment that would give the engine's interpreter packages of other versions."""
+"""Variables of this process's environment that would give the engine's interpreter packages of other versions."""
 MAX_SOCKET_PATH = 107
-"""Bytes of the path of a unix socket."""
+"""Highest number of bytes in the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
 """Characters left for names in the folder's path: vLLM uses UUIDs, and multiprocessing adds two levels of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """How a server is started."""
+    """The command and the environment that start a server."""
 
     argv: tuple[str, ...]
     """The command."""
     env: Mapping[str, str]
-    """Variables besides those of the caller."""
+    """Environment variables to add to those of the caller."""
 
 
 def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     """Become the server that the job describes. The server is this same process, so its supervisor stays in charge.
 
     Args:
-        api_key: required of requests; may be empty only for a loopback address.
+        api_key: key that every request must have; may be empty only for a loopback address.
 
     Raises:
         ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or the address is
@@ -62,7 +62,7 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     model_dir = Path(job.model.model.path)
     if not job.model.model.allow_pickle:
         refuse_pickled_weights(model_dir)
-    # Other models are served unchanged: they answer completions, and new weights are refused with a message.
+    # Other models are served unchanged. They answer requests, but the client refuses to load new weights.
     if job.engine.spec.needs_own_head and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
@@ -78,8 +78,8 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
         os.execve(command.argv[0], (*command.argv, *secret.arguments), {**kept, **command.env, **scratch, **secret.env})
     except OSError as error:
         raise ConfigError(
-            f"rollout.engine.python: {command.argv[0]} cannot be run ({error.strerror}): give the interpreter of the "
-            f"environment in which {job.engine.kind} is installed"
+            f"rollout.engine.python: {command.argv[0]} cannot be started ({error.strerror}): give the interpreter of "
+            f"the environment in which {job.engine.kind} is installed"
         ) from error
 
 
@@ -89,14 +89,13 @@ def check_host(job: ServeJob, api_key: str) -> None:
         return
     if job.engine.spec.is_local_only:
         raise ConfigError(
-            f"{job.host} is an address beyond this machine, and the development endpoints of {job.engine.spec.title}, "
-            "which replace weights and run code, stay on their machine: let it listen on 127.0.0.1, and reach it by a "
-            "tunnel"
+            f"{job.host} is reachable from other machines, but the development endpoints of {job.engine.spec.title} "
+            "replace weights and run code without a key: listen on 127.0.0.1, and reach the engine through a tunnel"
         )
     if not api_key:
         raise ConfigError(
-            f"{job.host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, "
-            "or listen on 127.0.0.1"
+            f"{job.host} is reachable from other machines, so the server needs an API key: set {API_KEY_VARIABLE}, or "
+            "listen on 127.0.0.1"
         )
 
 
@@ -104,12 +103,12 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
     """The command that serves `model_dir` with the job's settings.
 
     Raises:
-        ConfigError: the engine is to release GPU memory, but is not on a GPU.
+        ConfigError: the engine must release GPU memory, but does not run on a GPU.
     """
     if job.deployment.colocated and not on_gpu:
         raise ConfigError(
-            f"deployment.colocated: no GPU is here, and without one {job.engine.kind} keeps its memory while the "
-            "trainer trains: leave it out"
+            f"deployment.colocated: this machine has no GPU, and without a GPU {job.engine.kind} cannot free its "
+            "memory while the trainer trains: remove the setting"
         )
     python = job.engine.python or sys.executable
     render = job.engine.spec.render
@@ -156,9 +155,9 @@ def _scratch_folder() -> dict[str, str]:
 
 
 def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str:
-    """The number format of the engine's weights, spelled out: checksums are compared in it.
+    """The number format of the engine's weights by name, because checksums are compared in this format.
 
-    A checkpoint of this trainer is float32. On a GPU SGLang has no kernels for that, and vLLM slow ones.
+    A checkpoint of this trainer is float32. On a GPU SGLang has no kernels for float32, and those of vLLM are slow.
     """
     if engine.dtype != "auto":
         return engine.dtype
@@ -170,7 +169,7 @@ def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str
 def describe_slow_engine(engine: EngineConfig, model_dir: Path) -> str:
     """The warning that SGLang or vLLM computes in a slow number format on this machine; empty otherwise.
 
-    The embedded engine computes in float32, whatever the format of a model's files is.
+    The embedded engine always computes in float32, regardless of the format of the model's files.
     """
     on_gpu = torch.cuda.is_available()
     if engine.spec.is_own or on_gpu or weights_dtype(engine, model_dir, on_gpu=on_gpu) != "bfloat16":

@@ -20,9 +20,9 @@ _ASK = (
 
 
 def share_memory_as(engine: EngineConfig) -> None:
-    """Let NCCL in this process share memory in the engine's way. Call it before the first group: NCCL reads it once.
+    """Make NCCL in this process share memory in the engine's way, because NCCL exchanges memory handles unchanged.
 
-    NCCL passes one end's memory handles to the other unchanged.
+    Call this before the first group: NCCL reads the variables only once.
     """
     if engine.weight_transfer == "nccl":
         for name, value in engine.spec.nccl_variables.items():
@@ -30,7 +30,7 @@ def share_memory_as(engine: EngineConfig) -> None:
 
 
 def nccl_version() -> str:
-    """The version of this process's NCCL, for example 2.27.5; empty where its torch has none."""
+    """The version of this process's NCCL, for example 2.27.5; empty if its torch has no NCCL."""
     if not dist.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def nccl_version() -> str:
 def check_version(python: str, environment: Mapping[str, str], *, own: str) -> None:
     """Raise ConfigError if the torch of an engine's interpreter has another NCCL: only equal versions connect.
 
-    An interpreter without NCCL, or one that fails, is accepted here, and reports its error when it starts.
+    An interpreter that lacks NCCL or fails is accepted here. It reports its error when the engine starts.
     """
     try:
         asked = subprocess.run(
@@ -50,6 +50,6 @@ def check_version(python: str, environment: Mapping[str, str], *, own: str) -> N
     if (theirs := asked.stdout.strip()) and own and theirs != own:
         raise ConfigError(
             f"rollout.engine.weight_transfer = \"nccl\": the engine's torch has NCCL {theirs} and the trainer's {own}, "
-            f"and NCCL connects equal versions alone: install the same torch for {python} and for the trainer, or set "
+            f"but NCCL connects only equal versions: install the same torch for {python} and for the trainer, or set "
             'weight_transfer = "gloo"'
         )

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class SegmentAccess(IntEnum):
-    """Which segments of this process a server can open; those of several servers are what the least of them can."""
+    """Which segments of this process a server can open. For several servers, the smallest of their values counts."""
 
     NONE = 0
-    """It takes model directories alone."""
+    """The server takes only model directories."""
     FILES = 1
-    """Those that are files."""
+    """The server can open segments that are files."""
     MEMORY = 2
-    """Also those in memory: it runs on this machine."""
+    """The server can also open segments in memory, because it runs on this machine."""
 
 
 class InferenceEngine(Protocol):
@@ -34,36 +34,36 @@ class InferenceEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the engine in messages."""
         ...
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, sampled only from the weights that were loaded last."""
+        """Completions in the order of the requests, sampled only from the weights that were loaded last."""
         ...
 
     async def segment_access(self) -> SegmentAccess:
-        """Which `SegmentedWeights` it can load."""
+        """Which `SegmentedWeights` the engine can load."""
         ...
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights, and verify that they are served; raises WeightSyncError otherwise.
+        """Load published weights, and verify that the engine serves them; raises WeightSyncError otherwise.
 
         Args:
             weights: a directory, segments that the engine can map, weights to send, or adapters in a folder.
-            canary: verifies tensors that cannot be compared; by default a forward pass of the directory's model.
+            canary: verifies tensors without comparable checksums; by default a forward pass of the directory's model.
         """
         ...
 
     async def release_memory(self) -> None:
-        """Hand the GPU's memory over; until `resume_memory` and a load after it, nothing is generated.
+        """Free the GPU's memory. The engine generates nothing until `resume_memory` and a load of weights after it.
 
         Raises:
-            EngineError: the server cannot, as it was started.
+            EngineError: the server was started without support for this.
         """
         ...
 
     async def resume_memory(self) -> None:
-        """Take the memory back; the weights in it are to be loaded."""
+        """Allocate the memory again. Its content is undefined, so weights must be loaded next."""
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ from rollouts_core.model.weight_sample import Arrival, measure_arrival
 from rollouts_core.system.concurrency import gather
 
 FEW_ARRIVED = 0.9
-"""A training is warned if a smaller share of the update arrives in engines."""
+"""A training gets a warning if a smaller share of the update arrives in engines."""
 ROUNDING_REMEDY = 'set rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
 ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
 """The metrics of a publication to engines that round."""
@@ -28,22 +28,22 @@ ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
 
 @runtime_checkable
 class ReportsWeightsDtype(Protocol):
-    """An engine that knows the number format of its server's weights."""
+    """An engine that reports the number format of its server's weights."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format; None if the server does not say, is away, or has quantized weights."""
+        """The number format; None if the server does not report it, is unreachable, or has quantized weights."""
         ...
 
 
 async def common_dtype(engines: Sequence[object]) -> torch.dtype | None:
-    """The number format in which all engines keep weights; None if one does not say, or they differ."""
+    """The number format in which all engines store weights; None if the formats differ or an engine's is unknown."""
     known = [engine for engine in engines if isinstance(engine, ReportsWeightsDtype)]
     found = set(await gather([engine.weights_dtype for engine in known]))
     return found.pop() if len(found) == 1 and len(known) == len(engines) else None
 
 
 class RoundingWatch:
-    """Knows how much of the update arrived by the last publication of a training."""
+    """Measures how much of the update arrived in engines by the last publication of a training."""
 
     def __init__(self) -> None:
         self._last: Arrival | None = None
@@ -51,7 +51,7 @@ class RoundingWatch:
     def round_for(self, weights: dict[str, Tensor], start: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """Round merged adapters over frozen weights of `dtype` for engines that keep `dtype`, after measuring.
 
-        Replaces tensors in `weights` one after another, so that host memory never holds both forms of all of them.
+        Replaces tensors in `weights` one after another, so that host memory never holds both forms of all tensors.
         Other tensors are not rounded here: engines keep a few of them in float32 and round the rest.
 
         Args:
@@ -91,6 +91,6 @@ def describe_loss(arrived: float, changed: float) -> str:
         changed: `Arrival.changed`.
     """
     return (
-        f"{arrived:.0%} of what RL changed in the weights arrived in the engines, whose number format rounds away the "
-        f"rest: {1 - changed:.0%} of the trained weights are there what they were at the start"
+        f"{arrived:.0%} of RL's change of the weights arrived in the engines, whose number format rounds away the "
+        f"rest: {1 - changed:.0%} of the trained weights are still equal to the start weights there"
     )

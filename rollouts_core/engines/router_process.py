@@ -1,4 +1,4 @@
-"""Run SGLang's router as a child process of the training job: it starts without engines, and is restarted if it dies.
+"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead one restarts.
 
 started ── answers ── dies ── engines are asked directly ── restarted at the same port ── gets the engines again
              └── ends with the job, for whatever reason
@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0
-"""How often a router that does not answer yet is looked at."""
+"""Seconds between two checks of a router that does not answer yet."""
 RESTART_PAUSE_S = 10.0
-"""Minimum time between two starts, in case the router ends at once each time."""
+"""Minimum time between two starts, seconds, in case the router always ends at once."""
 GRACE_S = 5.0
-"""Between asking it to end and killing it; it waits for requests that are under way."""
+"""Seconds between asking the router to end and killing it. The router first waits for running requests."""
 FAILED_ENGINE_S = 2
-"""How long the router avoids an engine after a failure, in seconds; its default is a minute."""
+"""Seconds for which the router avoids an engine after a failure. The router's default is a minute."""
 TAIL_BYTES = 4096
 
 
 class RouterProcess:
-    """One router on a free port of this machine, that only this machine reaches; starts at once.
+    """One router on a free port of this machine, reachable only from this machine. The constructor starts the router.
 
     Args:
         python: interpreter of an environment with sglang-router.
-        log: file that gets what it prints.
+        log: file for the router's output.
     """
 
     def __init__(self, python: str, log: Path) -> None:
@@ -56,14 +56,14 @@ class RouterProcess:
         return f"http://{LOOPBACK}:{self._port}"
 
     def revive(self) -> None:
-        """Restart the router if it has ended; it answers a moment later. Call it from the thread that started it."""
+        """Restart the router if it has ended, without waiting for an answer. Call this in the thread of the start."""
         if self.process.poll() is None or time.monotonic() < self._started_at + RESTART_PAUSE_S:
             return
-        logger.warning("the router ended by itself (%s), it is started again", self.explain_end())
+        logger.warning("the router ended by itself (%s), so it is restarted", self.explain_end())
         self.process = self._start()
 
     def explain_end(self) -> str:
-        """The last line of its output, and its exit status."""
+        """The exit code of the router and the last line of its output."""
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -124,7 +124,7 @@ def _explain_start(router: RouterProcess, python: str) -> ConfigError | EngineUn
     reason = router.explain_end()
     if router.process.returncode == parent_death.NO_PROGRAM or "No module named" in reason:
         return ConfigError(
-            f"rollout.engine.router_python: {python} starts no router ({reason}): name the interpreter of an "
+            f"rollout.engine.router_python: {python} cannot start the router ({reason}): give the interpreter of an "
             "environment with sglang-router"
         )
-    return EngineUnavailableError(f"SGLang's router ended at its start, see {router.log} ({reason})")
+    return EngineUnavailableError(f"SGLang's router ended while starting ({reason}): see {router.log}")

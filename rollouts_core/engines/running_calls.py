@@ -1,6 +1,6 @@
-"""The calls to an engine that are under way, which can be broken off from this side.
+"""The running calls to an engine, which this process can interrupt.
 
-Not here: ending requests at the server (in_flight.py), when a call is broken off (in_flight.py, pool.py, silence.py).
+Not here: ending requests at the server (in_flight.py), when to interrupt a call (in_flight.py, pool.py, silence.py).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import anyio
 
 
 class RunningCalls:
-    """Calls whose tasks are waiting for them."""
+    """Running calls, each awaited by a task."""
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """What all of them bring."""
+        """Number of requests in all running calls."""
         self._scopes: set[anyio.CancelScope] = set()
 
     @contextmanager
     def one(self, num_requests: int = 1) -> Iterator[None]:
-        """A call that lasts as long as the block; after an interruption the code after the block continues."""
+        """Register a call that lasts as long as the block. After an interruption the code after the block continues."""
         scope = anyio.CancelScope()
         self._scopes.add(scope)
         self.num_requests += num_requests
@@ -33,6 +33,6 @@ class RunningCalls:
             self.num_requests -= num_requests
 
     def break_off(self) -> None:
-        """End all of them; their tasks learn of it at their next look at the event loop."""
+        """Interrupt all running calls. Each task notices this when the event loop runs it next."""
         for scope in self._scopes:
             scope.cancel()

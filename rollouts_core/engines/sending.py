@@ -35,24 +35,24 @@ logger = logging.getLogger(__name__)
 SESSION_IS_OPEN = "already open"
 """SGLang's message if a trainer was killed during an update."""
 MEMORY_SCOPE = "memory_scope"
-"""A field that the embedded engine reports about itself, and SGLang does not."""
+"""A field that only the embedded engine reports, not SGLang."""
 EXPERTS = ".experts."
-"""In the names of weights that SGLang keeps in an order of the kernel's own."""
+"""Part of the names of weights that SGLang stores in an order that its kernel chooses."""
 
 
 class WeightSender(GroupSender):
     """Sends weights to one server."""
 
     async def send(self, weights: SentWeights, version: str, kept: Collection[str], *, is_paused: bool) -> None:
-        """Have the server load weights once, and set the version; running requests end before that.
+        """Make the server load weights once, and set the version. Running requests end before that.
 
         Args:
-            kept: tensors that the server has already.
-            is_paused: the server samples nothing now, so no completion can be of half the weights.
+            kept: tensors that the server already has.
+            is_paused: True if the server samples nothing now, so that no completion can come from half of the weights.
 
         Raises:
-            EngineUnavailableError: it vanished, or its end of the group did.
-            EngineError: it refused.
+            EngineUnavailableError: the server, or its end of the group, vanished.
+            EngineError: the server refused the weights.
         """
         if not is_paused:
             await self._set_version(f"{version}, loading")
@@ -114,7 +114,7 @@ class WeightSender(GroupSender):
         device = "cuda" if server.get("device") == "cuda" else "cpu"
         if device == "cuda" and not is_nccl_usable():
             raise WeightSyncError(
-                f"{self._connection.url} maps memory of a GPU, and the trainer has none: set "
+                f"{self._connection.url} can map only memory of a GPU, but the trainer has no GPU: set "
                 'rollout.engine.weight_transfer = "gloo"'
             )
         num_ranks = _count_ranks(self._connection.url, server)
@@ -134,8 +134,9 @@ class WeightSender(GroupSender):
 
     @asynccontextmanager
     async def _session(self, kept: Collection[str], server: Mapping[str, Any]) -> AsyncIterator[None]:
-        """The server takes weights inside, all but those that are kept."""
-        # SGLang loads what comes. The embedded engine loads all or nothing at the end, and must know what all is.
+        """Open an update on the server for the block: the block sends all weights except the kept tensors."""
+        # SGLang loads each tensor that arrives. The embedded engine loads at the end, if the update is complete, so it
+        # must know which tensors will not arrive.
         begin = {"kept": sorted(kept)} if kept and MEMORY_SCOPE in server else {}
         try:
             await self._post("/begin_weight_update", begin)
@@ -148,7 +149,7 @@ class WeightSender(GroupSender):
                 await self._post("/end_weight_update", {})
             except EngineUnavailableError:
                 raise
-            except EngineError as end:  # the embedded engine loads no part, and has closed the session all the same
+            except EngineError as end:  # the embedded engine refuses a part, but closes the session
                 logger.info("%s", end)
             await self._post("/begin_weight_update", begin)
         try:
@@ -167,7 +168,7 @@ class WeightSender(GroupSender):
 
 
 def find_missing(tensors: Mapping[str, Tensor], kept: Collection[str], server: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors to send: all of them if the server repacks tensors that it was not sent."""
+    """The tensors to send: all tensors if the server repacks even tensors that were not sent."""
     is_repacked = server.get("quantization") is not None or any(EXPERTS in name for name in tensors)
     return {name: tensor for name, tensor in tensors.items() if is_repacked or name not in kept}
 
@@ -176,12 +177,13 @@ def _count_ranks(url: str, server: Mapping[str, Any]) -> int:
     """Number of processes that hold parts of the server's model.
 
     Raises:
-        WeightSyncError: the model is split by more than tensor parallelism, so SGLang's numbering of them is unknown.
+        WeightSyncError: the model is split by more than tensor parallelism, so SGLang's numbers of the processes are
+            unknown.
     """
     for name in ("dp_size", "pp_size"):
         if int(server.get(name) or 1) != 1:
             raise WeightSyncError(
-                f"{url} was started with {name} {server[name]}, SGLang takes sent weights with 1: start it so, or set "
-                'rollout.engine.weight_transfer = "auto"'
+                f"{url} was started with {name} {server[name]}, but SGLang takes sent weights only with 1: start it "
+                'with 1, or set rollout.engine.weight_transfer = "auto"'
             )
     return int(server.get("tp_size") or 1)

@@ -25,16 +25,16 @@ class VLLMWeightSender(GroupSender):
     """Sends weights to one server."""
 
     async def send(self, tensors: Mapping[str, Tensor], backend: GroupBackend, *, num_ranks: int) -> None:
-        """Have the server load these tensors; nothing may be under way there.
+        """Make the server load these tensors. No request may be running on the server.
 
         Raises:
-            EngineUnavailableError: it vanished, or its end of the group did.
-            EngineError: it refused, or was started without the receiver.
+            EngineUnavailableError: the server, or its end of the group, vanished.
+            EngineError: the server refused the tensors, or was started without the receiver.
         """
         if backend == "nccl" and not is_nccl_usable():
             raise WeightSyncError(
-                f"{self._connection.url} cannot be sent weights by NCCL, which goes from GPU to GPU, and the trainer "
-                'has none: set rollout.engine.weight_transfer = "gloo"'
+                f"{self._connection.url} cannot be sent weights by NCCL, which needs a GPU on both sides: the trainer "
+                'has no GPU, so set rollout.engine.weight_transfer = "gloo"'
             )
         buckets = list(split_buckets(tensors, BUCKET_BYTES))
         described = [[describe_tensor(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
@@ -61,10 +61,10 @@ class VLLMWeightSender(GroupSender):
 
 
 def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
-    """How many workers hold weights, by a server's `parallel_config`; its world is that of one replica."""
+    """Number of workers that hold weights, from a server's `parallel_config`, whose world size counts one replica."""
     return int(parallel.get("world_size") or 1) * int(parallel.get("data_parallel_size") or 1)
 
 
 def describe_tensor(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
-    """A tensor's description for vLLM's end: its name, number format and shape."""
+    """A tensor's description for the receiver in vLLM: name, number format and shape."""
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

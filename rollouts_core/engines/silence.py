@@ -1,13 +1,13 @@
-"""Notice that a server with running requests has fallen silent, long before the requests' time limit.
+"""Detect that a server with running requests is silent, long before the requests' time limit.
 
-    running requests -> now and then a question that the server's scheduler answers between two steps
-                          | answered, however late: also by a full server, a paused one, or one without its memory
-                          | no answer in time, no request ended meanwhile, and no weights are being loaded; the limit
-                          | is another one until the first request has ended, because servers compile then
-                          v
-                          the requests are interrupted, and the server counts as gone until it answers the question
+While requests are running, the watch sends liveness probes, which the server's scheduler answers between two steps:
 
-The question skips the queue: however busy a server is, its answer is delayed by one step at most.
+    answer, even a late one    the server is alive. Full and paused servers, and servers without memory, answer too
+    no answer in time          if no request has ended and no weights are being loaded meanwhile, the requests are
+                               interrupted, and the server counts as gone until it answers a probe
+
+A probe skips the server's queue, so a busy server answers it after at most one step. The time limit is longer until the
+first request has ended, because servers compile then.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.errors import EngineBusyError, EngineError, EngineUnavailableError
 
 SILENCE_TIMEOUT_S = 120.0
-"""Steps take a second, with a long prompt some; what is compiled when it is first needed can take a minute."""
+"""Default limit, seconds. A step takes a second, a long prompt a few, and compiling at the first use up to a minute."""
 MAX_QUESTION_INTERVAL_S = 10.0
 QUESTIONS_PER_TIMEOUT = 4
-"""With a short timeout the question is put more often than that."""
+"""Least number of probes within the timeout, which counts for timeouts below 40 s."""
 NUM_LOOKS = 12
-"""Interval of checks for an answer. The event loop may be blocked, for instance by a reward function, for longer than
-the whole timeout: that counts as one check, and answers that arrived meanwhile are read before the next one."""
+"""Number of checks for an answer within the timeout. A reward function may block the event loop for longer than the
+timeout. This counts as one check, and answers that arrived meanwhile are read before the next check."""
 UNREACHED_PAUSE_S = 1.0
-"""Between two questions where the first did not reach the server."""
+"""Seconds between two probes if the first probe did not reach the server."""
 
 ResultT = TypeVar("ResultT")
 
@@ -41,10 +41,10 @@ class SilenceWatch:
 
     Args:
         name: the server's name in messages.
-        question: returns when the server's scheduler has answered.
-        is_excused: True while the server is in a call that may delay its answer, for instance loading weights.
-        timeout_s: limit on its silence.
-        start_timeout_s: the same limit until a first request has ended, if longer, because servers compile then.
+        question: sends a probe; returns when the server's scheduler has answered.
+        is_excused: True while the server runs a call that may delay its answer, for example loading weights.
+        timeout_s: longest permitted silence.
+        start_timeout_s: the same limit until the first request has ended, if longer, because servers compile then.
     """
 
     def __init__(
@@ -58,28 +58,28 @@ class SilenceWatch:
     ) -> None:
         self.name = name
         self.timeout_s = max(timeout_s, start_timeout_s)
-        """How long it may be silent now."""
+        """Longest permitted silence at the moment, seconds."""
         self.is_silent = False
-        """It fell silent, and has not answered since then."""
+        """True if the server became silent and has not answered since then."""
         self._later_timeout_s = timeout_s
         self._question = question
         self._is_excused = is_excused
         self._calls = RunningCalls()
-        """What is watched over."""
+        """The watched requests."""
         self._watching: asyncio.Task[None] | None = None
-        """Puts the question as long as there are any."""
+        """Sends probes as long as requests are running."""
         self._sign_at = time.monotonic()
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything is waited for."""
+        """Whether requests are running."""
         return self._calls.num_requests > 0
 
     async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """The result of `ask`, which waits for the server.
 
         Raises:
-            EngineUnavailableError: the server fell silent.
+            EngineUnavailableError: the server became silent.
         """
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
@@ -91,18 +91,18 @@ class SilenceWatch:
         finally:
             if not self._calls.num_requests:
                 self._watching.cancel()
-                self._watching = None  # it ends in a moment, and the next call must not take it for its own
+                self._watching = None  # it ends soon, so the next call starts its own
         raise EngineUnavailableError(
-            f"{self.name} was silent for {self.timeout_s:g} s amid requests: no request ended, and what generates "
-            "answered no question"
+            f"{self.name} was silent for {self.timeout_s:g} s with running requests: no request ended, and its "
+            "scheduler answered no liveness probe"
         )
 
     def note_sign(self) -> None:
-        """Record an event that only a generating server causes."""
+        """Record an event that shows that the server generates."""
         self._sign_at = time.monotonic()
 
     async def check(self) -> None:
-        """Return when the server generates. It is asked only after it fell silent.
+        """Return when the server generates. Sends a probe only if the server was silent.
 
         Raises:
             EngineUnavailableError: the server cannot be reached.
@@ -134,7 +134,7 @@ class SilenceWatch:
         return was_excused or self._is_excused() or self._sign_at > began
 
     async def _put_question(self) -> None:
-        """Return when it is answered, if only by a refusal."""
+        """Send probes until the server answers, even with a refusal."""
         while True:
             try:
                 return await self._question()

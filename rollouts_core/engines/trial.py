@@ -1,8 +1,8 @@
-"""Find out whether an installed engine works: serve a tiny model by it, and ask for one completion.
+"""Test whether an installed engine works: serve a tiny model with it, and request one completion.
 
     RUN_DIR/job.json {"kind", "python", "start_timeout_s"} ──> a random model ── server ── completion ──> result.json
 
-Run as `python -m rollouts_core.engines.trial RUN_DIR`. Not here: installing engines (infra), starting those of a run.
+Run as `python -m rollouts_core.engines.trial RUN_DIR`. Not here: installing engines (infra), starting engines of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollouts_core.quickstart import QuickstartSize, build_character_tokenizer, 
 from rollouts_core.run_directory import RunDirectory
 
 SIZE = QuickstartSize(hidden_size=256, num_layers=2)
-"""Four heads of 64, which the kernels of every engine have."""
+"""Size of the model: four heads of width 64, which the kernels of every engine support."""
 PROMPT, NUM_TOKENS, MAX_TOKENS = [5, 6, 7], 8, 64
 
 
@@ -38,7 +38,7 @@ async def ask_for_completion(engine: EngineConfig, model_dir: Path, directory: R
     """The number of tokens that the engine sampled.
 
     Raises:
-        RolloutsError: it could not be started, or gave no completion.
+        RolloutsError: the engine could not be started, or gave no completion.
     """
     model = InputModel(name="trial", model=ModelConfig(path=str(model_dir)), digest="")
     request = GenerationRequest(
@@ -51,7 +51,7 @@ async def ask_for_completion(engine: EngineConfig, model_dir: Path, directory: R
 
 
 def main() -> int:
-    """Try the engine that job.json names."""
+    """Test the engine that job.json names."""
     directory = RunDirectory(Path(sys.argv[1]))
     job = json.loads(directory.job.read_text(encoding="utf-8"))
     engine = EngineConfig(kind=job["kind"], python=job["python"], start_timeout_s=job["start_timeout_s"])

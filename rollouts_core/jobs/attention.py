@@ -5,7 +5,7 @@ Not here: how a kernel is chosen (model/attention_choice.py).
     first attempt    job.json: auto -> choose_kernel -------------------> events.jsonl, job.json
     later attempts   job.json: auto -> the event of the first attempt --> job.json
 
-Each attempt gets a new job.json, so the kernel is kept in the event.
+Each attempt gets a new job.json, so the event stores the kernel for later attempts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JobT = TypeVar("JobT", bound=TrainingJob)
 
 
 def settle_attention(job: JobT, directory: RunDirectory) -> JobT:
-    """The job with the chosen kernel in place of "auto"; job.json is rewritten to name it too."""
+    """The job with the chosen kernel in place of "auto". The kernel is also written to job.json."""
     policy = job.training.policy
     if policy.attention != "auto" or policy.backend == "jax":
         return job

@@ -1,6 +1,6 @@
 """Execute a job of kind eval or generate: sample from checkpoints, grade, and write the stage's result.
 
-The jobs are defined in job.py. Training code is not imported here: it would bring in most of transformers.
+The jobs are defined in job.py. This file must not import training code, which imports most of transformers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
     """Score every checkpoint on the same rows; result.json gets all scores and the name of the best checkpoint.
 
     Raises:
-        DivergedError: no checkpoint gives finite numbers, or one does not and the job compares checkpoints.
+        DivergedError: no checkpoint gives finite numbers, or a checkpoint of a comparison does not.
     """
     scores_of, outcomes_of, left_out = dict[str, list[float]](), dict[str, dict[str, Any]](), list[str]()
     with (
@@ -143,11 +143,12 @@ def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
 def check_same_tokens(
     first: InputModel, samples: Sequence[Sample], second: InputModel, others: Sequence[Sample]
 ) -> None:
-    """Raise DataError when two checkpoints make other trained tokens of the rows: a loss is a mean over these."""
+    """Raise DataError if two checkpoints train different tokens of the rows: their losses are means over the tokens."""
     if [trained_tokens(sample) for sample in samples] != [trained_tokens(sample) for sample in others]:
         raise DataError(
-            f"{first.name} and {second.name} make other tokens of the same demonstrations, by their tokenizers or chat "
-            'templates, so their losses cannot be compared: compare them with evaluation.metric = "accuracy"'
+            f"{first.name} and {second.name} have different tokens for the same demonstrations, because their "
+            "tokenizers or chat templates differ. Their losses cannot be compared: compare the checkpoints with "
+            'evaluation.metric = "accuracy"'
         )
 
 
@@ -178,9 +179,9 @@ async def complete_once(
     *,
     num_prompts: int,
 ) -> list[Sample]:
-    """Reuse the completions in samples/<name>.jsonl if an earlier attempt left all of them, else call `complete`.
+    """Reuse the completions in samples/<name>.jsonl if an earlier attempt wrote all of them, else call `complete`.
 
-    Completions are written before grading, so an outage of a reward or a later checkpoint does not lose them. Their
+    Completions are written before grading, so they survive a failure of a reward or of a later checkpoint. Their
     rewards are not reused, because the reward code may have been repaired since.
 
     Args:
@@ -223,7 +224,7 @@ async def complete_prompts(
     """Ungraded completions from the embedded decoder in this process, or from engines started for the checkpoint.
 
     Raises:
-        DivergedError: the weights give no finite numbers, even if an engine failed with another error because of them.
+        DivergedError: the weights give non-finite numbers, even if an engine failed with another error for this reason.
     """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.spec.is_own:

@@ -34,7 +34,7 @@ from rollouts_core.run_directory import RunDirectory
 LEASE_RENEWAL_S = 5.0
 RENEWAL_TIMEOUT_S = 5.0
 POOLED_RESTART_TIMEOUT_S = 5.0
-"""How long to wait for a lost engine if there are others: they take over its completions while it restarts."""
+"""Seconds to wait for a lost engine if the job has other engines, which take over its requests while it restarts."""
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[lis
 
 @contextmanager
 def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
-    """Name an expired lease as the reason if the block fails because an engine on this machine ended by it.
+    """If the block fails because an engine on this machine ended with its lease, raise an error that says so.
 
     Raises:
         EngineUnavailableError: an engine failed after its lease was not renewed.
@@ -75,14 +75,14 @@ def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
     except EngineError as error:
         if lapsed := [address.url for address in addresses if has_lapsed(address)]:
             raise EngineUnavailableError(
-                f"the engine {lapsed[0]} ended because its lease was not renewed: the run was killed or stood still "
-                f"before this process renewed it. Start the run again, which starts the engine, too ({error})"
+                f"the engine {lapsed[0]} ended because its lease was not renewed: the run was killed or blocked before "
+                f"this process renewed the lease. Start the run again, which also restarts the engine ({error})"
             ) from error
         raise
 
 
 def has_lapsed(address: EngineAddress) -> bool:
-    """True if an engine on this machine ended because its lease was not renewed, and was not started again."""
+    """True if an engine on this machine ended because its lease was not renewed, and was not restarted."""
     if address.lease_url:  # the file is on another machine
         return False
     end = RunDirectory(Path(address.lease_file).parents[1]).last_end()
@@ -140,7 +140,7 @@ def connect_router(job: RLJob, route: Route, clients: Sequence[EngineClient], po
 
 @contextmanager
 def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterator[None]:
-    """Renew the engines' leases during the block: in threads, because a training step may block for minutes.
+    """Renew the engines' leases during the block, in threads, because a training step may block for minutes.
 
     Args:
         api_key: the key for requests to engines on other nodes.

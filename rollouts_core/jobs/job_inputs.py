@@ -1,7 +1,7 @@
-"""Check that the inputs of a job are, byte for byte, those that the stage was planned with.
+"""Check that the inputs of a job are byte for byte the inputs with which the stage was planned.
 
-A file may be rewritten between planning a stage and executing it. Training on the new file would carry the wrong
-fingerprint.
+A file may be rewritten between planning a stage and executing it. A training on the new file would then be stored under
+the fingerprint of the old file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_model(model: InputModel) -> None:
 
 
 def check_resume(job: TrainingJob, directory: RunDirectory) -> None:
-    """Raise CheckpointError if the run is to begin with another run's checkpoint, and that checkpoint has changed."""
+    """Raise CheckpointError if the training starts from another run's checkpoint that has changed since planning."""
     source = job.training.resume_from
     if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:
         raise CheckpointError(f"the checkpoint at {source} changed since the stage was planned: start the run again")

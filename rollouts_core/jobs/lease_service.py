@@ -42,7 +42,7 @@ def start_lease_service(listener: socket.socket, lease_file: str, key_variable: 
 
 
 class Renewal(BaseHTTPRequestHandler):
-    """One request."""
+    """Handles one HTTP request."""
 
     timeout = REQUEST_TIMEOUT_S
 

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 CREDIT_DIGITS = 4
 MANY_SKIPPED = 0.5
-"""From this share of steps without an update, the training warns."""
+"""Share of steps without an update from which the result has a warning."""
 
 
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
@@ -68,7 +68,7 @@ def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The job's backend: of the only process, or this rank's part of a backend with several processes."""
+    """The job's backend: the whole backend of a single process, or this rank's part with several processes."""
     training = job.training
     return create_backend(
         job.model.model,
@@ -87,7 +87,7 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
 
 
 async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop) -> None:
-    """Check the inputs, load and train; result.json says how much data there was."""
+    """Check the inputs, load and train; result.json has the amounts of data."""
     with keep_leases(job.engines, read_key(job.rollout.engine.api_key_variable, "rollout.engine")):
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
@@ -113,7 +113,7 @@ async def train_on_recorded(
 async def train_on_prompts(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
-    """Train on completions sampled for prompts; returns how many prompts there are and how many were sampled."""
+    """Train on completions sampled for prompts; returns the number of prompts and of sampled prompts."""
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, columns=job.prompts.columns)
@@ -239,9 +239,9 @@ def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, t
 
 
 def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: RolloutScores) -> None:
-    """Write to credit/, a line per sample: its advantage, or one per token, and the trainer's log-probs if scored.
+    """Write a line per sample to credit/: its advantage or one per token, and the trainer's log-probs if scored.
 
-    Numbers per token stand at the token that they are about, as in samples/.
+    Numbers per token have the index of the token that they describe, as in samples/.
     """
     lines = []
     for place, advantage in enumerate(credit.advantages):
@@ -255,5 +255,5 @@ def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: Rol
 
 
 def _rounded(of_positions: Tensor) -> list[float]:
-    """Numbers of positions, each of which predicts the next token, as numbers of tokens."""
+    """Convert numbers per position to numbers per token: position i predicts token i + 1."""
     return [0.0, *(round(each, CREDIT_DIGITS) for each in of_positions.tolist())]

@@ -1,7 +1,7 @@
-"""Execute a job of kind serve: be the inference server that the job describes until told to stop.
+"""Execute a job of kind serve: run the inference server that the job describes until a signal stops it.
 
-The server itself is in embedded/server.py; command lines of SGLang and vLLM come from engines/launch.py. Transformers
-is not imported here, so that a server answers within seconds of its start.
+The server itself is in embedded/server.py; command lines of SGLang and vLLM come from engines/launch.py. This file must
+not import transformers, so that a server answers within seconds of its start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollouts_core.system.parent_death import die_with_parent
 
 
 def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
-    """Serve until told to stop; SGLang and vLLM replace this process."""
+    """Serve until a signal stops the server. SGLang and vLLM replace this process."""
     if job.parent_pid:
         die_with_parent(job.parent_pid)
     with EventLog(directory.events, attempt=attempt_number()) as events:
@@ -29,7 +29,7 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
         if job.lease_port:
             offer_renewals(job, directory)
         if not job.engine.spec.is_own:
-            # Their clients take a second to load.
+            # Importing the clients of SGLang and vLLM takes a second.
             from rollouts_core.engines.launch import describe_slow_engine, exec_engine
 
             events.warn(describe_slow_engine(job.engine, Path(job.model.model.path)))
@@ -49,19 +49,19 @@ def offer_renewals(job: ServeJob, directory: RunDirectory) -> None:
     """Let a trainer on another node renew the lease.
 
     Raises:
-        InputError: there is no key that would protect it, or the port is in use.
+        InputError: no key protects the port, or the port is in use.
     """
     if not engine_key(job):
         raise InputError(
-            f"lease_port {job.lease_port} is reached from other machines, where it needs an API key: name its variable "
-            "as engine.api_key_variable"
+            f"lease_port {job.lease_port} is reachable from other machines, so it needs an API key: set "
+            "engine.api_key_variable to the name of the variable with the key"
         )
     with bind_port(job.host, job.lease_port) as listener:
         start_lease_service(listener, str(directory.lease_file), job.engine.api_key_variable or API_KEY_VARIABLE)
 
 
 def engine_key(job: ServeJob) -> str:
-    """The key that the server must require: that of the settings or, for access from other machines, the shared key."""
+    """The key that the server must require: the key in the settings, or the run's shared key for other machines."""
     if job.engine.api_key_variable or is_loopback(job.host):
         return read_key(job.engine.api_key_variable, "engine")
     return os.environ.get(API_KEY_VARIABLE, "")

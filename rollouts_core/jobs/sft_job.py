@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_ROWS = 100
 NUM_BINS = 40
-"""Lengths are counted in so many bins up to `max_length`."""
+"""Number of bins of the histogram of lengths, up to `max_length`."""
 
 
 def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
@@ -55,7 +55,7 @@ def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
 
 
 def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
-    """The job's backend: of the only process, or this rank's part of a backend with several processes."""
+    """The job's backend: the whole backend of a single process, or this rank's part with several processes."""
     return create_backend(
         job.model.model,
         job.training.optim,
@@ -107,7 +107,7 @@ def write_rows(
     samples: SFTDataset,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write rows.json: rows at even distances and the first dropped ones as training sees them, and all lengths."""
+    """Write rows.json: evenly spaced rows and the first dropped rows in the form of training, and all lengths."""
     shown: list[ShownRow] = []
     starts = [0, *itertools.accumulate(samples.sizes)]
     spread = {number * len(samples) // MAX_SHOWN_ROWS for number in range(MAX_SHOWN_ROWS)}

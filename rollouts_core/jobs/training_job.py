@@ -42,7 +42,7 @@ def run_training_job(
     create: Callable[[Ranks | None], TrainingBackend],
     train: Callable[[EventLog, Ranks | None, TrainingStop], Coroutine[Any, Any, None]],
 ) -> None:
-    """Train, alone or as one of the processes that torchrun started; only the first does more than compute.
+    """Train, as the only process or as one of torchrun's. Only the first process runs the loop and writes files.
 
     Args:
         create: creates the backend of one process, or this rank's part of a backend with several processes.
@@ -51,7 +51,7 @@ def run_training_job(
     silence_progress_bars()
     _set_num_threads(job)
     if is_follower():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader handles it, and ends the others
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader handles the signal, and ends the followers
     device = "cpu" if job.deployment.shares_cpu else ""
     with join_ranks(device=device) if is_launched() else nullcontext() as ranks:
         if ranks is not None and not ranks.is_leader:

@@ -45,7 +45,7 @@ def write_adapter_folder(folder: Path, hf_model: PreTrainedModel, weights: Mappi
         return
     folder.mkdir()
     listed = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
-    content = json.dumps(listed, indent=2, sort_keys=True) + "\n"  # sorted, because manifests contain its digest
+    content = json.dumps(listed, indent=2, sort_keys=True) + "\n"  # sorted, because a manifest has the file's digest
     (folder / "adapter_config.json").write_text(content, encoding="utf-8")
     named = {PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -66,7 +66,7 @@ def check_target_modules(
     setting: str = "lora.target_modules",
     matches: Callable[[str, str], bool] = is_target,
 ) -> None:
-    """Raise ConfigError for a name without a layer."""
+    """Raise ConfigError for a name that matches no layer."""
     unknown = [name for name in names if not any(matches(layer, name) for layer in layers)]
     if not unknown:
         return
@@ -82,10 +82,10 @@ def check_target_modules(
 def check_adapters(config: Config) -> list[str]:
     """Compare target modules with the layers in the model's files; returns a sentence for each setting not compared.
 
-    Models with their own code are skipped: its layer names may differ from those in the files.
+    Models with their own code are skipped, because their layers may have other names than in the files.
 
     Raises:
-        ConfigError: a target module has no layer.
+        ConfigError: a target module matches no layer.
     """
     adapters = {name: training.policy.lora for name, training in config.trainings.items()}
     named = {

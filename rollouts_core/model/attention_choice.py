@@ -16,10 +16,10 @@ from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, Ro
 from rollouts_core.model.model_shape import ModelShape, read_shape
 
 MAX_SHARERS = 4
-"""Highest number of completions that share a prompt in a row. More would share further, but each row would then attend
-over more masked positions."""
+"""Highest number of completions that share a prompt in a row. With a higher number, prompts would be computed less
+often, but each row would attend over more masked positions."""
 MASKED_COST = 3.0
-"""Assumed cost of a product with a mask, relative to a kernel without one; not measured on a GPU."""
+"""Assumed cost of a product in a kernel with a mask, relative to a kernel without a mask; not measured on a GPU."""
 
 
 class Choice(NamedTuple):
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
     kernel: str
     """A value of `policy.attention`."""
     reason: str
-    """A clause for readers."""
+    """The reason as a clause, for messages."""
 
 
 Training = TypeVar("Training", bound=SFTTrainingConfig | RLTrainingConfig)
@@ -53,8 +53,8 @@ def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompt
 def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
     """True if computing a prompt once saves more than the mask between its completions costs.
 
-    A token costs two operations per weight of the layers, and four per query number and attended token. With a mask,
-    every token of a row attends to every other token; without one, only to earlier tokens.
+    A token costs two operations per weight of the layers, and four per attended token and number of the query. With a
+    mask, every token of a row attends to every other token; without a mask, only to earlier tokens.
     """
     weights = shape.num_layers * (
         2 * shape.hidden_size * (shape.query_size + shape.kv_size) + 3 * shape.hidden_size * shape.intermediate_size

@@ -49,7 +49,7 @@ def attend_flex(
 
 
 def use_flex_attention(hf_model: PreTrainedModel) -> None:
-    """Switch a model to this kernel, after `why_not_flex`."""
+    """Switch a model to this kernel. Call `why_not_flex` first."""
     # No mask function is registered: transformers would test for packed rows, and wait for the GPU.
     AttentionInterface.register(FLEX, attend_flex)
     hf_model.set_attn_implementation(FLEX)

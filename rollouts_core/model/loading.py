@@ -36,7 +36,7 @@ KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers in which a position reads exactly what the mask permits."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
-"""Model types that ignore attention masks between positions of a row; their settings do not show it."""
+"""Model types that ignore attention masks between positions of a row, which their settings do not show."""
 UNTOLD_MODELS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
@@ -87,11 +87,11 @@ def load_hf_model(
             attn_implementation=_asked_attention(attention),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
-            ignore_mismatched_sizes=True,  # reported below in one sentence
+            ignore_mismatched_sizes=True,  # the code below reports a wrong shape in one sentence
             output_loading_info=True,
         )
     except ImportError as error:
-        if attention in KERNELS_OF_FLOAT32:  # part of torch, so the model misses another package
+        if attention in KERNELS_OF_FLOAT32:  # torch has these kernels, so another package is missing
             raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (*UNLOADABLE, *BAD_SETTINGS, SafetensorError, UnpicklingError) as error:
@@ -135,7 +135,7 @@ def describe_other_shape(path: str, name: str, found: Sequence[int], expected: S
 def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
     """Raise CheckpointError for a head that differs from the embedding although config.json ties them.
 
-    transformers would compute and train with both; engines use the embedding as head.
+    transformers would use and train both tensors, but engines use the embedding as head.
     """
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config.get_text_config(), "tie_word_embeddings", False) and hf_model._tied_weights_keys
@@ -237,7 +237,7 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
-    """The model's config.json; None if unreadable, which is explained when the model is loaded."""
+    """The model's config.json; None if unreadable. Loading the model then reports the reason."""
     try:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -276,7 +276,7 @@ def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shar
         shares_prompts: whether samples of a row share one prompt, which is adjacent to the first sample only.
     """
     kind, model = find_unmasked_layers(settings), settings.model_type
-    if has_alibi := model == "falcon" and settings.alibi:  # its ALiBi slopes come from a padding mask only
+    if has_alibi := model == "falcon" and settings.alibi:  # its ALiBi depends only on the padding mask
         model = "falcon with ALiBi"
     if kind or has_alibi or model in UNMASKED_MODELS | UNTOLD_MODELS:
         place = f"the {kind} layers of {model}" if kind else f"{model} models"
@@ -308,13 +308,13 @@ def check_not_quantized(config: ModelConfig) -> None:
 
 
 def find_positions(config: ModelConfig) -> Positions | None:
-    """The positions of the language model at `config.path`; None if its configuration does not say."""
+    """The positions of the language model at `config.path`; None if its config.json has no limit."""
     if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()
-    if isinstance(num := values.get("n_positions"), int):  # rotary models with a table have it too
+    if isinstance(num := values.get("n_positions"), int):  # rotary models with a table have this setting too
         return Positions(num, are_all=True)
-    if settings.model_type == "mpt":  # its ALiBi covers only so many positions, unlike that of other models
+    if settings.model_type == "mpt":  # unlike in other models, its ALiBi has a limit
         return Positions(settings.max_seq_len, are_all=True)
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
@@ -353,7 +353,7 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
 
 
 def _asked_attention(attention: str) -> str | None:
-    """None makes transformers choose sdpa if the model has it, else eager."""
+    """The kernel to pass to transformers. With None, transformers chooses sdpa if the model supports it, else eager."""
     return None if attention == "sdpa" else attention
 
 
@@ -361,7 +361,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer at `config.path`, with `config.chat_template_kwargs` applied to its chat template.
 
     Raises:
-        DataError: the path has no tokenizer, or it has no end-of-sequence token.
+        DataError: the path has no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -372,14 +372,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     tokenizer.chat_template = with_template_values(tokenizer.chat_template, config.chat_template_kwargs)
-    # transformers would write these into checkpoints, whose digests would then differ between environments.
+    # transformers would write these values into checkpoints, whose digests would then differ between environments.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)
     return tokenizer
 
 
 def _say_unloadable(what: str, path: str, error: Exception) -> str:
-    """Sentence about a failed load. It mentions a missing folder, which transformers treats as a name at the hub."""
+    """Sentence about a failed load. It mentions a missing folder, which transformers takes for a name on the hub."""
     folder, reason = Path(path).absolute(), describe_unloadable(error)
     if folder.exists():
         return f"no {what} could be loaded from {path}: {reason}"
@@ -387,7 +387,7 @@ def _say_unloadable(what: str, path: str, error: Exception) -> str:
 
 
 def describe_unloadable(error: Exception) -> str:
-    """The first line of an error, or of its cause if it is about a setting."""
+    """The first line of an error, or of the error's cause if the error is about a setting."""
     cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
     return first_line(cause or error)
 

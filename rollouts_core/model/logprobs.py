@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 MAX_PIECE_BYTES = 64 << 20
 """Size of one piece's float32 logits, bytes. A batch of one piece keeps its logits for the backward pass."""
 MAX_GPU_PIECE_BYTES = 4 * MAX_PIECE_BYTES
-"""The same on a GPU. Each piece reads the head three times and updates its gradient once: 2.8 GB for a head of 1,024 x
-152,000. With 110 tokens per piece this traffic dominates, with 440 it does not."""
+"""Size of one piece's float32 logits on a GPU, bytes. Each piece reads the head three times and updates the head's
+gradient once: 2.8 GB for a head of 1,024 x 152,000. This traffic dominates with 110 tokens per piece, but not with
+440."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _piece_of_logits(
 
 
 def _slope_of_transform(logits: Tensor, transform: LogitTransform, temperature: float) -> Tensor | float | None:
-    """d transform(x) / dx, from the divided logits; None if it is 1."""
+    """d transform(x) / dx, from the divided logits; None if the slope is 1."""
     if transform.cap is not None:
         # d cap tanh(scale x / cap) / dx = scale (1 - tanh^2)
         return (logits * (temperature / transform.cap)).square_().neg_().add_(1.0).mul_(transform.scale)

@@ -1,6 +1,6 @@
 """The numbers in a model's config.json that determine the memory of its activations and cache.
 
-Exact for models of the Llama family; other models are described by the numbers they share with it.
+The numbers are exact for models of the Llama family. For other models they are an approximation.
 """
 
 from __future__ import annotations

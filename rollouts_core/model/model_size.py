@@ -28,7 +28,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.system.regular_files import found_file
 
 HUB_TIMEOUT_S = 15.0
-"""Time limit for the hub, seconds; importing its library takes one or two of them."""
+"""Time limit for the hub, seconds. Importing the hub's library takes one or two seconds of it."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
 
@@ -53,7 +53,7 @@ class ModelSize:
         return sum(math.prod(shape) for name, shape in self.tensors.items() if not (is_twice and name == HEAD))
 
     def describe_problem(self, path: str) -> str:
-        """A sentence for unknown tensors."""
+        """A sentence that the size of the model is unknown, with the reason."""
         return (
             f"model {path}: its size is unknown ({self.problem}), so its need of memory and disk is not checked: "
             "machines that are too small are not refused"
@@ -61,7 +61,7 @@ class ModelSize:
 
 
 def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
-    """The size of a model in a folder or on the hub; without tensors, but with the reason, if it is unknown.
+    """The size of a model in a folder or on the hub. If it is unknown, the result has `problem` instead of tensors.
 
     Args:
         timeout_s: time limit for the hub.
@@ -135,7 +135,7 @@ def read_hub(name: str, revision: str | None) -> ModelSize:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that a loader reads: a folder may contain the same weights in another form too."""
+    """The files that a loader reads. A folder may also contain the same weights in another format."""
     index, whole = folder / INDEX, folder / WHOLE
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -13,7 +13,7 @@ from rollouts_core.model.model_size import INDEX
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ADAPTER_SETTINGS, ADAPTER, PICKLED_ADAPTER = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-"""transformers applies an adapter that it finds in a model's folder."""
+"""Files of an adapter. transformers applies an adapter that lies in a model's folder."""
 
 
 def refuse_pickled_weights(
@@ -21,7 +21,7 @@ def refuse_pickled_weights(
 ) -> None:
     """Raise CheckpointError for a folder whose loader would read pickled files, which can contain code.
 
-    Pickled files are read if there are no others, or if the index or an adapter names them.
+    A loader reads pickled files if the folder has no other weights, or if the index or an adapter names them.
 
     Args:
         instead: the remedy, for the message.

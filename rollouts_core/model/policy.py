@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     Mask = Tensor | BlockMask
-    """An attention mask: which position may read which."""
+    """An attention mask: which positions each position may read."""
 
 KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
@@ -68,7 +68,7 @@ class Policy(nn.Module):
         with_entropies: also compute the entropy of every scored position.
         with_values: add a value head that predicts the return from the hidden state; it starts at 0.
         autocast_dtype: number format of matrix products; None uses the format of the weights.
-        mixes_samples: samples in a row affect each other, so packed rows are refused.
+        mixes_samples: True if samples in a row affect each other. Packed rows are then refused.
         num_tokens: the softmax covers token ids below this; None covers all ids of the model.
         start_sample: `sample_weights` of the start weights, without adapters; None if unused.
     """
@@ -132,7 +132,7 @@ def create_policy(
     """Load a model from disk as a policy with the settings of `config`.
 
     Args:
-        num_tokens: leave token ids from here on out of the softmax.
+        num_tokens: leave token ids from this number on out of the softmax.
         with_start_sample: fill `start_sample`, with one copy from the device per tensor.
 
     Raises:
@@ -174,8 +174,8 @@ def create_policy(
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
     """Resolve `policy.attention` for a device: the named kernel, or the choice for "auto".
 
-    Here "auto" never means flash-attn: batches for "auto" may share prompts through a mask, which flash-attn does not
-    support. A job resolves "auto" before it makes batches, so it may still choose flash-attn.
+    This function does not resolve "auto" to flash-attn: batches for "auto" may share prompts through a mask, which
+    flash-attn does not support. A job resolves "auto" before it makes batches, so a job may still choose flash-attn.
 
     Raises:
         ConfigError: the named kernel (`varlen` or `flex`) cannot train this model on this device.
@@ -213,8 +213,8 @@ def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None
 def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
     """Test whether a sample's hidden states change if another sample shares its row and prompt.
 
-    Models of transformers are judged by their settings (`check_packable`). A model's own code needs a test run: it may
-    ignore masks or positions, or carry a state that its settings do not mention.
+    Models of transformers are judged by their settings (`check_packable`). A model's own code needs a test run, because
+    the code may ignore masks or positions, or carry a state that the settings do not mention.
     """
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return False
@@ -237,7 +237,7 @@ def recompute_activations(hf_model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass to save memory; transformers 5 has two names for the method.
 
     Raises:
-        ConfigError: the model's layers do not support it.
+        ConfigError: the model's layers do not support recomputation.
     """
     options = {"use_reentrant": False}
     try:
@@ -267,7 +267,7 @@ def score_targets(
         num_tokens: the softmax covers token ids below this; None covers all ids of the model.
 
     Raises:
-        DataError: a target is outside these ids.
+        DataError: the id of a target is not below `num_tokens`.
     """
     places_N = batch.layout.scored_N
     hidden_NH = compute_hidden_states(hf_model, batch).flatten(0, 1).index_select(0, places_N)

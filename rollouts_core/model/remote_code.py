@@ -1,8 +1,8 @@
-"""Is the Python code of a checkpoint that of the model from which its training started?
+"""Check that a checkpoint has the same Python code as the model from which its training started.
 
 With `model.trust_remote_code` the code in a model's folder runs when the model is loaded. The user trusts the code of
-the start model. A checkpoint may come from another machine, and must not bring other code to the next one. Nothing here
-imports torch.
+the start model. A checkpoint may come from another machine, so it must not bring other code to this machine. This file
+must not import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SETTINGS = ("config.json", "tokenizer_config.json", "processor_config.json", "pr
 
 
 def check_code_of_start(checkpoint: Path, start: Path) -> None:
-    """Check that a checkpoint runs no code that its start model does not bring.
+    """Check that loading a checkpoint runs no code that is missing in its start model.
 
     Args:
-        start: the folder of the start model. The code of a hub's model is not here, so nothing can be compared.
+        start: folder of the start model. If it is a name on the hub, nothing is compared, because the code is not here.
 
     Raises:
-        CheckpointError: a Python file or a class in `auto_map` is not that of the start model.
+        CheckpointError: a Python file of the checkpoint, or a class in its `auto_map`, is missing in the start model.
     """
     if not start.is_dir():
         return

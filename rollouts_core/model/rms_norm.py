@@ -2,8 +2,8 @@
 
     y = w * x * r,  r = (mean(x^2) + eps)^-1/2        dx = r * (w * dy - x * r * mean(w * dy * x * r))
 
-Layer norm's backward kernel, called with mean 0 and r, computes dx and dw at once. It subtracts r * mean(w * dy) from
-dx, which belongs to layer norm's mean, so the term is added back.
+Layer norm's backward kernel, called with mean 0 and r, computes dx and dw at once. The kernel also subtracts
+r * mean(w * dy) from dx. This term comes from layer norm's mean, which RMS norm does not have, so it is added back.
 
 N positions, H hidden size.
 """

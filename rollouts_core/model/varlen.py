@@ -3,7 +3,7 @@
     rows without a shared prompt   q, k, v of all samples end to end, and their bounds -> varlen_attn
     rows with a shared prompt      q, k, v of the rows, and a mask of T x T            -> sdpa
 
-With a mask of T x T numbers, a kernel also computes the masked scores. With bounds it computes only the needed ones.
+With a mask of T x T numbers, a kernel also computes the masked scores. With bounds it computes only the needed scores.
 
 B rows, M tokens of all samples, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 VARLEN = "varlen"
 """Name of this kernel in transformers and in `policy.attention`."""
 SDPA_BY_ROWS = "sdpa_by_rows"
-"""Name in transformers of sdpa with only the caller's masks. To create a mask itself, transformers would test for
-packed rows, and wait for the GPU."""
+"""Name in transformers of sdpa with only the caller's masks. If transformers created a mask, it would test for packed
+rows and so wait for the GPU."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Largest supported head width, and its divisor; other widths are padded with zeros."""
+"""Largest supported head width, and the step between supported widths. Other widths are padded with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments with which models change attention scores, unsupported by this kernel."""
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's kernel; None if this torch has no kernel with windows."""
+    """torch's `varlen_attn`; None if this version of torch lacks it, or lacks its support for windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -51,7 +51,7 @@ def find_varlen_attn() -> Callable[..., Tensor] | None:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Parameter names of a function; cached, because every layer of every pass asks."""
+    """Parameter names of a function; cached, because every layer calls this in every pass."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -127,7 +127,7 @@ def _fill_up(tensor: Tensor, width: int) -> Tensor:
 
 
 def use_varlen_attention(hf_model: PreTrainedModel) -> None:
-    """Switch a model to this kernel, after `why_not_varlen`."""
+    """Switch a model to this kernel. Call `why_not_varlen` first."""
     # No mask function is registered: transformers would test for packed rows, and wait for the GPU.
     AttentionInterface.register(VARLEN, attend_varlen)
     hf_model.set_attn_implementation(VARLEN)
@@ -154,7 +154,7 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 def why_unfit(model: ModelConfig) -> str:
     """Why the kernel does not cover a model's attention, as a clause; "" if it does.
 
-    Settings do not show everything, so the model runs once without values.
+    A model's settings do not show every kind of attention, so the model also runs once on tensors without values.
     """
     try:
         hf_model = load_hf_model(model, device="meta", dtype=torch.bfloat16)

@@ -46,7 +46,7 @@ def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], 
     For tensors on a GPU, start values and places are copied there one by one; the sums are read once.
 
     Args:
-        start: `sample_weights` of the start weights; tensors missing there are skipped.
+        start: `sample_weights` of the start weights. Tensors that are missing in `start` are skipped.
         weights: whole tensors, before rounding.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Convert an agent's trajectory to samples for training: every call of the policy, token by token.
 
-An agent calls the policy once per turn. Its input and output are kept as token ids, never as text: tokenizing text
-again may give other tokens, whose log-probs are unknown.
+An agent calls the policy once per turn. The policy's input and output are stored as token ids, never as text:
+tokenizing text again may give other tokens, whose log-probs are unknown.
 
     turn 0   prompt_tokens  [3 14 15 4]                        completion  [27 21 1]
     turn 1   prompt_tokens  [3 14 15 4  27 21 1  8 30 1 4]     completion  [33 1]
@@ -62,7 +62,7 @@ def agent_integration(
     """The ungraded samples of a trajectory: one, or with `branching` one per turn.
 
     Args:
-        pending: the requesting sample; its prompt, place and metadata are kept.
+        pending: the sample that asked for the trajectory; the result has its prompt, group, index and metadata.
 
     Raises:
         DataError: in an interleaved trajectory, a turn's input does not begin with the previous turns.

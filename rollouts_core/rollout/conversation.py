@@ -7,7 +7,7 @@
 
 An exhausted budget ends the conversation as TRUNCATED with the budget's name as reason. Only the environment's time
 counts: the policy is not responsible for an engine that is busy, restarted or loading weights. A reply that the chat
-template hides from the policy ends it as INVALID.
+template hides from the policy ends the conversation as INVALID.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ async def hold_conversation(
     """Run a conversation from the prompt until it is finished or a budget is exhausted.
 
     Raises:
-        EnvironmentUnavailableError: a dependency of the environment failed, or did not answer in time; names the
-        prompt.
-        RewardError: the environment has a bug, or computes for too long; names the prompt.
+        EnvironmentUnavailableError: a dependency of the environment failed, or did not answer in time. The message
+        names the prompt.
+        RewardError: the environment has a bug, or computes for too long. The message names the prompt.
         EngineError: sampling failed.
     """
     limits = config.multi_turn

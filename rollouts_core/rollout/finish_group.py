@@ -33,7 +33,7 @@ class GroupFinisher:
 
     Args:
         filter_fn: decides which groups to train on, as a bool or with a reason; None keeps all.
-        num_tokens: samples with token ids from here on are invalid.
+        num_tokens: samples with a token id of at least this number are invalid.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class GroupFinisher:
     async def finish(
         self, group: Group, grade: RewardFn, *, version: int | None, note: Callable[[Group], None]
     ) -> FinishedGroup:
-        """Finish a group; errors are part of the result.
+        """Finish a group. Errors are part of the result instead of being raised.
 
-        An exception raised in a task of the manager would reach its caller inside an ExceptionGroup.
+        An exception raised in a task of the manager would reach the manager's caller inside an ExceptionGroup.
 
         Args:
             version: weight version that the engines serve now, if known.
@@ -71,9 +71,9 @@ class GroupFinisher:
             return FinishedGroup(group=group, decision=FilterDecision(False), error=error)
 
     async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
-        """Generate all completions of a group; interrupted ones are continued from their tokens."""
+        """Generate all completions of a group. Interrupted completions are continued from their tokens."""
         if all(sample.status not in UNFINISHED for sample in group):
-            return group  # generated before; it was given up during grading
+            return group  # already generated: the group was given up during grading
 
         async def generate(group: Group) -> Group:
             return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]

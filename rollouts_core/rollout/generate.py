@@ -258,13 +258,13 @@ async def generate_whole(
     *,
     note: Callable[[Group], None] = lambda group: None,
 ) -> Group:
-    """Generate whole completions; interrupted ones are continued from their tokens.
+    """Generate whole completions. Interrupted completions are continued from their tokens.
 
     Args:
         note: called with the group's samples each time they grow.
 
     Raises:
-        EngineError: it was interrupted too often.
+        EngineError: the group was interrupted too often.
     """
     generated = group
     for _ in range(MAX_INTERRUPTIONS):
@@ -283,14 +283,14 @@ async def complete_request(
     begun: Completion | None = None,
     note: Callable[[Completion], None] = lambda completion: None,
 ) -> Completion:
-    """Generate the whole completion of a request; after an interruption it is continued from its tokens.
+    """Generate the whole completion of a request. After an interruption the completion is continued from its tokens.
 
     Args:
-        begun: the completion so far; if it is whole, it is returned.
+        begun: the completion so far. A whole completion is returned unchanged.
         note: called with the completion each time it grows.
 
     Raises:
-        EngineError: it was interrupted too often.
+        EngineError: the completion was interrupted too often.
     """
     completion = begun
     for _ in range(MAX_INTERRUPTIONS):
@@ -357,7 +357,7 @@ def complete_sample(
 def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
     """The ungenerated samples of one prompt.
 
-    Each has its own copy of the metadata, so that a reward's changes affect no other sample and no later draw.
+    Each sample has its own copy of the metadata, so that a reward's changes affect no other sample and no later draw.
     """
     metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
     return [
@@ -378,7 +378,7 @@ def check_prompt_lengths(
     """Check prompt lengths; returns the tokens of the longest prompt, including the description of `tools`.
 
     Args:
-        bad: collects errors of rows; without it they are raised.
+        bad: collects errors of rows; None raises the first error.
 
     Raises:
         DataError: prompts have more than `max_tokens` tokens.

@@ -41,7 +41,7 @@ class FinishedGroup:
 
 
 class LoggedOrder:
-    """Holds finished groups back until a schedule reaches them. Without or after a schedule, groups pass at once."""
+    """Holds finished groups back until a schedule reaches them. Without a schedule nothing is held back."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self.unavailable = frozenset(schedule.unavailable if schedule else ())
@@ -56,14 +56,14 @@ class LoggedOrder:
         self._early[finished.index] = finished
 
     def next_finished(self, under_way: Container[int]) -> FinishedGroup | None:
-        """The next group to consider; None until it has finished. Repeats until `go_on_behind` or `forget`.
+        """The next group to keep or drop; None until it has finished. The same group until `go_on_behind` or `forget`.
 
         Args:
-            under_way: groups that were requested and not considered yet.
+            under_way: groups that were requested and neither kept nor dropped yet.
         """
         if self._expected and self._expected[0] not in under_way:
             logger.warning(
-                "the logged schedule has group %d next, which was not requested: from now on timing decides",
+                "the logged schedule has group %d next, which was not requested: from now on timing decides the order",
                 self._expected[0],
             )
             self._expected.clear()

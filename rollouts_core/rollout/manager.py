@@ -7,14 +7,14 @@
 Groups are never selected by reward, which would bias the gradient. The only back-pressure is the number of live groups
 (running or ready):
 
-    max_staleness 0    One batch while the trainer waits, nothing while it trains. A batch takes the groups that finish
-                       first; the others are given up and start the next batch, from their prompts or, with
-                       max_partial_staleness, from their tokens. If this or a filter lets timing decide which groups a
-                       batch gets, the batch's metadata records the order. A manager that replays this order makes the
-                       same batch again.
-    max_staleness S    S batches while the trainer trains, and one more while it waits. A batch takes the oldest live
-                       groups, so timing decides nothing unless a filter drops groups. A group is at most S publications
-                       old when it is trained on.
+    max_staleness 0    One batch is generated while the trainer waits, nothing while it trains. A batch takes the groups
+                       that finish first. The other groups are given up and start the next batch, from their prompts or,
+                       with max_partial_staleness, from their tokens. If this or a filter lets timing decide which
+                       groups a batch gets, the batch's metadata records the order. A manager that replays this order
+                       makes the same batch again.
+    max_staleness S    S batches are generated while the trainer trains, and one more while it waits. A batch takes the
+                       oldest live groups, so timing decides nothing unless a filter drops groups. A group is at most S
+                       publications old when it is trained on.
 
 One group: `finish_group.py`. Replayed order: `group_order.py`. Outages: `outage.py`.
 """
@@ -79,11 +79,11 @@ class _Tally:
     drops: Counter[str] = field(default_factory=Counter)
     """Dropped groups by reason."""
     completed: list[int] = field(default_factory=list)
-    """Considered groups, in order."""
+    """Numbers of the groups that were kept or dropped, in order."""
     unavailable: list[int] = field(default_factory=list)
     """Groups dropped because of an outage."""
     rewards: list[float] = field(default_factory=list)
-    """Rewards in all considered groups, kept or not; a trajectory counts once."""
+    """Rewards in all kept or dropped groups; a trajectory counts once."""
     paused_s: float = 0.0
     """Seconds without requests because of an outage."""
 
@@ -95,7 +95,7 @@ class AsyncRolloutManager:
     to the function in `config`.
 
     Args:
-        num_tokens: samples with token ids from here on are invalid.
+        num_tokens: samples with a token id of at least this number are invalid.
 
     Raises:
         ConfigError: a function named in the configuration does not exist.
@@ -123,13 +123,13 @@ class AsyncRolloutManager:
         self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn, num_tokens=num_tokens)
         self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
-        """Groups that were given up, with their tokens; they are requested first."""
+        """Groups that were given up, with their tokens. The next batch requests these groups first."""
         self.published = PublishedVersions(config.max_token_age + 2)
         """The last published weight versions."""
         self._under_way: dict[int, Group] = {}
-        """Groups that were requested and not considered yet."""
+        """Groups that were requested and neither kept nor dropped yet."""
         self._begun: set[int] = set()
-        """Groups under way that have a task, or had one that finished."""
+        """Groups in `_under_way` whose task is running or has finished."""
         self._ready: dict[int, Group] = {}
         self._calls = anyio.Lock(fast_acquire=True)
         self._running = AsyncExitStack()
@@ -216,7 +216,7 @@ class AsyncRolloutManager:
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """The live groups as JSON values: groups to request again, with their tokens, and ready groups."""
-        # With generation ahead, groups are taken by number: the order of finishing is not part of the run.
+        # With generation ahead, groups are taken by number, so the order of finishing does not matter.
         order = sorted if self.config.max_staleness else list
         under_way = [sample for index in order(self._under_way) for sample in self._under_way[index]]
         return {
@@ -231,7 +231,7 @@ class AsyncRolloutManager:
         """Restore the groups of `state_dict`.
 
         Args:
-            is_regraded: grade and filter ready groups again, because these settings changed.
+            is_regraded: grade and filter ready groups again, because the settings of rewards or filters may differ.
         """
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
         ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
@@ -251,7 +251,7 @@ class AsyncRolloutManager:
         self._tasks = await self._running.enter_async_context(anyio.create_task_group())
 
     async def _stop(self) -> None:
-        """End the tasks; unfinished groups stay under way and restart later."""
+        """End the tasks. Unfinished groups stay in `_under_way` and restart later."""
         if self._tasks is None:
             return
         self._num_wanted = 0  # groups that finish while stopping are not considered
@@ -356,7 +356,7 @@ class AsyncRolloutManager:
         self._begin_groups()
 
     def _begin_groups(self) -> None:
-        """Start a task for each group without one: new groups, and those that a pause or a cancelled call stopped."""
+        """Start a task for each group without one: a new group, or one that a pause or a cancelled call stopped."""
         assert self._tasks, "the manager must be open"
         if self._is_paused or self._failure:
             return
@@ -494,7 +494,7 @@ class AsyncRolloutManager:
 
 
 def _round_size(config: RolloutConfig) -> int:
-    """Number of groups per request without generation ahead."""
+    """Number of groups that are requested together if no groups are generated ahead."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
 
 

@@ -29,7 +29,7 @@ class OfflineRollouts:
     """The batches in a folder of recorded steps; replaces an `AsyncRolloutManager`.
 
     Args:
-        num_tokens: samples with token ids from here on are invalid.
+        num_tokens: samples with a token id of at least this number are invalid.
 
     Raises:
         DataError: the folder has no recorded step.
@@ -82,7 +82,7 @@ def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
         temperature: the training's divisor of logits.
 
     Raises:
-        DataError: the file contains no samples, something else, or samples recorded with another temperature.
+        DataError: the file contains no samples, other content than samples, or samples of another temperature.
     """
     try:
         # Every line must be valid: otherwise a truncated file would pass for the whole step.

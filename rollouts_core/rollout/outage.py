@@ -25,9 +25,9 @@ ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 50
-"""Number of last groups over which the share of unavailable ones is computed."""
+"""Number of last groups over which the share of unavailable groups is computed."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 15.0, 300.0
-"""Seconds. The length doubles with each pause."""
+"""Length of the first pause and of the longest pause, seconds. Each pause is twice as long as the previous one."""
 
 
 class OutageWatch:
@@ -48,7 +48,7 @@ class OutageWatch:
     def begin_pause(self, problem: str) -> float:
         """Seconds to pause before this group is requested again.
 
-        0 drops the group: this is not an outage, or the time for pauses is used up.
+        Returns 0 if the group should be dropped: this is not an outage, or the time for pauses is used up.
         """
         is_outage = 1 + sum(self._failures) > self._num_allowed or self._paused_s > 0
         left_s = self.config.max_outage_minutes * 60 - self._paused_s
@@ -73,7 +73,7 @@ class OutageWatch:
         """Count a group that is kept or dropped; returns an error if too many were dropped as unavailable.
 
         Args:
-            problem: what was unavailable for the group; "" if nothing was.
+            problem: the error about the unavailable environment or reward of the group; "" if nothing was unavailable.
         """
         self._failures.append(bool(problem))
         if not problem:
@@ -88,7 +88,7 @@ class OutageWatch:
         return EnvironmentOutageError(
             f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
             f"was unavailable, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
-            f"{pauses}; they were not graded. Repair it, then start the run again. The last problem: {problem}"
+            f"{pauses}; they were not graded. Repair the cause, then start the run again. The last problem: {problem}"
         )
 
 
@@ -103,7 +103,7 @@ class OutagePauses:
         self._next_pause_s = FIRST_PAUSE_S
         """Doubles with each pause, until a call succeeds."""
         self._pause_ends_at = 0.0
-        """In the event loop's time."""
+        """End of the current pause, by the event loop's clock."""
 
     async def wait_out(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """The call's result, retried as long as the settings allow.
@@ -147,6 +147,6 @@ class OutagePauses:
         pauses = f", also after pauses of {minutes:.1f} minutes" if minutes else ""
         return EnvironmentOutageError(
             f"an environment or a reward was unavailable{pauses} (rollout.max_outage_minutes "
-            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair it, then start the run "
-            f"again. The last problem: {error}"
+            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair the cause, then start "
+            f"the run again. The last problem: {error}"
         )

@@ -28,7 +28,7 @@ def generate_rollout_batches(
 ) -> Iterator[RolloutBatch]:  # Any: passed to the user's function
     """An endless stream of batches from a plain `config.generate_fn`; no filter, no engine.
 
-    A batch with samples of `Status.ABORTED` is passed to the function again, as for groups elsewhere.
+    A batch with samples of `Status.ABORTED` is passed to the function again.
 
     Args:
         kwargs: passed to `generate_fn` in each call.
@@ -61,7 +61,7 @@ def generate_rollout_batches(
 def _generate_whole(
     generate: partial[Any], pending: list[Sample], config: RolloutConfig
 ) -> list[Sample]:  # Any: result of the user's function
-    """Generate whole completions; interrupted ones are passed to the function again with their tokens."""
+    """Generate whole completions. Interrupted completions are passed to the function again with their tokens."""
     generated = pending
     for _ in range(MAX_INTERRUPTIONS):
         try:

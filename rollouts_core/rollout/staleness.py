@@ -18,7 +18,7 @@ class PublishedVersions:
     Staleness counts publications, not steps: a step may be skipped, or make several updates.
 
     Args:
-        num_kept: number of remembered versions; older versions count as one more than these.
+        num_kept: number of remembered versions. Every older version has the staleness `num_kept`.
     """
 
     def __init__(self, num_kept: int, versions: Sequence[int] = ()) -> None:
@@ -26,7 +26,7 @@ class PublishedVersions:
         self.versions = list(versions)[-num_kept:]
 
     def add(self, version: int) -> None:
-        """Add a publication; the current version again, after a restart, does not count."""
+        """Add a publication. Adding the current version again, as after a restart, changes nothing."""
         if not self.versions or version != self.versions[-1]:
             self.versions = [*self.versions, version][-self.num_kept :]
 

@@ -8,7 +8,7 @@ different input the policy is sampled again.
     second run    prompt -> (turn 0) -> reply 0 -> (turn 1) -> reply 1 -> (turn 2, begun)[the rest] -> ...
 
 Without the log, a run that is stopped often would restart its long conversations each time, and train only on short
-ones.
+conversations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TurnLog:
         """Drop the conversations of a group that is finished or given up.
 
         Args:
-            is_kept: keep their turns, to continue later.
+            is_kept: keep the turns, to continue the conversations later.
         """
         for pending in group:
             place = (pending.group_index, pending.index)
@@ -80,14 +80,14 @@ class TurnLog:
 
 
 class ConversationLog:
-    """The turns of one conversation: those of this run, followed by the remaining ones of an earlier run."""
+    """The turns of one conversation: the turns of this run, followed by the remaining turns of an earlier run."""
 
     def __init__(self, earlier: Sequence[AgentTurn] = ()) -> None:
         self.turns = list(earlier)
         self._num_earlier = len(self.turns)
 
     def recall(self, turn: int, prompt_tokens: list[int]) -> Completion | None:
-        """The whole or partial completion of an earlier run for exactly this input; None without one."""
+        """The whole or partial completion of an earlier run for exactly this input; None if there was none."""
         if turn < self._num_earlier and self.turns[turn].prompt_tokens == prompt_tokens:
             return self.turns[turn].completion
         del self.turns[turn:]

@@ -1,6 +1,6 @@
 """Mark invalid samples, which say nothing about the policy, and detect when there are too many.
 
-An invalid sample is neither graded nor trained on. It stays in its batch, and metrics count it by its reason.
+An invalid sample is neither graded nor trained on. The sample stays in its batch, and metrics count it by its reason.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FOREIGN_TOKENS = "foreign_tokens"
 """The policy sampled ids that its tokenizer lacks: the engine did not exclude them."""
 MAX_INVALID_SHARE = 0.05
 INVALID_WINDOW = 200
-"""Number of last samples over which the share is computed."""
+"""Number of last samples over which the share of invalid samples is computed."""
 MIN_WINDOW = 40
-"""Smallest divisor of the share, so that single invalid samples at the start do not end the run."""
+"""Smallest divisor of that share, so that a few invalid samples at the start do not end the run."""
 
 
 def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
@@ -33,7 +33,7 @@ def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
         return sample
     problem = (
         f"the policy sampled the token id {foreign[0]}, but its tokenizer has only ids below {num_tokens}: the engine "
-        "did not exclude the others"
+        "did not exclude the other ids"
     )
     metadata = {**sample.metadata, "invalid": problem}
     return replace(sample, status=Status.INVALID, finish_reason=FOREIGN_TOKENS, reward=None, metadata=metadata)

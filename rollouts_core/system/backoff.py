@@ -1,6 +1,6 @@
-"""How long to wait before asking again a server that was unreachable or overloaded.
+"""Pauses before the retry of a request to an unreachable or overloaded server.
 
-Which answers count as overload is decided in http_service.py and engines/http.py.
+http_service.py and engines/http.py decide which answers count as overload.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from email.utils import parsedate_to_datetime
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 300.0
-"""Longest accepted Retry-After; a longer one is shortened to this."""
+"""Longest accepted Retry-After, seconds. A longer value is reduced to this."""
 
 
 def draw_backoff(attempt: int) -> float:
-    """Seconds to pause after an attempt, counted from 1: doubles each time, with a random factor to spread requests."""
+    """Seconds to pause after attempt 1, 2, ...: doubles each time, with a random factor to spread requests."""
     return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds from the header Retry-After, which gives a number or a date; 0 without one."""
+    """Seconds from the header Retry-After, which has a number or a date; 0 without this header."""
     text = headers.get("Retry-After", "").strip()
     try:
         is_number = text.isdecimal()

@@ -19,18 +19,18 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 MAX_READING_THREADS = 4
-"""Reading threads slow the rest of the process, which waits for them; four keep that short."""
+"""Highest number of reading threads. More threads would slow down the rest of the process too long."""
 MIN_BYTES_PER_THREAD = 16 * 2**20
-"""A thread for fewer bytes costs more than it saves: 2.4 ms instead of 0.5 ms for 0.6 MB on two cores."""
+"""Least bytes per thread. A thread for fewer bytes costs more than it saves: 0.6 MB take 2.4 ms instead of 0.5 ms."""
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concurrent: int = 1024) -> list[ResultT]:
     """The results of the calls in their order, with at most `max_concurrent` calls at a time.
 
-    If a call raises, the others are cancelled, and its own error is raised instead of an exception group.
+    If a call raises, the other calls are cancelled, and the call's error is raised instead of an exception group.
     """
     results: dict[int, ResultT] = {}
-    # A limiter costs every call one turn of the event loop, even if it admits all of them.
+    # A limiter costs every call one turn of the event loop, even if it admits all calls.
     limiter = anyio.CapacityLimiter(max_concurrent) if len(calls) > max_concurrent else nullcontext()
 
     async def run(number: int) -> None:
@@ -64,8 +64,8 @@ def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_b
 def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
     """The future of the result of `work`, which runs in a new thread.
 
-    Not in a pool's thread: a thread that computed with torch keeps its OpenMP workers as long as it lives. Together
-    with the main thread's workers they would outnumber the cores and slow down the whole process.
+    A pool's thread is not used: a thread that computed with torch keeps its OpenMP workers as long as it lives.
+    Together with the main thread's workers they would outnumber the cores and slow down the whole process.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="short")
     future = executor.submit(work)

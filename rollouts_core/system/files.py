@@ -1,4 +1,4 @@
-"""Write files and folders atomically: readers and crashes never see a partial one."""
+"""Write files and folders atomically: no reader, even after a crash, sees a partial file or folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` if the block succeeds, else is deleted. The block must sync it."""
+    """A temporary file that replaces `path` if the block succeeds, else is deleted. The block must sync the file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial

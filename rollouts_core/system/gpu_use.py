@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 TIMEOUT_S = 30.0
-"""nvidia-smi takes seconds if the driver is not kept loaded."""
+"""Time limit of nvidia-smi, which takes seconds if the driver must be loaded first."""
 END_S = 5.0
 QUERY = "--query-gpu=index,utilization.gpu,memory.used,memory.total"
 MIB_PER_GIB = 1024.0
@@ -69,7 +69,7 @@ def _sample_until(ended: threading.Event, path: Path, gpus: Sequence[str], *, at
                 if readings:
                     append_line(file, line)
             except OSError as error:
-                logger.warning("%s is not continued: %s", path, error)
+                logger.warning("no more readings are written to %s: %s", path, error)
                 return
             if ended.wait(interval_s):
                 return

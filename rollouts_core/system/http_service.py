@@ -1,6 +1,6 @@
 """Ask a service for JSON: bounded concurrency, shared connections, and retries.
 
-Requests and answers are interpreted in reward_services.py and reward_models.py; inference servers have their own client
+reward_services.py and reward_models.py interpret requests and answers; inference servers have their own client
 (engines/).
 
     ask -> slot -> POST -- answer --> read --> result
@@ -30,10 +30,10 @@ from rollouts_core.system.http_answers import parse_json, shown_beginning
 
 OVERLOADED = (408, 425, 429)
 NEVER = (501, 505)
-"""Status codes of 500 and above that are permanent for a kind of request. Other codes, including the proxies' own such
-as 520 to 524 and 529, are retried."""
+"""Status codes of 500 and above that no retry changes. Other such codes, also those of proxies such as 520 to 524 and
+529, are retried."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Far above any scores or judge's text; a longer answer would take memory from the training."""
+"""Limit of an answer, far above any scores or judge's text. A longer answer would take memory from the training."""
 MAX_SHOWN_CHARACTERS = 200
 
 
@@ -65,7 +65,7 @@ class RefusedError(RewardError):
 class HTTPService:
     """One address that answers JSON to JSON.
 
-    Connections are open while requests are under way, and closed with the last request, so no `close` is needed.
+    Connections are open while requests are running, and closed with the last request, so no `close` is needed.
     """
 
     def __init__(self, url: str, config: RewardConfig) -> None:
@@ -83,7 +83,7 @@ class HTTPService:
             read: raises ValueError, KeyError, TypeError or IndexError for an unreadable answer.
 
         Raises:
-            EnvironmentUnavailableError: all attempts failed, or their answers were unreadable.
+            EnvironmentUnavailableError: all attempts failed, or the answers were unreadable.
             RefusedError: the service refused the request.
         """
         num_attempts = self.config.max_retries + 1

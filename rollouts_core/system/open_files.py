@@ -11,10 +11,10 @@ from pathlib import Path
 from anyio.lowlevel import RunVar
 
 MAX_OPEN_FILES = 65_536
-"""More than any job needs. Not higher, because some programs loop over all numbers up to the inherited limit."""
+"""Highest limit to set, more than any job needs. Some programs loop over all numbers up to the inherited limit."""
 SHARE_OF_REQUESTS = 4
-"""Each kind of request gets a quarter of the free file descriptors: a connection stays open for a while after its
-request, and rewards, sandboxes, weights and checkpoints need files too."""
+"""Each kind of request gets this fraction, a quarter, of the free file descriptors: a connection stays open for a while
+after its request, and rewards, sandboxes, weights and checkpoints also need files."""
 MIN_REQUESTS = 4
 
 
@@ -32,7 +32,7 @@ _places: RunVar[RequestPlaces] = RunVar("places of requests")
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit on open files as far as permitted; child processes inherit it.
+    """Raise this process's limit on open files to the permitted maximum. Child processes inherit the limit.
 
     The usual limit of a login is 1024. Each request to an engine needs a file descriptor.
     """

@@ -1,6 +1,7 @@
 """End a process when its parent is gone, for whatever reason, so that no process is left on a rented machine.
 
-Run as a file, it becomes another program with this property. It imports only the standard library, to start quickly:
+Run as a program, this file becomes another program with this property. It imports only the standard library, to start
+quickly:
 
     python -I -S parent_death.py PARENT COMMAND...      PARENT: the process id of the parent
 """

@@ -14,12 +14,12 @@ _private: set[Path] = set()
 
 
 def keep_private(path: str | Path) -> None:
-    """Refuse to start a policy's programs that would see this file or folder."""
+    """Register a file or folder. From now on no policy's program starts if it would see this path."""
     _private.add(Path(path).resolve())
 
 
 def find_seen(folders: Iterable[str]) -> tuple[Path, str] | None:
-    """(private file, the one of `folders` that holds it); None if no folder holds a private file."""
+    """The first private file inside one of `folders`, and this folder; None if no folder contains a private file."""
     return _find_seen(frozenset(_private), tuple(folders))
 
 

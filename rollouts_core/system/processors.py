@@ -1,4 +1,4 @@
-"""How many processors this process can keep busy; more threads than that only wait for each other.
+"""Count the processors that this process can use. More threads than processors only wait for each other.
 
 A container limited to seven processors often sees all 96 of its machine. torch's threads meet at a barrier after each
 operation, so a thread paused by the container's limit delays all others: computing becomes ten times slower or worse.
@@ -20,7 +20,7 @@ def count_processors(membership: Path = Path("/proc/self/cgroup"), mount: Path =
 
 
 def _find_shares(membership: Path, mount: Path) -> Iterator[float]:
-    """The number of processors that each of our control groups permits, if it has a limit.
+    """The number of processors that each control group of this process permits, if the group has a limit.
 
     A container often sees its own group at the root of the mount, regardless of the path in /proc.
     """
@@ -36,11 +36,11 @@ def _find_shares(membership: Path, mount: Path) -> Iterator[float]:
 
 
 def _share_of(directory: Path) -> Iterator[float]:
-    """The limit of one group, if it has one. The file names are those of version 2 and of version 1."""
+    """The limit of one control group, if the group has a limit, from the files of version 2 or version 1."""
     quota, _, period = _read(directory / "cpu.max").partition(" ")
     if not quota:
         quota, period = (_read(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    with suppress(ValueError):  # "max", or the file does not exist
+    with suppress(ValueError):  # the file contains "max", or does not exist
         if int(quota) > 0 and int(period) > 0:
             yield int(quota) / int(period)
 

@@ -1,6 +1,6 @@
 """The machine and the software of a process, for the record of a run.
 
-Not here: how busy GPUs are (gpu_use.py), what a stage was made from (job.py).
+Not here: the load of GPUs (gpu_use.py), the inputs of a stage (job.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def describe_process() -> dict[str, Any]:  # Any: JSON
 
 
 def list_gpus() -> list[str]:
-    """The name of each GPU of the machine; none without nvidia-smi."""
+    """The name of each GPU of the machine; [] without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -46,7 +46,7 @@ def list_gpus() -> list[str]:
 
 
 def find_commit(repository: Path) -> str:
-    """The commit of a checkout, from its files; empty if the folder is none."""
+    """The commit of a checkout, from its files; "" if the folder is not a checkout."""
     git = repository / ".git"
     try:
         if git.is_file():  # another worktree of a repository

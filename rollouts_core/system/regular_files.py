@@ -1,4 +1,4 @@
-"""Open files named by untrusted input, and refuse anything that only looks like a file.
+"""Open files named by untrusted input, and refuse paths that are not regular files.
 
 Opening a FIFO waits for a writer, opening a device may start it, and /dev/zero never ends.
 """
@@ -21,14 +21,14 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 LOOK_AT = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
-"""O_PATH, which only Linux has, finds a file without opening it."""
+"""Flags to inspect a path. With O_PATH, which only Linux has, the file itself is not opened."""
 
 
 @contextmanager
 def found_file(path: Path | str) -> Iterator[str]:
-    """A path that opens the regular file now at `path`, even if another file takes its place during the block.
+    """A path that opens the regular file now at `path`, even if another file replaces it during the block.
 
-    Symbolic links are followed, because another process's memory is named by one (/proc/<pid>/fd/<n>).
+    Symbolic links are followed, because the path of another process's memory is a link (/proc/<pid>/fd/<n>).
 
     Raises:
         OSError: the file does not exist, is not readable, is empty, or is not a regular file.
@@ -86,7 +86,7 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
     """The content of a regular file.
 
     Raises:
-        OSError: as by `found_file`, or the file has more than `max_bytes`.
+        OSError: the reasons of `found_file`, or the file has more than `max_bytes`.
     """
     with found_file(path) as found, open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
         content = file.read(max_bytes + 1)

@@ -90,7 +90,7 @@ _current_clock: ContextVar[_Clock | None] = ContextVar("current_clock", default=
 async def call_within(
     timeout_s: float | None, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """The result of a plain or coroutine function. Its time runs from now, except inside `uncounted`.
+    """The result of a plain or coroutine function. The time limit runs from now, except inside `uncounted`.
 
     Not limited: code that waits inside C without checking signals, tasks that a coroutine starts, and, if the event
     loop is not in the main thread, a part of a coroutine that never awaits.
@@ -125,7 +125,7 @@ async def call_within(
 def uncounted() -> Iterator[None]:
     """Exclude the block's time from the limits of the enclosing calls.
 
-    For waits with their own limit, whose length does not depend on the call: for its turn, or for an answer.
+    Use this for a wait whose length does not depend on the call and that has its own limit: for a turn, or an answer.
     """
     clock, clocks = _current_clock.get(), list[_Clock]()
     while clock is not None:
@@ -142,7 +142,7 @@ def uncounted() -> Iterator[None]:
 
 @asynccontextmanager
 async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
-    """Hold one of the limiter's places during the block; the wait for it is `uncounted`."""
+    """Hold one of the limiter's places during the block. The wait for the place is `uncounted`."""
     with uncounted():
         await limiter.acquire()
     try:
@@ -160,7 +160,7 @@ def can_interrupt() -> bool:
 def interrupt_after(
     timeout_s: float, *, left_s: float | None = None, is_over: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Raise BlockedError in the block if it takes longer, whatever it computes.
+    """Raise BlockedError in the block if the block takes longer than `timeout_s`, even if it never awaits.
 
     Uses a signal, so there is a limit only in the main thread, and only on systems with that signal.
 
@@ -215,7 +215,7 @@ def interrupt_after(
 def interrupt_after_computing(limit_s: float) -> Iterator[None]:
     """Raise BlockedError in the block after `limit_s` of its thread's CPU time.
 
-    The load of the machine does not matter. Otherwise like `interrupt_after`.
+    The load of the machine does not matter. In all other respects this equals `interrupt_after`.
     """
     began = thread_time()
     with interrupt_after(limit_s, is_over=lambda: thread_time() - began >= limit_s):

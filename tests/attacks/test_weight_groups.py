@@ -155,7 +155,7 @@ def test_buckets_that_are_waited_for_count_as_memory() -> None:
     raised = asyncio.run(receive_all())
     group.close()
     assert [type(each) for each in raised[:4]] == [EngineUnavailableError] * 2 + [RequestError] * 2
-    assert sum("are waited for" in str(each) for each in raised[4:]) == 2
+    assert sum("are already awaited" in str(each) for each in raised[4:]) == 2
 
 
 def test_updates_that_wait_for_running_requests_are_few(model_dir: Path) -> None:

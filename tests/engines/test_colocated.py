@@ -137,4 +137,4 @@ def test_on_a_cpu_the_job_says_it_before_the_server_begins(kind: EngineKind, sta
     env = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert ended.returncode == 2
-    assert "deployment.colocated: no GPU is here" in ended.stdout + ended.stderr
+    assert "deployment.colocated: this machine has no GPU" in ended.stdout + ended.stderr

@@ -53,7 +53,7 @@ def test_a_server_with_a_key_answers_those_who_have_it(
                 assert completion.version_spans[0][0] == "trained-1"
             client = VLLMEngine if kind == "vllm" else SGLangEngine
             async with client(server.url, api_key="another") as stranger:
-                with pytest.raises(EngineError, match=r"wants another key.*rollout\.engine\.api_key_variable"):
+                with pytest.raises(EngineError, match=r"requires another API key.*rollout\.engine\.api_key_variable"):
                     await stranger.generate([REQUEST])
 
         asyncio.run(use())

@@ -83,7 +83,7 @@ def test_an_rl_whose_run_was_killed_names_the_lapsed_lease_and_the_next_start_ha
     process.wait()
     wait_until(lambda: attempts(rollouts.store, "rl") != [], what="the end of RL", timeout_s=240.0, every_s=1.0)
     (log,) = rollouts.store.glob("stages/rl-*/log.txt")
-    assert "ended because its lease was not renewed: the run was killed or stood still" in log.read_text()
+    assert "ended because its lease was not renewed: the run was killed or blocked" in log.read_text()
     (tmp_path / "warm").touch()
     code, output = rollouts.run("run", str(config))
     assert code == 0, output

@@ -398,7 +398,7 @@ def test_a_run_says_once_what_bfloat16_engines_round_away_of_its_updates(run: Ru
     assert len(shares) == 3 and 0 <= shares[0] < 0.9
     assert all(0 < metrics["weights_changed_share"] < 1 for metrics in told.history[1:])
     [warning] = [line["message"] for line in read_json_lines(tmp_path / "events.jsonl") if line["event"] == "warning"]
-    assert warning.startswith(f"step 1: {shares[0]:.0%} of what RL changed in the weights arrived in the engines")
+    assert warning.startswith(f"step 1: {shares[0]:.0%} of RL's change of the weights arrived in the engines")
 
 
 def test_completions_under_way_when_a_batch_is_full_begin_anew_where_no_age_is_allowed(run: Run) -> None:

@@ -360,9 +360,9 @@ def test_differences_that_were_allowed_are_told(allowed: list[str]) -> None:
 @pytest.mark.parametrize(
     ("allowed", "said"),
     [
-        (["optim.lrr"], "name them in allow_changed (there optim.lrr matches none of them)"),
-        (["seed", "optm", "lr"], "name them in allow_changed (there optm, lr matches none of them)"),
-        (["seed"], "or name them in allow_changed"),
+        (["optim.lrr"], "in allow_changed (its entries without a match: optim.lrr)"),
+        (["seed", "optm", "lr"], "in allow_changed (its entries without a match: optm, lr)"),
+        (["seed"], "or name the changed settings in allow_changed"),
     ],
 )
 def test_a_misspelt_name_of_what_is_allowed_is_told(allowed: list[str], said: str) -> None:

@@ -1,1 +1,1 @@
-"""Code for vLLM's own environment: launch.py lets vLLM import it from this folder by its module name alone."""
+"""Code for vLLM's own environment. vLLM imports the modules by name: launch.py puts this folder on its path."""

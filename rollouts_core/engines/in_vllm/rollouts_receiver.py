@@ -1,8 +1,8 @@
-"""The end of a vLLM worker that takes the trainer's weights through a process group, without a file.
+"""Receive the trainer's weights in a vLLM worker through a process group, without a file.
 
 Not here: the trainer's end (engines/sending_to_vllm.py). vLLM adds `WeightReceiver` to its workers
-(`--worker-extension-cls`) and calls its methods for `/collective_rpc`. This project's packages are not there, only
-torch and vLLM: so its file about groups is loaded by its path.
+(`--worker-extension-cls`) and calls its methods for `/collective_rpc`. This project is not installed in vLLM's
+environment, so its file about process groups is loaded by its path.
 
     join_weight_group -> reload_sent_weights, again and again -> leave_weight_group
                           bucket, bucket, ... -> tensors -> vLLM's own reload, layer by layer
@@ -25,7 +25,7 @@ class WeightReceiver:
     """Additional methods of a vLLM worker; `self` is the worker."""
 
     def join_weight_group(self, address: str, port: int, name: str, backend: str, size: int) -> None:
-        """Become a member of the group that the trainer opened; returns when all are there."""
+        """Join the group that the trainer opened; returns when all members have joined."""
         worker: Any = self  # Any: vLLM's types are not here
         worker.leave_weight_group()
         # Each replica of data parallelism numbers its workers from 0.
@@ -40,13 +40,13 @@ class WeightReceiver:
         worker._rollouts_held, worker._rollouts_device = [group], DEVICES[backend]
 
     def reload_sent_weights(self, buckets: list[list[tuple[str, str, list[int]]]]) -> None:
-        """Load what the trainer sends now.
+        """Receive the tensors that the trainer sends now, and load them.
 
         Args:
             buckets: name, number format and shape of the tensors of each broadcast, in their order.
 
         Raises:
-            RuntimeError: the trainer is gone, or too slow; the weights are those of no version then.
+            RuntimeError: the trainer is gone, or too slow. The weights are then a mixture of two versions.
         """
         worker: Any = self
         try:
@@ -57,12 +57,12 @@ class WeightReceiver:
                 finalize_layerwise_reload,
             )
 
-            # Half of an update must not be taken for the beginning of the next one.
+            # End the reload, so that vLLM does not take half of this update for the beginning of the next update.
             finalize_layerwise_reload(worker.get_model(), worker.model_config)
             raise
 
     def leave_weight_group(self) -> None:
-        """Leave the group, whatever its other members do."""
+        """Leave the group without waiting for its other members."""
         worker: Any = self
         held, worker._rollouts_held = getattr(worker, "_rollouts_held", []), []
         if held:
@@ -71,7 +71,7 @@ class WeightReceiver:
 
 def _receive(worker: Any, buckets: list[list[tuple[str, str, list[int]]]]) -> Iterator[tuple[str, torch.Tensor]]:
     if not worker._rollouts_held:
-        raise RuntimeError("the worker is in no group with a trainer")
+        raise RuntimeError("the worker has not joined a group with a trainer")
     for bucket in buckets:
         sizes = [_count_bytes(dtype, shape) for _, dtype, shape in bucket]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=worker._rollouts_device)
@@ -89,7 +89,7 @@ _loaded: list[ModuleType] = []
 
 
 def _groups() -> ModuleType:
-    """This project's process_group.py, which needs nothing but torch."""
+    """The module process_group.py of this project, which needs only torch."""
     if not _loaded:
         spec = importlib.util.spec_from_file_location(
             "rollouts_process_group", Path(__file__).parents[2] / "backends/process_group.py"

@@ -305,7 +305,7 @@ def test_a_model_whose_new_weights_vllm_would_not_serve_is_refused(
     GPT2Config(n_layer=1, n_head=1, n_embd=2).save_pretrained(tmp_path)
     save_file({"transformer.wte.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
     config = config_of(tmp_path, mode, rollout={"engine": {"kind": kind}})
-    expected = pytest.raises(CheckpointError, match="no head of its own can be made") if refused else nullcontext()
+    expected = pytest.raises(CheckpointError, match="no separate head can be made") if refused else nullcontext()
     with expected:
         check_updatable(config)
 

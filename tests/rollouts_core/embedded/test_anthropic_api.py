@@ -110,7 +110,7 @@ def test_thoughts_are_a_block_of_their_own(says: Callable[..., Any], is_stream: 
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             anthropic.BadRequestError,
-            "'image' is not supported. This model reads text alone",
+            "'image' is not supported. This model reads only text",
         ),
         ({"max_tokens": 5000}, anthropic.BadRequestError, "maximum context length of 1024 tokens"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens: Input should be greater than or equal to 1"),

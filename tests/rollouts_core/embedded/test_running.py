@@ -194,7 +194,7 @@ def test_stop_tokens_that_the_model_lacks_take_no_memory(decoder: Decoder) -> No
 def test_more_slots_than_memory_are_refused_in_a_sentence(decoder: Decoder) -> None:
     decoder.num_slots = 10**13
     with pytest.raises(
-        NoMemoryError, match=r"for the tokens of 10000000000000 completions .* lower deployment\.max_ru"
+        NoMemoryError, match=r"too little memory for 10000000000000 completions .*: lower deployment\.max_ru"
     ):
         RunningBatch(decoder)
 

@@ -83,7 +83,7 @@ def test_weights_of_a_training_that_diverged_end_requests_with_a_sentence_until_
     save_file(diverged, tmp_path / "model.safetensors")
     scheduler.update_weights(tmp_path, weight_version="2").result(TIMEOUT_S)
     for name in "ab":
-        with pytest.raises(RequestError, match="no finite numbers: the weights may be those of a training"):
+        with pytest.raises(RequestError, match="no finite numbers: the training of the weights may have diverged"):
             scheduler.submit(request_of(name, 40, prompt=random_prompt(20, seed=1))).result(TIMEOUT_S)
     scheduler.update_weights(model_dir, weight_version="3").result(TIMEOUT_S)
     after = scheduler.submit(request_of("after", 40)).result(TIMEOUT_S)
@@ -227,7 +227,7 @@ def test_a_refused_update_keeps_weights_version_and_service(
 
 def test_a_tokenizer_that_cannot_be_read_is_named(decoder: Decoder, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer .*: copy it again"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer .*: copy the file again"):
         Scheduler(decoder, model_dir=tmp_path)
 
 

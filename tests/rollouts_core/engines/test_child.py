@@ -153,7 +153,7 @@ def test_an_engine_that_cannot_start_is_one_sentence(
     rows = quickstart_dir / "heldout.jsonl"
     missing = EngineConfig(kind="sglang", python=str(tmp_path / "nowhere/python"))
     assert main(["eval", str(write_job(tmp_path / "missing", missing, [base_model], rows, ONE_THREAD))]) == 2
-    assert "nowhere/python cannot be run (No such file or directory)" in capsys.readouterr().err.splitlines()[-1]
+    assert "nowhere/python cannot be started (No such file or directory)" in capsys.readouterr().err.splitlines()[-1]
 
     full = write_engine("echo torch.OutOfMemoryError: CUDA out of memory; exit 1")
     with pytest.raises(EngineError, match=r"model-0 ended by itself: it ran out of memory(.|\n)*CUDA out"):

@@ -362,7 +362,7 @@ def test_weights_that_only_sampling_proves_are_refused_while_the_engine_is_pause
             return str(refused.value), completion
 
     message, completion = asyncio.run(run())
-    assert 'it must sample to prove v-1, and it is paused: set rollout.in_flight = "finish" or "abort"' in message
+    assert 'it must sample to verify v-1, but it is paused: set rollout.in_flight = "finish" or "abort"' in message
     assert completion.version_spans == (("v-2", 0, 4),)
 
 
@@ -454,7 +454,7 @@ def test_an_update_that_changed_no_checksum_of_what_it_changed_is_none_however_s
         server = LikeSGLangOnAGPU(scheduler)
         client = SGLangEngine("http://engine", transport=server, restart_timeout_s=5.0)
         if is_lost:
-            with pytest.raises(WeightSyncError, match=r"serves v-1a, but its checksums of \d+ tensors that changed"):
+            with pytest.raises(WeightSyncError, match=r"the version v-1a, but its checksums of \d+ changed tensors"):
                 asyncio.run(publish_twice(client, server))
         else:
             asyncio.run(publish_twice(client, server))

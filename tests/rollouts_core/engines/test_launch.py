@@ -134,8 +134,8 @@ def test_no_list_of_processes_shows_the_key(tmp_path: Path, kind: EngineKind) ->
 @pytest.mark.parametrize(
     ("kind", "api_key", "message"),
     [
-        ("sglang", "", "0.0.0.0 is an address beyond this machine, where a server needs an API key"),
-        ("vllm", "k", "development endpoints of vLLM, which replace weights and run code, stay on their machine"),
+        ("sglang", "", "0.0.0.0 is reachable from other machines, so the server needs an API key"),
+        ("vllm", "k", "the development endpoints of vLLM replace weights and run code without a key"),
         ("sglang", "k", ""),
     ],
 )
@@ -151,7 +151,7 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
     engine = {"kind": kind, "dtype": "bfloat16"}
     assert flag in render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=True).argv
     assert flag not in render_launch(job_of(engine), Path("/models/m"), on_gpu=True).argv
-    with pytest.raises(ConfigError, match=r"deployment\.colocated: no GPU is here"):
+    with pytest.raises(ConfigError, match=r"deployment\.colocated: this machine has no GPU"):
         render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
 
 
@@ -212,7 +212,7 @@ def test_a_password_in_the_address_of_a_router_is_refused() -> None:
 def test_an_interpreter_that_cannot_be_run_is_named_with_the_setting(quickstart_dir: Path, tmp_path: Path) -> None:
     job = job_of({"kind": "sglang", "python": "/nowhere/python"})
     model = job.model.model_copy(update={"model": ModelConfig(path=str(quickstart_dir / "base_model"))})
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.python: /nowhere/python cannot be run"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.python: /nowhere/python cannot be started"):
         exec_engine(job.model_copy(update={"model": model}), tmp_path)
 
 
@@ -222,10 +222,10 @@ def test_vllm_serves_a_tied_model_whose_embedding_has_another_name_as_it_is(tmp_
     save_file({"transformer.wte.weight": torch.zeros(4, 2)}, tmp_path / "gpt2" / "model.safetensors")
     job = job_of({"kind": "vllm", "python": "/nowhere/python"})
     model = job.model.model_copy(update={"model": ModelConfig(path=str(tmp_path / "gpt2"))})
-    with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):  # the command was made
+    with pytest.raises(ConfigError, match="/nowhere/python cannot be started"):  # the command was made
         exec_engine(job.model_copy(update={"model": model}), tmp_path)
     assert not (tmp_path / "served_model").exists()
-    with pytest.raises(CheckpointError, match=r"has no model\.embed_tokens\.weight, so no head of its own"):
+    with pytest.raises(CheckpointError, match=r"has no model\.embed_tokens\.weight, so no separate head"):
         write_untied(tmp_path / "gpt2", tmp_path / "copy")
 
 

@@ -179,6 +179,6 @@ def test_engines_of_which_one_does_not_say_its_number_format_are_given_float32(b
 
 def test_a_record_warns_of_what_the_last_publication_lost() -> None:
     lost = {"step": 1.0, ARRIVED: 0.36, CHANGED: 0.15}
-    assert "36% of what RL changed" in describe_last_rounding([lost, {"step": 2.0}])
+    assert "36% of RL's change" in describe_last_rounding([lost, {"step": 2.0}])
     assert "85% of the trained weights" in describe_last_rounding([lost])
     assert describe_last_rounding([lost, lost | {ARRIVED: 0.95}]) == describe_last_rounding([]) == ""

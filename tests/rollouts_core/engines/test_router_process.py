@@ -32,9 +32,13 @@ def script(path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("python", "expected", "message"),
     [
-        (sys.executable, ConfigError, r"^rollout\.engine\.router_python: .* starts no router .*No module named"),
+        (sys.executable, ConfigError, r"^rollout\.engine\.router_python: .* cannot start the router .*No module named"),
         ("/nowhere/python", ConfigError, r"^rollout\.engine\.router_python: /nowhere/python .*No such file"),
-        ("echo taken; exit 3", EngineUnavailableError, r"ended at its start, see .*router\.txt \(exit code 3: taken\)"),
+        (
+            "echo taken; exit 3",
+            EngineUnavailableError,
+            r"ended while starting \(exit code 3: taken\): see .*router\.txt",
+        ),
     ],
 )
 def test_a_router_that_ends_at_its_start_is_explained(

@@ -403,7 +403,7 @@ def raw_server(payload: bytes) -> Iterator[str]:
         (b"", EngineUnavailableError, "disconnected"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"a', EngineUnavailableError, "not completed"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{"a', EngineAnswerError, "answered no JSON"),
-        (b"220 mail.example.org ESMTP\r\n\r\n", EngineError, "answered no HTTP, is it an engine"),
+        (b"220 mail.example.org ESMTP\r\n\r\n", EngineError, "did not answer in HTTP: check that an engine listens"),
     ],
 )
 def test_a_broken_answer_is_an_error_that_names_the_engine(payload: bytes, kind: type[EngineError], words: str) -> None:

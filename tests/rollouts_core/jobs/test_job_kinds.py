@@ -275,7 +275,7 @@ def test_losses_over_other_tokens_are_not_compared(
     )
     (tmp_path / "job.json").write_text(job.model_dump_json())
     assert main(["eval", str(tmp_path / "job.json")]) == 2
-    assert "base and other make other tokens of the same demonstrations" in capsys.readouterr().err
+    assert "base and other have different tokens for the same demonstrations" in capsys.readouterr().err
 
 
 def diverge(base: InputModel, folder: Path, tensor: str, value: float) -> InputModel:

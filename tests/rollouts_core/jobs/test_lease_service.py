@@ -123,7 +123,7 @@ def serve_job(**changes: object) -> ServeJob:
 
 def test_renewals_are_offered_with_a_key_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(tmp_path)
-    with pytest.raises(InputError, match="lease_port 4000 is reached from other machines, where it needs an API key"):
+    with pytest.raises(InputError, match="lease_port 4000 is reachable from other machines, so it needs an API key"):
         offer_renewals(serve_job(lease_port=4000), directory)
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=f"{VARIABLE} is not set"):

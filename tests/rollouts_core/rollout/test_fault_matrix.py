@@ -208,7 +208,7 @@ def test_a_server_of_another_model_is_refused_before_the_first_sample(
 
     with misbehaving(api, behave, model=other) as server, pytest.raises(WeightSyncError) as caught:
         asyncio.run(get_ready(server.url))
-    assert f"{server.url} serves a model with {key} {value}, published was" in str(caught.value)
+    assert f"{server.url} serves a model with {key} {value}, but the published model" in str(caught.value)
     assert server.num_asked == 0
 
 
