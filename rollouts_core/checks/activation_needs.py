@@ -49,7 +49,7 @@ LOGITS_PIECE_BYTES = 256 << 20
 NUM_PIECES = 3
 """Logits, their log-probs or gradient, and the gradient in the number format of the products."""
 FORWARD_PIECES = 2
-"""Logits and what their norm is computed of."""
+"""Logits, and the tensors from which their norm is computed."""
 ADAPTERS_OF_LAYER = 7
 """Linear layers in a layer: of q, k, v, the attention's output, gate, up and down."""
 
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     row_length: int
     """Tokens of its longest row."""
     has_mask: bool
-    """Whether samples share rows, which the attention kernel needs a mask for."""
+    """True if samples share rows, so that the attention kernel needs a mask."""
     what: str
     """Description for messages."""
 
@@ -108,7 +108,7 @@ def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_p
 
 
 def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """Tensors kept of the layers, the embedding, the last norm and the scored positions."""
+    """Memory of the tensors that autograd keeps: of layers, embedding, last norm and scored positions."""
     has_bfloat16_residual = policy.precision == "bfloat16" and policy.lora.rank > 0
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
     is_again = policy.activation_checkpointing
@@ -187,7 +187,7 @@ def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
 
 
 def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> int:
-    """Gathered tensors of the other processes: the vocabulary's, and two layers."""
+    """Memory of tensors gathered from other processes: embedding, head and two layers."""
     vocabulary = _num_vocabulary_weights(size, shape)
     layer = (size.num_parameters - vocabulary) // shape.num_layers
     width = 2 if policy.precision == "bfloat16" else 4

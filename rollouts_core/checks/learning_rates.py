@@ -46,8 +46,8 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, config: Conf
     usual = rates.of_adapters if has_adapters else rates.of_all
     if has_adapters and 0 < optim.lr <= rates.low_for_adapters:
         return [
-            f"training.{stage}.optim.lr {optim.lr:g} is what training of all weights takes; adapters usually take "
-            f"more, {usual}"
+            f"training.{stage}.optim.lr {optim.lr:g} is a learning rate for training all weights; adapters usually "
+            f"need a larger one, {usual}"
         ]
     if optim.lr <= largest_usual_lr(MOST_WEIGHTS, stage, has_adapters=has_adapters):
         return []
@@ -60,7 +60,7 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, config: Conf
     return [
         Caution(
             f"training.{stage}.optim.lr {optim.lr:g} is so large that training most probably ruins the model: above "
-            f"{largest:.1g} a model {size}rarely learns, and {label_of(stage)} of {trained} of large language models "
-            f"usually takes {usual}"
+            f"{largest:.1g} a model {size}rarely learns. For {label_of(stage)} of {trained} of a large language "
+            f"model, usual values are {usual}"
         )
     ]

@@ -23,7 +23,8 @@ from pydantic_core import PydanticKnownError
 from rollouts_core.config.secret_addresses import refuse_secrets
 
 PLACEMENT: JsonDict = {"affects_result": False}
-"""Marks a field that cannot change a result (paths, intervals, sizes of portions); it stays out of fingerprints."""
+"""Marks a field that cannot change a result (paths, intervals, micro-batch sizes), so fingerprints leave the field
+out."""
 
 SELECTION: JsonDict = {"affects_weights": False}
 """Marks a field for the length of training or the kept checkpoints; a resumed training may change it."""
@@ -153,5 +154,5 @@ class Record(BaseModel):
         if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
             raise PydanticKnownError(kind)
         if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
-            raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger one")
+            raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger number")
         return value

@@ -1,4 +1,4 @@
-"""`report`: what the page at the end of a run holds. Nothing here changes a result.
+"""`report`: content of the page at the end of a run. Nothing here changes a result.
 
 Not here: the page (rollouts_core/report/).
 """

@@ -20,7 +20,7 @@ class RLTrainingConfig(Record):
 
     algorithm: AlgorithmName = Field(default="", json_schema_extra=PLACEMENT)
     """A system's algorithm by name, for example "verl-dapo". Fills in the missing settings of advantage,
-    reward_shaping, loss and num_minibatches, and is then emptied, because the settings are complete."""
+    reward_shaping, loss and num_minibatches. The saved configuration has these settings and an empty `algorithm`."""
     num_steps: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -56,20 +56,21 @@ class RLTrainingConfig(Record):
     log_every: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints. Selection chooses among these and the last. Each is also published."""
+    """Steps between two checkpoints. Selection chooses among these and the last checkpoint. The weights of each
+    checkpoint are also published to the engines."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Number of newest checkpoints to keep on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints to keep besides those: by mean reward since the previous checkpoint, including groups
-    that a filter dropped."""
+    """Number of best checkpoints to keep besides the newest: by mean reward since the previous checkpoint, including
+    groups that a filter dropped."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
     folder, or its stage's folder for the newest one."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which `resume_from` may differ from this run, by the names in the refusal."""
+    """Settings in which `resume_from` may differ from this run, with the names from the error message."""
     replicate: int = Field(default=0, ge=0)
-    """Another number trains the same settings with other random numbers (order of prompts, sampling, new adapters,
-    dropout). 0 uses `rollout.seed` itself."""
+    """Number of a repetition with the same settings and other random numbers (order of prompts, sampling, new adapters,
+    dropout). 0: random numbers of `rollout.seed`."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()
@@ -98,7 +99,7 @@ class RLTrainingConfig(Record):
 
     @property
     def baseline(self) -> float:
-        """The neutral reward, for the estimator `constant`."""
+        """The baseline of the estimator `constant`."""
         return self.advantage.baseline
 
     @property
@@ -123,7 +124,7 @@ class RLTrainingConfig(Record):
 
     @property
     def functions_named(self) -> dict[str, str]:
-        """A user's loss, or an installed package's objective with its loss, as `package.module:name`."""
+        """The user's loss, or the loss of an installed package's objective, as `package.module:name`."""
         if self.loss_fn:
             name = name_of_function(self.loss_fn)
             return {"training.rl.loss_fn": name} if ":" in name else {}

@@ -102,7 +102,7 @@ def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: obj
 @pytest.mark.parametrize("kernel", ["varlen", "flex", "flash_attention_2"])
 def test_a_kernel_for_gpus_is_refused_on_a_machine_without_one(folder: Path, kernel: str) -> None:
     config = write_config(folder, training__rl__policy={"attention": kernel, "precision": "bfloat16"})
-    assert_refused(config, f'training.rl.policy.attention "{kernel}" needs a GPU, and torch finds none on the machine')
+    assert_refused(config, f'training.rl.policy.attention "{kernel}" needs a GPU, but torch finds none on the machine')
 
 
 def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(folder: Path) -> None:

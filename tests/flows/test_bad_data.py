@@ -119,14 +119,14 @@ def test_a_prompt_of_the_selection_among_the_heldout_ones_is_named(folder: Path)
     row = json.loads((folder / "selection.jsonl").read_text().splitlines()[3])
     write_rows(folder / "heldout.jsonl", [{"prompt": "1+1=?", "answer": "2"}, {**row, "id": "other"}])
     words = f"prompt 'other' of data.heldout is also prompt '{row['id']}' of data.selection"
-    assert_refused(write_config(folder), words, "remove it from one of them")
+    assert_refused(write_config(folder), words, "remove the row from one of the files")
 
 
 def test_a_demonstration_of_the_selection_among_the_heldout_ones_is_named(folder: Path) -> None:
     write_rows(folder / "selection.jsonl", [GOOD_ROW])
     write_rows(folder / "heldout.jsonl", [{"text": "1"}, GOOD_ROW])
     config = write_config(folder, mode="sft", evaluation__metric="loss")
-    assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove it from one of them")
+    assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove the row from one of the files")
 
 
 @pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, GOOD_ROW, {"text": "1+1=2"}])
@@ -265,7 +265,7 @@ def leave_adapters(model: Path) -> None:
         (write_template("{{ raise_exception('no user') }}"), ": no user"),
         (change_json("tokenizer_config.json", eos_token=None), "has no eos_token"),
         (change_json("config.json", vocab_size=10), "do not match its config.json: lm_head.weight has shape (29,"),
-        (forget_tokens, "has 29 tokens but the model embeds 10"),
+        (forget_tokens, "has 29 tokens, but the model has only 10 embeddings"),
         (
             change_json("config.json", architectures=["GPT2LMHeadModel"]),
             "does not support architecture GPT2",

@@ -36,7 +36,7 @@ def test_so_few_rows_that_no_difference_could_count_are_refused(max_p_value: flo
 def test_a_p_value_that_no_comparison_has_is_refused() -> None:
     least = compare_paired([0.0] * 50, [1.0] * 50).p_value
     check_num_rows(50, least, source="data.heldout", setting="evaluation.max_p_value")
-    with pytest.raises(ConfigError, match=r"max_p_value 4\.9995e-05 lets nothing count: .* below 0\.0001: raise it"):
+    with pytest.raises(ConfigError, match=r"max_p_value 4\.9995e-05 accepts no result: .* below 0\.0001; raise it"):
         check_num_rows(50, least / 2, source="data.heldout", setting="evaluation.max_p_value")
 
 
@@ -53,7 +53,7 @@ def test_rows_that_can_never_show_a_better_model_are_refused_and_others_say_what
     [sentence] = check_promotion(with_heldout_rows(tmp_path, 7), margin=0.0, max_p_value=0.01)
     assert "at least 7 of 7 held-out prompts" in sentence
     [sentence] = check_promotion(with_heldout_rows(tmp_path, 200), margin=0.05, max_p_value=0.01)
-    assert "at least 20 of 200 held-out prompts right that the other gets wrong" in sentence
+    assert "at least 20 of 200 held-out prompts right that the other model gets wrong" in sentence
     assert check_promotion(with_heldout_rows(tmp_path, 1), margin=5.0, max_p_value=1.0) == [], "everything counts"
 
 
@@ -72,7 +72,7 @@ def test_held_out_rows_that_are_there_twice_are_told(tmp_path: Path) -> None:
     once = heldout.read_text()
     heldout.write_text(once + '{"id": "another", "answer": "9", "prompt": "9"}\n{"prompt": "9", "answer": "10"}\n')
     [warning] = warn_of_repeated_rows(config)
-    assert warning.startswith("data.heldout: 1 of 12 rows say the same as one before them (row 11 is row 10): each")
+    assert warning.startswith("data.heldout: 1 of 12 rows are duplicates of an earlier row (row 11 is row 10). Each")
     heldout.write_text(once * 2)
     [warning] = warn_of_repeated_rows(config)
     assert "10 of 20 rows" in warning and "(row 11 is row 1, row 12 is row 2, row 13 is row 3, ...)" in warning
@@ -97,7 +97,7 @@ def test_demonstrations_that_say_the_same_are_the_same_whatever_else_their_rows_
         }
     )
     [warning] = warn_of_repeated_rows(config)
-    assert warning.startswith("data.heldout: 1 of 4 rows say the same as one before them (row 3 is row 2)")
+    assert warning.startswith("data.heldout: 1 of 4 rows are duplicates of an earlier row (row 3 is row 2)")
 
 
 def test_a_margin_that_rewards_cannot_differ_by_is_refused_only_where_that_is_known(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_rows_in_which_the_assistant_says_nothing_are_told(
     found, *told = check_demonstrations(make_config(path, train_on=train_on, max_length=40, packing=False), tokenizer)
     told = [each for each in told if isinstance(each, Caution) and "says nothing" in each]
     assert found.startswith(f"{path}: 3 demonstrations")
-    words = f"{path}: in 2 of 3 rows (row 2 first) the assistant says nothing, which teaches"
+    words = f"{path}: in 2 of 3 rows (row 2 first) the assistant's message is empty, which teaches"
     assert [each.startswith(words) for each in told] == [True] * is_empty
 
 
@@ -179,12 +179,12 @@ def test_a_step_of_more_rows_than_an_epoch_has_is_said(
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [SUM] * 4)  # 40 tokens: two rows of 20
     config = make_config([{"path": path, "repeat": repeat}], packing=packing, batch_size=4)
-    said = [finding for finding in check_demonstrations(config, tokenizer) if "a step sees demonstrations" in finding]
+    said = [finding for finding in check_demonstrations(config, tokenizer) if "a step trains on the same demonstrations" in finding]
     assert (
         said
         == [
             "training.sft.batch_size 4 is more than the about 2 rows of 20 tokens of an epoch: "
-            "a step sees demonstrations several times"
+            "a step trains on the same demonstrations several times"
         ]
         * is_said
     )
@@ -269,7 +269,7 @@ def test_turns_that_rows_mark_as_not_to_be_trained_on_are_told(
     rows = [turns({"content": "1", **each}, {"content": "2", "weight": 1}) for each in marks]
     path = write_rows(tmp_path / "a.jsonl", rows)
     found = check_demonstrations(make_config(path, train_on=train_on, max_length=40), tokenizer)
-    expected = [f"{path}: in {rows} the `{key}` of a turn would leave it out" for key, rows in told.items()]
+    expected = [f"{path}: in {rows} the `{key}` excludes a turn from training in other systems" for key, rows in told.items()]
     warned = [each for each in found if "leave it out" in each]
     assert [each.startswith(words) for each, words in zip(warned, expected, strict=True)] == [True] * len(told)
 
@@ -290,6 +290,6 @@ def test_fields_that_other_systems_read_are_told(tmp_path: Path, tokenizer: PreT
         check_demonstrations(config, tokenizer),
         check_compared_demonstrations("sft_eval", compared(config, path), tokenizer),
     ):
-        kwargs, system = (each for each in found if "is not told" in each)
+        kwargs, system = (each for each in found if ", which the model does not see" in each)
         assert kwargs.startswith(f"{path}: 1 of 5 rows (row 4 first) have `chat_template_kwargs`, which the model")
-        assert system.startswith(f"{path}: 1 of 5 rows (row 2 first) have `system_prompt`, which the model is not told")
+        assert system.startswith(f"{path}: 1 of 5 rows (row 2 first) have `system_prompt`, which the model does not see")

@@ -231,9 +231,9 @@ def test_a_length_that_changes_how_shorter_samples_are_rotated_is_warned_of(
     [
         (LlamaConfig(), "", ""),
         (Gemma3Config(), "", ""),  # trained with what sees images
-        (Qwen3_5Config(), "", "of the qwen3_5 model at .* the language model alone is trained"),
+        (Qwen3_5Config(), "", "only the language model inside the qwen3_5 model at .* is trained"),
         (Qwen3VLConfig(), "a qwen3_vl model, and transformers has no language model of this kind", ""),
-        (T5Config(), "a t5 model, and transformers has no language model of this kind", ""),
+        (T5Config(), "a t5 model, which transformers cannot load as a language model", ""),
         (MusicgenConfig(), "a musicgen model, and transformers has no language model of this kind", ""),
     ],
 )
@@ -362,7 +362,7 @@ def test_experts_that_transformers_puts_together_are_of_their_config_json(
     [
         (2, {}, ""),
         (14, {}, ""),
-        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: give each engine 2,"),
+        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: use 2 GPUs per engine,"),
         (7, {}, "7 GPUs of an engine cannot"),
         (4, {"mode": "sft"}, "4 GPUs of an engine cannot"),
         (4, {"mode": "sft", "evaluation": {"engine": "embedded"}}, ""),
@@ -416,7 +416,7 @@ def test_a_token_of_padding_that_the_model_does_not_embed_is_refused(
     """torch ends the job by an assertion about padding_idx there."""
     settings = {"model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": padding}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    refused = pytest.raises(CheckpointError, match=r"pad_token_id in .* give it that of the tokenizer, or null")
+    refused = pytest.raises(CheckpointError, match=r"pad_token_id in .* set it to the pad token of the tokenizer, or to null")
     with refused if is_refused else nullcontext():
         check_model_vocabulary(ModelConfig(path=str(tmp_path)), tokenizer)
 

@@ -244,7 +244,7 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
 @pytest.mark.parametrize(
     ("kind", "deployment", "arguments", "named"),
     [
-        ("vllm", {}, (), "GPU 0 and keeps it.* --gpu-memory-utilization"),
+        ("vllm", {}, (), "GPU 0 and keeps this memory.* --gpu-memory-utilization"),
         ("sglang", {"trainer_gpu_ranks": (1, 2), "engine_gpu_ranks": (2, 3)}, (), "GPU 2 .* --mem-fraction-static"),
         ("sglang", {}, ("--mem-fraction-static=0.4",), ""),
         ("vllm", {"colocated": True}, (), ""),

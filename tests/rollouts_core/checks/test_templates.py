@@ -28,7 +28,7 @@ CALLS = ("tool_calls", "function_call")
 
 @pytest.mark.parametrize(
     ("behind", "said"),
-    [("", "nothing behind what"), ("###\n", "'###\\n' behind what"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
+    [("", "nothing after an"), ("###\n", "'###\\n' behind what"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
 )
 def test_a_template_that_no_completion_can_end_by_is_told(
     behind: str, said: str, byte_tokenizer: PreTrainedTokenizerBase
