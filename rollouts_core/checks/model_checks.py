@@ -374,7 +374,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
         remedy = f"set training.sft.max_length to {(limit or 0) + 1} or less"
         return _warn_of_rotation(f"{source}: a demonstration of {num_tokens} tokens", num_needed, limit, model, remedy)
     longest = (
-        f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, the model at {model.path}"
+        f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, but the model at {model.path}"
     )
     remedy = f"set training.sft.max_length to {positions.num + 1} or less"
     if positions.are_all:

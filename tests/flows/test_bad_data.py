@@ -272,7 +272,7 @@ def leave_adapters(model: Path) -> None:
         ),
         (
             change_json("config.json", max_position_embeddings=40),
-            "(rollout.sampling.max_new_tokens) need 63 positions, the model at",
+            "(rollout.sampling.max_new_tokens) need 63 positions, but the model at",
         ),
         (lambda model: (model / "config.json").write_text("{"), "config.json"),
     ],
@@ -315,7 +315,7 @@ def test_a_model_that_jax_does_not_train_is_named_before_sft(folder: Path) -> No
 def test_prompts_without_a_chat_template_are_not_told_to_be_texts(folder: Path) -> None:
     delete("chat_template*")(folder / "base_model")
     [said, counted] = refusal(write_config(folder)).splitlines()
-    assert said.endswith("use rows with a `text` field") and "300 of 300 rows do not fit: 1, 2, 3, 4, 5, ..." in counted
+    assert said.endswith("use rows with a `text` field") and "300 of 300 rows are invalid: 1, 2, 3, 4, 5, ..." in counted
     sentence = refusal(write_config(folder, mode="rl"))
     assert sentence.endswith("the tokenizer has no chat template: add one to the model's folder")
 
@@ -359,7 +359,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(folder: Path) ->
         f"data.sft: {folder}/missing.jsonl does not exist",
         f"data.prompts: {folder}/prompts.jsonl, row 2: not valid JSON",
         f"data.prompts: {folder}/prompts.jsonl, row 3: `prompt` must be text",
-        f"data.prompts: {folder}/prompts.jsonl: 2 of 3 rows do not fit: 2, 3",
+        f"data.prompts: {folder}/prompts.jsonl: 2 of 3 rows are invalid: 2, 3",
         f"data.heldout: {folder}/heldout.jsonl, row 1: expected `prompt`",
         f"{config}: unknown key training.sft.num_stepz; did you mean num_steps?",
         "rollout.reward_fn: 'no_such_package' cannot be imported",

@@ -29,7 +29,7 @@ def test_so_few_rows_that_no_difference_could_count_are_refused(max_p_value: flo
     check_num_rows(enough, max_p_value, source="data.heldout", setting="evaluation.max_p_value")
     if max_p_value < 1:
         assert compare_paired([0.0] * (enough - 1), [1.0] * (enough - 1)).p_value > max_p_value
-        with pytest.raises(ConfigError, match=rf"data\.heldout gives {enough - 1} rows .* give {enough} rows or more"):
+        with pytest.raises(ConfigError, match=rf"data\.heldout has only {enough - 1} rows .* provide {enough} rows or"):
             check_num_rows(enough - 1, max_p_value, source="data.heldout", setting="evaluation.max_p_value")
 
 
@@ -48,7 +48,7 @@ def with_heldout_rows(tmp_path: Path, num_rows: int, **rollout: Any) -> Config: 
 
 
 def test_rows_that_can_never_show_a_better_model_are_refused_and_others_say_what_it_takes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.heldout gives 6 rows .* retrain\.max_p_value .* give 7 rows or more"):
+    with pytest.raises(ConfigError, match=r"data\.heldout has only 6 rows .* retrain\.max_p_value .* provide 7 rows"):
         check_promotion(with_heldout_rows(tmp_path, 6), margin=0.0, max_p_value=0.01)
     [sentence] = check_promotion(with_heldout_rows(tmp_path, 7), margin=0.0, max_p_value=0.01)
     assert "at least 7 of 7 held-out prompts" in sentence
@@ -60,7 +60,7 @@ def test_rows_that_can_never_show_a_better_model_are_refused_and_others_say_what
 def test_of_a_long_file_only_the_rows_that_are_compared_count(tmp_path: Path) -> None:
     config = with_heldout_rows(tmp_path, 200)
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"max_prompts": 6})})
-    with pytest.raises(ConfigError, match=r"data\.heldout gives 6 rows"):
+    with pytest.raises(ConfigError, match=r"data\.heldout has only 6 rows"):
         check_promotion(few, margin=0.0, max_p_value=0.01)
 
 

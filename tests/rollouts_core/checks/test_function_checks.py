@@ -223,8 +223,14 @@ class LooksForAnotherField(Answers):
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        (AnswersText, r"^environment AnswersText on prompt .* answered 'again': expected a Reply .*; it was told '"),
-        (LooksForAnotherField, r"raised KeyError: 'hint' \(test_function_checks.py, line \d+\); it was told '"),
+        (
+            AnswersText,
+            r"^environment AnswersText on prompt .* answered 'again': expected a Reply .*; the assistant's ",
+        ),
+        (
+            LooksForAnotherField,
+            r"raised KeyError: 'hint' \(test_function_checks.py, line \d+\); the assistant's message ",
+        ),
         (AnswersBareText, r"answered Reply\(messages=\('again',\).*: expected a Reply whose messages have role"),
     ],
 )
@@ -243,4 +249,4 @@ class IsAway(Answers):
 def test_an_environment_that_cannot_be_reached_is_warned_of(tokenizer: PreTrainedTokenizerBase) -> None:
     said = check_functions(with_rollout(environment=f"{__name__}:IsAway"), make_prompts(1), tokenizer)
     assert isinstance(said[-1], Caution)
-    assert said[-1].startswith("environment IsAway on prompt '") and "failed: nobody listens; where it" in said[-1]
+    assert said[-1].startswith("environment IsAway on prompt '") and "failed: nobody listens; if it also" in said[-1]

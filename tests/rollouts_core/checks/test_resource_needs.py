@@ -159,7 +159,10 @@ def test_a_training_names_its_parts_and_what_lowers_them() -> None:
         assert part in str(needs)
     assert needs.least_bytes == 16 * LARGE.num_parameters < needs.expected_bytes
     warning = needs.warning("GPU 0, NVIDIA H200,", 141e9)
-    assert "GPU 0, NVIDIA H200, has 131.3 GiB and may run out of memory: lower training.sft.micro_batch_size" in warning
+    assert (
+        "GPU 0, NVIDIA H200, has only 131.3 GiB and may run out of memory: lower training.sft.micro_batch_size"
+        in warning
+    )
     assert "activation_checkpointing" in warning and "policy.lora" in warning
     assert needs.warning("GPU 0", needs.expected_bytes) == ""
 

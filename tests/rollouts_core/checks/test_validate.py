@@ -188,7 +188,7 @@ def test_prompts_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base
     rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
     config = Config.model_validate({"mode": "sft", "model": {"path": str(model)}, "data": data, "rollout": rollout})
     said = [
-        f"{data['heldout']}: in 2 of 3 rows (row 1 first) the role 'human' says something, which the chat template",
+        f"{data['heldout']}: in 2 of 3 rows (row 1 first) the chat template leaves out the messages of the role",
         f"{data['heldout']}: 3 of 3 rows (row 1 first) have `system`, which the model does not see",
     ]
     for findings in (validate_config(config), validate_evaluation(config, [config.model])):
@@ -248,7 +248,7 @@ def test_training_on_old_completions_without_a_correction_is_said(
 @pytest.mark.parametrize(("generate_fn", "is_said"), [("", False), ("my_agents:solve", True)])
 def test_completions_that_only_rl_sees_are_told(generate_fn: str, is_said: bool) -> None:
     found = warn_of_own_generation(with_rollout(generate_fn=generate_fn))
-    told = "my_agents:solve makes the completions of RL alone: checkpoints are compared by what embedded completes"
+    told = "my_agents:solve generates only the completions of RL. Checkpoints are compared on completions of the engine"
     assert [told in sentence for sentence in found] == [True] * is_said
 
 
@@ -406,15 +406,15 @@ def test_every_name_that_a_refusal_may_list_may_be_allowed_to_change(tmp_path: P
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}},
-            r"need 71 positions, the model at .* has 64",
+            r"need 71 positions, but the model at .* has 64",
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "n_positions"},
-            r"need 71 positions, the model at .* has 64",
+            r"need 71 positions, but the model at .* has 64",
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "max_seq_len"},
-            r"need 71 positions, the model at .* has 64",
+            r"need 71 positions, but the model at .* has 64",
         ),
     ],
 )
