@@ -457,7 +457,7 @@ class TurnReader:
         if self._calls.content == "xml-inline":
             pattern = self._calls.content_args["tag_pattern"]
             if rest := regex.sub(pattern, "", self._body, flags=regex.DOTALL).strip():
-                raise CallError(f"the tool call has {rest[:80]!r} besides its arguments: write only arguments")
+                raise CallError(f"the tool call has {rest[:80]!r} beside its arguments")
         values = event["value"] if isinstance(event["value"], list) else [event["value"]]
         functions = [value.get("function", value) if isinstance(value, dict) else value for value in values]
         return [ToolCall(**call) for function in functions for call in _as_calls(function)]
@@ -481,10 +481,10 @@ def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the poli
     if isinstance(function, dict) and set(function) == {"python"}:
         return _read_python(function["python"])
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError('a tool call must be an object with "name" and "arguments"')
+        raise CallError('a tool call is an object with "name" and "arguments"')
     arguments = function.get("arguments", function.get("parameters", {}))
     if not isinstance(arguments, dict):
-        raise CallError('the "arguments" of a tool call must be an object')
+        raise CallError('the "arguments" of a tool call are an object')
     try:  # JSON has no NaN, and half of a surrogate pair cannot be tokenized
         json.dumps(function, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -499,12 +499,12 @@ def _read_python(text: str) -> list[dict[str, Any]]:  # Any: JSON
         calls = listed.elts if isinstance(listed, ast.List) else [listed]
         return [call for each in calls for call in _as_calls(_python_call(each))]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CallError(f"the tool calls must be a list like [add(a=1)]: {error}") from error
+        raise CallError(f"the tool calls are no list like [add(a=1)]: {error}") from error
 
 
 def _python_call(node: ast.expr) -> dict[str, Any]:  # Any: JSON
     if not isinstance(node, ast.Call) or node.args or not all(each.arg for each in node.keywords):
-        raise ValueError("a call needs a name, and a name for each argument")
+        raise ValueError("a call has a name, and each of its arguments has one")
     return {
         "name": ast.unparse(node.func),
         "arguments": {str(each.arg): ast.literal_eval(_JSONWords().visit(each.value)) for each in node.keywords},

@@ -319,7 +319,7 @@ def test_an_own_function_that_does_not_fit_is_named(
             "'rollouts_core.rewards'; known are exact_match, last_number",
         ),
         ("reward_fn", "no_such_package:f", "named 'no_such_package'); is it beside the configuration, "),
-        ("reward_fn", ":f", "':f' names no module: give package.module:function"),
+        ("reward_fn", ":f", "':f' has no module name: give package.module:function"),
         ("filter_fn", "any_sucess", "unknown name 'any_sucess'; did you mean any_success?"),
         ("environment", "arithmetics", "unknown name 'arithmetics'; did you mean arithmetic?"),
         ("generate_fn", "mine", "unknown name 'mine'; give package.module:function"),

@@ -39,7 +39,7 @@ GOOD_ROWS: dict[str, dict[str, Any]] = {
         ({"environment": "countdown"}, {"numbers": [1]}, "p0' has no `target`, which countdown needs"),
         ({"environment": "calculator"}, {}, "p0' has no `answer`, which calculator needs"),
         ({"rewards": (RewardConfig(name="last_number"),)}, {}, "p0' has no `answer`, which last_number needs"),
-        ({"environment": "math"}, {"solution": "7"}, r"needs for grading; did you mean solution\? rename it to answer$"),
+        ({"environment": "math"}, {"solution": "7"}, r"for grading; did you mean solution\? rename it to answer$"),
         ({"environment": "math"}, {"reward_model": {"ground_truth": "7"}}, "did you mean ground_truth of reward_model"),
         ({"environment": "code", "reward_fn": "rollouts_core.rewards:exact_match"}, {}, ""),
         ({"environment": "countdown"}, {"numbers": [1], "target": 1}, ""),

@@ -144,7 +144,7 @@ def test_of_a_row_of_very_many_fields_the_first_are_named() -> None:
     row = {f"k{number:05}": 1 for number in range(200)}
     first = ", ".join(f"k{number:05}" for number in range(MAX_SHOWN_KEYS))
     assert describe_keys(row) == f"{first}, 180 more"
-    assert describe_keys(row | {"question": "?"}).endswith("181 more; did you mean prompt? rename question")
+    assert describe_keys(row | {"question": "?"}).endswith("181 more; did you mean prompt? rename question to prompt")
 
 
 def test_an_empty_row_has_no_field_at_all() -> None:
