@@ -2,9 +2,9 @@
 
 Weights and optimizer are estimated in resource_needs.py. torch is not imported.
 
-Elements per token that autograd keeps of a layer of the Llama family, by the tensors that its operations save. The
-method is that of arXiv:2205.05198 sec. 4, which has numbers for GELU, dropout and attention without a kernel. The sums
-are compared with torch's allocations (tests/rollouts_core/checks/test_activation_needs.py).
+The table has the elements per token that autograd keeps for a layer of the Llama family, by saved tensor. The method is
+that of arXiv:2205.05198 sec. 4, which has numbers for GELU, dropout and attention without a kernel. The sums are
+compared with torch's allocations (tests/rollouts_core/checks/test_activation_needs.py).
 
     two norms         x, normalised x, and the result, which linear layers save     6 H
     attention         q before its norm, after it, and rotated; the output          4 Q
@@ -21,9 +21,10 @@ elements in float32. In bfloat16 x is copied to float32 in each norm and back be
 If rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that share
 them, and autograd keeps the repeated tensors instead. `eager` keeps the T x T weights of each head.
 
-With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
-again, with the gradients of gate and up. The memory of the head is free by then. Copies of the layers' matrices in
-bfloat16 last until the end of the forward pass, before the gradient of the head is made.
+With activation checkpointing, autograd keeps only the input of each layer. During the backward pass, the activations of
+one layer at a time are computed again, and exist together with the gradients of gate and up. The memory of the head is
+free by then. Copies of the layers' matrices in bfloat16 last until the end of the forward pass, before the gradient of
+the head is made.
 
 Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
 in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.

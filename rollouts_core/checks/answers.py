@@ -29,7 +29,7 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad
     """Look for prompts that their graders could not compare with a completion, as far as the graders' needs are known.
 
     Args:
-        bad: collects the errors of rows; without it they are raised after all prompts were checked.
+        bad: collects the errors of rows. If None, they are raised after all prompts were checked.
 
     Raises:
         DataError: a prompt cannot be graded.

@@ -57,7 +57,7 @@ def check_demonstrations(
 
     Args:
         held_out: gets every row that is read.
-        mistakes: collects the error of each dataset; without it the first error is raised.
+        mistakes: collects the error of each dataset. If None, the first error is raised.
 
     Raises:
         DataError: SFT could not train on a row or a dataset.

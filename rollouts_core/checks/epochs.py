@@ -9,7 +9,7 @@ from rollouts_core.findings import Caution
 
 MANY_EPOCHS_OF_SFT = 30
 MANY_EPOCHS_OF_RL = 100
-"""RL sees new completions of a prompt each time, so it tolerates more epochs."""
+"""RL generates new completions of a prompt each time, so RL tolerates more epochs than SFT."""
 
 
 def render_epochs(num_epochs: float) -> str:

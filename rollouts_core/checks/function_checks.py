@@ -228,7 +228,8 @@ async def _grade_each(
 async def _converse(
     prompts: Sequence[Prompt], rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Caution]:
-    """Run one conversation per prompt with an environment that answers; a warning if its dependencies fail here."""
+    """Run one conversation per prompt with an environment that answers; returns a warning if a dependency of the
+    environment fails."""
     environment = resolve_environment(rollout)
     if not is_multi_turn(environment) or rollout.generate_fn != "":
         return []

@@ -1,9 +1,9 @@
 """Warn of a learning rate far from those usual for the model's size.
 
 Larger models need smaller learning rates: Adam changes every weight by about the learning rate, and a layer's output by
-that times its width, which grows like the root of the model's size. Usual learning rates lie below the line used here:
-from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table 2.1),
-to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
+that times its width, which grows like the root of the model's size. Usual learning rates lie below the limit of this
+file: from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table
+2.1), to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
 """
 
 from __future__ import annotations

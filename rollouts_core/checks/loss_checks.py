@@ -72,8 +72,8 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
 
 
 def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
-    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for stale data
-    does.
+    """True if the gradient of the user's loss depends on the engine's log-probs, so that the loss can correct for stale
+    data.
 
     A loss may only drop tokens whose log-prob changed much, so large shifts are tried too.
     """
@@ -136,7 +136,7 @@ def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
 
 
 def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[TrainBatch]:
-    """The micro-batches of an update on made-up completions, with all scores that the settings ask for."""
+    """The micro-batches of an update on made-up completions, with all scores that the settings need."""
     samples = [
         Sample(
             tokens=[1, 2, *range(3, 3 + length)],

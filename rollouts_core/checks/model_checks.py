@@ -45,7 +45,8 @@ MODEL_FILES = {
 DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
 """Matches names of dropout settings of a model, except those of a classification head."""
 PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
-"""Parts of argument names of SGLang and vLLM that split a model in other ways than over an engine's GPUs."""
+"""Parts of the names of arguments with which SGLang and vLLM divide a model in another way than evenly over an engine's
+GPUs."""
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of the file that replaces the weights in a clone without Git LFS."""
 
@@ -157,7 +158,7 @@ def _check_weights(folder: Path, config: Config) -> None:
     if not config.model.allow_pickle:
         refuse_pickled_weights(folder)
     if not any(folder.glob("pytorch_model*.bin")):
-        raise CheckpointError(f"model.path: {folder} has no weights (*.safetensors): give a whole checkpoint")
+        raise CheckpointError(f"model.path: {folder} has no weights (*.safetensors): give a complete checkpoint")
     if config.evaluation.metric == "accuracy" and config.evaluation_engine.spec.is_own:
         raise CheckpointError(
             f"model.path: the weights at {folder} are pickled, which the embedded engine does not read: convert them "

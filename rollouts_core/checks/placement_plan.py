@@ -37,9 +37,9 @@ class PlacementPlan:
     num_engines: int
     is_colocated: bool
     trainer_bytes: int
-    """On each GPU of the trainer."""
+    """Memory of the training on each GPU of the trainer."""
     engine_bytes: int
-    """Weights and cache on each GPU of an engine."""
+    """Memory for weights and cache on each GPU of an engine."""
 
     @property
     def gpus_per_engine(self) -> int:
@@ -83,8 +83,8 @@ def plan_placement(config: Config, size: ModelSize, gpu_bytes: Sequence[int]) ->
     for number in (2, 4, 8):
         if number > len(gpu_bytes) and next(_placements(config, size, number, room), None) is not None:
             raise ConfigError(
-                f"placement: nothing fits on {len(gpu_bytes)} x {min(gpu_bytes) / GIB:.0f} GiB; the smallest plan that "
-                f"does has {number} such GPUs: take more or larger GPUs, or train adapters (policy.lora)"
+                f"placement: nothing fits on {len(gpu_bytes)} x {min(gpu_bytes) / GIB:.0f} GiB; the smallest plan "
+                f"that fits needs {number} such GPUs: take more or larger GPUs, or train adapters (policy.lora)"
             )
     raise ConfigError(
         f"placement: nothing fits on {len(gpu_bytes)} x {min(gpu_bytes) / GIB:.0f} GiB, nor on 8 such GPUs: take "

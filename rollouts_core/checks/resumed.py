@@ -27,7 +27,7 @@ INPUTS = ("model", "data", "samples", "plugins", "semantics")
 def check_resumed(config: Config) -> None:
     """Raise CheckpointError for a `training.*.resume_from` with other settings, or beyond the training's last step.
 
-    Its inputs are checked by `check_resumed_inputs`. A URL is checked after the download.
+    `check_resumed_inputs` checks the training's inputs. A URL is checked after the download.
 
     Raises:
         ConfigError: `training.*.allow_changed` has an unknown name.

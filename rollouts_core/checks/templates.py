@@ -49,7 +49,7 @@ def warn_of_unseen_tools(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],  # Any: JSON schemas
 ) -> list[Caution]:
-    """A warning if the chat template leaves the tools out, so the policy does not know them."""
+    """A warning if the chat template leaves out the tools, so that the policy does not see them."""
     if not tools:
         return []
     asked: list[Message] = [{"role": "user", "content": "?"}]

@@ -83,7 +83,7 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
     known error are skipped.
 
     Args:
-        mistakes: collects the errors; without it they are raised.
+        mistakes: collects the errors. If None, they are raised.
         trains_here: this machine will train, so its CPU is checked; other machines warn when the training starts.
 
     Raises:
@@ -320,7 +320,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
 
     Args:
         models: if empty, because all names were wrong, rows are read without a tokenizer.
-        mistakes: collects the errors; without it they are raised.
+        mistakes: collects the errors. If None, they are raised.
 
     Raises:
         InputError: a line for each mistake, with what was expected, what was found and a remedy.
@@ -524,7 +524,7 @@ def _load_checked_prompts(
 
 
 def _find_environment(config: Config) -> Environment | None:
-    """The environment; None if it cannot be created, which is recorded as a mistake of its setting."""
+    """The environment; None if the environment cannot be created. `find_functions` collects this mistake."""
     try:
         return resolve_environment(config.rollout)
     except ConfigError:

@@ -31,8 +31,8 @@ class EngineConfig(Record):
     """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own. auto:
     sglang on a node with a free GPU, else embedded, also if sglang does not support the model."""
     install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
-    """Whether a run installs SGLang or vLLM if it is missing, and by which program. auto: by the program that
-    installs the node's packages, or else by pip."""
+    """Program with which a run installs a missing SGLang or vLLM, if at all. auto: by the program that installs the
+    node's packages, or else by pip."""
     requirements: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """File with the exact versions to install. Empty takes the versions that this project was tested with."""
     package_index: str = Field(default="", pattern=INDEX_URL, json_schema_extra=PLACEMENT | RUNS_PROGRAM)
@@ -89,7 +89,7 @@ class EngineConfig(Record):
             )
         routers = {"router_url": self.router_url, "router_python": self.router_python}
         for name in [name for name, value in routers.items() if value and not spec.has_router]:
-            yield f"engine.{name} is for SGLang's router, but the engine is {self.kind}: remove it"
+            yield f"engine.{name} is a setting of SGLang's router, but the engine is {self.kind}: remove it"
         if all(routers.values()):
             yield "engine.router_url names a running router, but engine.router_python starts one: remove one of them"
         if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):

@@ -224,7 +224,7 @@ def _batch_rules(config: Config) -> Iterator[str]:
     shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
     penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
     if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
-        # A preset's buffer may be longer than all completions here.
+        # The buffer of a preset may be longer than all completions of this run.
         smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
         yield (
             f"training.rl.reward_shaping applies above {penalty_start} tokens (max_response_tokens - "

@@ -27,7 +27,8 @@ PLACEMENT: JsonDict = {"affects_result": False}
 out."""
 
 SELECTION: JsonDict = {"affects_weights": False}
-"""Marks a field for the length of training or the kept checkpoints; a resumed training may change it."""
+"""Marks a field that sets the length of training or the number of checkpoints. A resumed training may change this
+field."""
 
 CALLS_FUNCTION: JsonDict = {"needs_trust": "function"}
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
@@ -101,7 +102,7 @@ def _scalar_of(annotation: object) -> object:
 
 
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-"""JSON schema's names, used by forms, for pydantic's bounds."""
+"""Names of pydantic's bounds in JSON schema, which forms use."""
 
 
 def _name_bounds(schema: JsonDict) -> None:
@@ -109,7 +110,7 @@ def _name_bounds(schema: JsonDict) -> None:
     properties = schema.get("properties")
     assert isinstance(properties, dict), "a record has fields"
     for field in properties.values():
-        assert isinstance(field, dict), "a field has its own schema"
+        assert isinstance(field, dict), "schemas are changed in place, so each field needs its own schema"
         for own, name in BOUNDS.items():
             if own in field:
                 field[name] = field.pop(own)

@@ -42,7 +42,7 @@ def is_asked_in_tokens(url: object) -> bool:
 
 
 def has_model_folder(kind: object, url: object) -> bool:
-    """True if the setting `model` of such a reward is a folder. For other judges it is the model's name at the
+    """True if the setting `model` of such a reward is a folder. For other judges, `model` is the model's name at the
     endpoint."""
     return kind in GRADING_MODELS or (kind == "judge" and is_asked_in_tokens(url))
 
@@ -98,7 +98,7 @@ class RewardConfig(Record):
             if not getattr(self, field):
                 yield f'a reward of the kind "{self.kind}" needs {field}'
         if self.label and self.kind != "reward_model":
-            yield f'label is for a reward of the kind "reward_model", but this one is a "{self.kind}"'
+            yield f'label is a setting of the kind "reward_model", but this reward is a "{self.kind}"'
         if self.url and not _is_address(self.url):
             yield f'url {self.url!r} is not the address of a service: write it as "http://host:port"'
 

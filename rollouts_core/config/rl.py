@@ -109,7 +109,7 @@ class RLTrainingConfig(Record):
 
     @property
     def shares_prompts(self) -> bool:
-        """True if completions of one prompt share its positions in a row, which needs a mask."""
+        """True if the completions of a prompt share the tokens of the prompt in a row, which needs a mask."""
         return self.packing and self.policy.takes_masks
 
     @property
@@ -144,7 +144,7 @@ class RLTrainingConfig(Record):
 
     @property
     def corrects_for_age(self) -> bool:
-        """True if the loss weighs a token by its probability now relative to sampling."""
+        """True if the loss weighs each token by the ratio of its probability now to its probability at sampling."""
         has_ratio_to_rollout = self.objective_spec.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
@@ -185,8 +185,8 @@ def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:
 def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
     """Fill missing settings in `given` from `usual`, section by section.
 
-    Settings with all fields of their record come from a form or a saved record: only those that differ from their
-    defaults count as given.
+    If all fields of a record are set, the settings come from a form or a saved record. Then only fields that differ
+    from their defaults count as given.
     """
     said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
     if said.keys() >= record.model_fields.keys():

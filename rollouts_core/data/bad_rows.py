@@ -36,7 +36,7 @@ class BadRows:
             self.note(number, error)
 
     def note(self, number: int, error: DataError) -> None:
-        """Collect the error of a row; only a row's first error is kept."""
+        """Collect the error of a row, if it is the row's first error."""
         self.num_rows = max(self.num_rows, number)
         if number in self._errors:
             return

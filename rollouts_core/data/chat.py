@@ -9,7 +9,7 @@ after its generation prompt, and a token belongs to the turn if all its characte
     Turn(assistant)                                   [8, 10)
 
 One text serves all turns if each turn, with its generation prompt, is a prefix of the whole conversation. Templates of
-reasoning models write earlier turns differently from the last one. Such a turn starts a text of its own:
+reasoning models write earlier turns differently from the last one. Such a turn starts a separate text:
 
     tokens           <|user|>a<|assistant|><think>x</think>b<|end|>
     Turn                                  [                       )
@@ -79,7 +79,7 @@ class Turn(NamedTuple):
 class TokenizedConversation(NamedTuple):
     """Token ids of a whole conversation, and its assistant turns that `train_on` selects.
 
-    If turns need texts of their own, `tokens` holds the texts one after another; see `split_texts`.
+    If turns need separate texts, `tokens` has all texts one after another; `split_texts` separates them.
     """
 
     tokens: list[int]

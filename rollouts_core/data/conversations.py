@@ -24,14 +24,14 @@ Row = Mapping[str, Any]  # Any: JSON values of a user's file
 COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
 PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
-"""Names of the prompt in other datasets, most likely first."""
+"""Names of the field for the prompt in other datasets, the most likely name first."""
 ALPACA_PROMPT = {"instruction", "input"}
 """Alpaca's two prompt fields, which belong together."""
 PREFERENCE = {"chosen", "rejected"}
 ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
-"""Names of the answer in other datasets."""
+"""Names of the field for the answer in other datasets."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
-"""Names of the completion in other datasets, besides Alpaca's."""
+"""Names of the field for the completion in other datasets, besides Alpaca's."""
 SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
 """Parts of a turn besides text."""
 SYSTEM_FIELDS = ("system", "system_prompt")

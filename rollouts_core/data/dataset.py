@@ -125,7 +125,7 @@ def iterate_samples(
 
 
 def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
-    """Open each dataset, without checking more than that there are rows."""
+    """Open each dataset, and check that it has rows."""
     return [
         open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision, columns=each.columns)
         for each in datasets
@@ -173,7 +173,7 @@ class SFTDataset:
         self._tokenizer = tokenizer
         self._rules = rules
         self.num_dropped = 0
-        """Rows left out because of their length; while streaming, visits of such rows."""
+        """Number of rows that were left out because of their length; while streaming, number of visits to such rows."""
         self.first_dropped: list[int] = []
         """The first dropped rows, numbered from 0 through all datasets."""
         self._kept: _CompactSamples | None = None
@@ -270,7 +270,7 @@ def load_prompts_from_jsonl(
 
     Raises:
         DataError: rows lack `prompt` and `messages`, or an id occurs twice; names the rows.
-        DemonstrationError: the first such row is a demonstration.
+        DemonstrationError: the first invalid row is a demonstration.
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """Parse the tool calls in a policy's turn, in the dialect of its chat template.
 
-A dialect is a `response_template` of transformers, which does the parsing. It comes from the settings, the tokenizer,
-or `DIALECTS` for common models. A test call selects the dialect: the chat template renders the call, and the first
-dialect that parses the text back to the same call is used.
+A dialect is a `response_template` of transformers, which does the parsing. The dialect comes from the settings, the
+tokenizer, or `DIALECTS` for common models. A test call selects the dialect: the chat template renders the call, and the
+first dialect that parses the text back to the same call is used.
 
     probe call --chat template--> <tool_call>{"name": ...}</tool_call><|im_end|> --dialect--> the same call?
 """
@@ -51,7 +51,8 @@ THINK: ResponseTemplate = {"open": "<think>", "close": "</think>", "content": "t
 
 
 def _dialect(calls: ResponseTemplate, thoughts: ResponseTemplate = THINK) -> ResponseTemplate:
-    """A response template in which all text besides thoughts and calls is content. Its prefix is already shortened."""
+    """A response template in which all text besides thoughts and calls is content. `prefix` is already shortened to the
+    part that affects parsing."""
     fields = {"reasoning_content": thoughts, "tool_calls": {"repeats": True, **calls}, "content": {"content": "text"}}
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\A", "fields": fields}
 

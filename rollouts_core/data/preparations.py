@@ -4,7 +4,7 @@
 
 A function of the user's has the same form: `def prepare(read, **settings)`, named as `package.module:function`.
 
-Not here: reading and writing the rows (preparing.py), when that is done (tasks/preparing.py).
+preparing.py reads and writes the rows. tasks/preparing.py decides when to do this.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shar
     """The position in a conversation's tokens after the tokens that the policy sampled in a turn of calls.
 
     Args:
-        shared: number of tokens of the turn alone.
+        shared: number of tokens of the turn without the text after it.
     """
 
     def is_space(start: int, end: int) -> bool:

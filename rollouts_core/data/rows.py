@@ -335,7 +335,7 @@ def resolve_revision(path: str, revision: str) -> str:
     """The current commit of a hub dataset; files and folders keep `revision`.
 
     Raises:
-        DataError: the hub does not know the dataset, or is unreachable.
+        DataError: the hub has no such dataset, or is unreachable.
     """
     if Path(path).exists() or Path(path).is_absolute() or COMMIT.fullmatch(revision):
         return revision
@@ -499,7 +499,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
 
 
 def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets has no types
-    """Raise DataError for CSV options in the dataset's README that are not supported here."""
+    """Raise DataError for unsupported CSV options in the dataset's README."""
     usual = type(config)()
     own = ("name", "version", "data_dir", "data_files", "description", "sep", "delimiter", "features", "chunksize")
     for field in dataclasses.fields(config):
@@ -515,7 +515,7 @@ def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
     import datasets
 
     path = source.path
-    if not path.exists():  # errors come from several HTTP libraries
+    if not path.exists():  # the library raises errors of several HTTP libraries
         return DataError(
             f"{path} is not a file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
             "path, `split`, `subset` or `revision`, or start again when the hub is reachable"

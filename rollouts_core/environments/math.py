@@ -1,6 +1,6 @@
 r"""Problems with one final answer, as in GSM8K and MATH. A completion marks its answer by `\boxed{}` or `####`.
 
-The environment's name decides how answers are compared, not the installed packages:
+The name of the environment decides how answers are compared; installed packages change nothing:
 
     math           equal as text or as decimal number; needs nothing
     math_verify    equal as mathematics (1/2 is 0.5, x+1 is 1+x), by the package math-verify

@@ -40,7 +40,8 @@ def find_group_parent() -> str:
 
 
 def _is_parent(folder: Path) -> bool:
-    """True if a cgroup with a memory limit can be created here, and a process of this user moved into it."""
+    """True if this process can create a cgroup with a memory limit in the folder, and move a process of this user into
+    it."""
     try:
         if "memory" not in _read(folder / "cgroup.subtree_control").split():
             return False

@@ -1,12 +1,12 @@
 """Run an untrusted program in its own process, without network and with limits on every resource.
 
-On Linux the program runs in its own namespaces. It sees no network, no other processes, only a read-only view of the
-interpreter's folders, and a small temporary folder that is deleted at the end. It has no privileges. Memory, processor
-time, processes, open files and output are limited. System calls that reach memory beyond these limits, or rarely used
-parts of the kernel, are refused. When its time is over, all its processes are killed.
+On Linux the program runs in its own namespaces. The program has no network and sees no other processes. It can read the
+interpreter's folders, and write to a small temporary folder that is deleted at the end. It has no privileges. Memory,
+processor time, processes, open files and output are limited. System calls that reach memory beyond these limits, or
+rarely used parts of the kernel, are refused. When its time is over, all its processes are killed.
 
-This protects the machine from an exploring policy. It is not a defence against attacks on the kernel itself. The child
-process: `sandbox_child.py`.
+This protects the machine from an exploring policy. The sandbox does not protect against attacks on the kernel itself.
+The child process: `sandbox_child.py`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
 
 @cache
 def visible_folders() -> tuple[str, ...]:
-    """The read-only parts of the file system that a program sees: what Python needs to run."""
+    """The parts of the file system that a program can read: the files that Python needs."""
     prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
     own = [f"{prefix}/{part}" for prefix in prefixes for part in PREFIX_PARTS]
     chosen: list[str] = []

@@ -6,11 +6,12 @@ namespaces --> fork --> [1] new root, read-only folders, no privileges, limits -
                 |
                 +----- waits, and ends with the exit code of [1]. It kills [1] on SIGTERM, when the parent dies, when
                        all processes inside together use too much memory, or when one has used up its processor time.
-                       With [1], the first process of its namespace, the kernel kills everything inside. If the machine
-                       kills [1], or watching fails, it ends itself by a signal
+                       When [1], the first process of its namespace, is killed, the kernel kills all processes in the
+                       namespace. If the machine kills [1], or watching fails, it ends itself by a signal
 
-A program cannot kill [1] with SIGKILL: no process of a namespace can kill its first one, [1] has no limit at which the
-kernel would kill it, and a program cannot change its limits. SIGKILL therefore comes from the machine.
+A program cannot kill [1] with SIGKILL: no process of a namespace can kill the namespace's first process, [1] has no
+limit at which the kernel would kill it, and a program cannot change its limits. SIGKILL therefore comes from the
+machine.
 
 Only the standard library is used. Every import costs each program milliseconds, so files are read with `os`, not
 pathlib.
@@ -57,7 +58,7 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 NUM_CAPABILITIES = 64
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
-"""Candidates for the mount point of the new root; they are covered only in this mount namespace."""
+"""Candidates for the mount point of the new root. The mount hides the folder's content only in this mount namespace."""
 DEVICES = ("null", "urandom", "random", "full")
 """Without `zero`: its shared mappings are memory that stays after unmapping and counts for no process."""
 CHECK_S = 0.05
@@ -269,7 +270,7 @@ def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
 
 
 class MemoryGroup:
-    """A cgroup that limits memory including the kernel's; it is removed at the end of the program.
+    """A cgroup that limits the memory of the program, including kernel memory. The cgroup is removed at the end.
 
     Args:
         parent: cgroup to create it in.
@@ -385,7 +386,7 @@ def count_locks() -> int:
 
 
 def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
-    """Total memory of the sandbox's processes in kB, and whether one has used up its processor time.
+    """Total memory of the sandbox's processes in kB, and True if a process has used up its processor time.
 
     Kernel memory counts at its maximum. Shared pages count for each process.
     """

@@ -1,4 +1,5 @@
-"""The stages of a run and their order in each mode. A new stage is a file or folder here and a row of STAGES.
+"""The stages of a run and their order in each mode. A new stage is a file or folder in this package and a row of
+STAGES.
 
 The jobs of stages: `jobs/`. This package must not import torch.
 """

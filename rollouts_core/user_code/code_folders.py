@@ -1,7 +1,7 @@
 """Folders, besides those on PYTHONPATH, from which the user's modules can be imported.
 
-They come last on sys.path, in this process and in jobs that it starts, so that a file named like an installed package
-does not hide the package. PYTHONPATH would put them before the standard library.
+These folders come last on sys.path, in this process and in jobs that it starts, so that a file named like an installed
+package does not hide the package. PYTHONPATH would put them before the standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find the files of the user's own code that settings name as `package.module:function`.
 
-They are part of a stage's identity (fingerprint.py) and are copied to other machines (tasks/upload_inputs.py).
+These files are part of a stage's identity (fingerprint.py) and are copied to other machines (tasks/upload_inputs.py).
 
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files
