@@ -43,7 +43,7 @@ def test_usual_settings_all_do_something() -> None:
         ({"optim": {"lr": 0.0}}, "optim.lr is 0, so the model does not change"),
         (
             {"num_steps": 5, "optim": {"num_warmup_steps": 5}},
-            "_steps 5 are not below the number of updates (5)",
+            "optim.num_warmup_steps 5 are not below the number",
         ),
         ({"num_steps": 6, "optim": {"num_warmup_steps": 5}}, ""),
         ({"num_steps": 6, "checkpoint_every": 7}, "checkpoint_every 7 is above num_steps 6, so only the last step"),
