@@ -175,7 +175,7 @@ BROKEN_RULES = "RolloutConfig(reward_fn='f', rewards=({'name': 'f'},), max_stale
         (MISFITS, ["SFTTrainingConfig num_steps: I", "SFTTrainingConfig batch_size: I"]),
         (
             BROKEN_RULES,
-            ["RolloutConfig: reward_fn and rewards exclude each other", "RolloutConfig: over_sampling_factor 2 is"],
+            ["RolloutConfig: reward_fn and rewards exclude each other", "RolloutConfig: over_sampling_factor 2 has"],
         ),
     ],
 )

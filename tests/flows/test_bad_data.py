@@ -106,7 +106,7 @@ def test_a_demonstration_that_does_not_fit_is_named_by_its_row(
         ([{"prompt": "1", "answer": "1"}, {"question": "x"}], "row 2: expected `prompt` or `messages`; found question"),
         ([{"prompt": "1", "answer": "1"}, {"prompt": "1" * 40, "answer": "1"}], "row 2: the prompt 'prompts-2' has 43"),
         ([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}], "row 2: id 'a' is also that of row 1"),
-        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic grades by"),
+        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic needs"),
         ([{"id": None, "prompt": "1", "answer": None}], "prompt 'prompts-1' has no `answer`"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_prompt_of_the_selection_among_the_heldout_ones_is_named(folder: Path)
     row = json.loads((folder / "selection.jsonl").read_text().splitlines()[3])
     write_rows(folder / "heldout.jsonl", [{"prompt": "1+1=?", "answer": "2"}, {**row, "id": "other"}])
     words = f"prompt 'other' of data.heldout is also prompt '{row['id']}' of data.selection"
-    assert_refused(write_config(folder), words, "remove the row from one of the files")
+    assert_refused(write_config(folder), words, "remove the prompt from one of the files")
 
 
 def test_a_demonstration_of_the_selection_among_the_heldout_ones_is_named(folder: Path) -> None:
@@ -256,10 +256,10 @@ def leave_adapters(model: Path) -> None:
         (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
         (cut_weights, "model.safetensors was cut or is damaged"),
         (clone_without_lfs, "model.safetensors is a pointer of Git LFS in place of the weights: fetch them"),
-        (lose_a_shard, "base_model lacks model-00001-of-00002.safetensors of the 2 files of weights that model.safe"),
+        (lose_a_shard, "base_model lacks model-00001-of-00002.safetensors of the 2 weight files listed in model.safe"),
         (break_the_index, "model.safetensors.index.json cannot be read ("),
         (pickle_weights, "are pickled (pytorch_model.bin)"),
-        (leave_adapters, "base_model holds adapters of PEFT without their model"),
+        (leave_adapters, "base_model contains only adapters of PEFT, without the model"),
         (delete("chat_template*"), "the tokenizer has no chat template: add one"),
         (write_template("{% for %}"), "the chat template refuses the turns user"),
         (write_template("{{ raise_exception('no user') }}"), ": no user"),
