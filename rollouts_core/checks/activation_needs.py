@@ -2,9 +2,9 @@
 
 Weights and optimizer are estimated in resource_needs.py. torch is not imported.
 
-Elements per token that autograd keeps of a layer of the Llama family, by the tensors that its operations save. The
-method is that of arXiv:2205.05198 sec. 4, which has numbers for GELU, dropout and attention without a kernel. The sums
-are compared with torch's allocations (tests/rollouts_core/checks/test_activation_needs.py).
+The table has the elements per token that autograd keeps for a layer of the Llama family, by saved tensor. The method is
+that of arXiv:2205.05198 sec. 4, which has numbers for GELU, dropout and attention without a kernel. The sums are
+compared with torch's allocations (tests/rollouts_core/checks/test_activation_needs.py).
 
     two norms         x, normalised x, and the result, which linear layers save     6 H
     attention         q before its norm, after it, and rotated; the output          4 Q
@@ -21,9 +21,10 @@ elements in float32. In bfloat16 x is copied to float32 in each norm and back be
 If rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that share
 them, and autograd keeps the repeated tensors instead. `eager` keeps the T x T weights of each head.
 
-With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
-again, with the gradients of gate and up. The memory of the head is free by then. Copies of the layers' matrices in
-bfloat16 last until the end of the forward pass, before the gradient of the head is made.
+With activation checkpointing, autograd keeps only the input of each layer. During the backward pass, the activations of
+one layer at a time are computed again, and exist together with the gradients of gate and up. The memory of the head is
+free by then. Copies of the layers' matrices in bfloat16 last until the end of the forward pass, before the gradient of
+the head is made.
 
 Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
 in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.
@@ -49,7 +50,7 @@ LOGITS_PIECE_BYTES = 256 << 20
 NUM_PIECES = 3
 """Logits, their log-probs or gradient, and the gradient in the number format of the products."""
 FORWARD_PIECES = 2
-"""Logits and what their norm is computed of."""
+"""Logits, and the tensors from which their norm is computed."""
 ADAPTERS_OF_LAYER = 7
 """Linear layers in a layer: of q, k, v, the attention's output, gate, up and down."""
 
@@ -62,7 +63,7 @@ class Rows(NamedTuple):
     row_length: int
     """Tokens of its longest row."""
     has_mask: bool
-    """Whether samples share rows, which the attention kernel needs a mask for."""
+    """True if samples share rows, so that the attention kernel needs a mask."""
     what: str
     """Description for messages."""
 
@@ -108,7 +109,7 @@ def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_p
 
 
 def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """Tensors kept of the layers, the embedding, the last norm and the scored positions."""
+    """Memory of the tensors that autograd keeps: of layers, embedding, last norm and scored positions."""
     has_bfloat16_residual = policy.precision == "bfloat16" and policy.lora.rank > 0
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
     is_again = policy.activation_checkpointing
@@ -187,7 +188,7 @@ def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
 
 
 def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> int:
-    """Gathered tensors of the other processes: the vocabulary's, and two layers."""
+    """Memory of tensors gathered from other processes: embedding, head and two layers."""
     vocabulary = _num_vocabulary_weights(size, shape)
     layer = (size.num_parameters - vocabulary) // shape.num_layers
     width = 2 if policy.precision == "bfloat16" else 4

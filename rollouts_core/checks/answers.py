@@ -26,14 +26,14 @@ COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad: BadRows | None = None) -> None:
-    """Look for prompts that their graders could not compare with a completion, as far as known.
+    """Look for prompts that their graders could not compare with a completion, as far as the graders' needs are known.
 
     Args:
-        bad: collects the errors of rows; without it they are raised after all prompts were checked.
+        bad: collects the errors of rows. If None, they are raised after all prompts were checked.
 
     Raises:
         DataError: a prompt cannot be graded.
-        ConfigError: a check of the user's own failed.
+        ConfigError: the `check_row` of a user's environment failed.
     """
     needed: dict[str, str] = {}
     of_text: list[str] = []
@@ -68,9 +68,9 @@ def _check_answer(
     """Raise DataError for a prompt that cannot be graded.
 
     Args:
-        needed: fields that a grader needs, and its name.
-        of_text: graders that compare with one text.
-        checks: the graders' own, by name.
+        needed: names of the fields that graders need, each with the name of a grader that needs it.
+        of_text: names of graders that compare the completion with one text.
+        checks: functions of the graders that check a row, by name.
     """
     where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
     for name, grader in needed.items():
@@ -78,7 +78,7 @@ def _check_answer(
             remedy = f": give it one, or {COMPARE_BY_LOSS}" if not config.is_graded else ""
             elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
             remedy = elsewhere or remedy
-            raise DataError(f"{where} has no `{name}`, which {grader} grades by{remedy}")
+            raise DataError(f"{where} has no `{name}`, which {grader} needs for grading{remedy}")
     try:
         if prompt.has_json_answer and of_text:
             raise ValueError(_describe_json_answer(prompt.answer, of_text[0]))
@@ -102,6 +102,6 @@ def _describe_json_answer(answer: str, grader: str) -> str:
     """The reason and remedy, as the end of an error, for an answer that a grader of texts could never reward."""
     kind = "list" if answer.startswith("[") else "object"
     return (
-        f"its `answer` is a JSON {kind}, and {grader} compares completions with one text: give it that text "
-        '("37", not ["37"]), or name a grader of your own that reads JSON'
+        f"its `answer` is a JSON {kind}, and {grader} compares completions with one text: write that text "
+        '("37", not ["37"]), or use your own grader that reads JSON'
     )

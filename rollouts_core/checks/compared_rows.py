@@ -1,6 +1,6 @@
 """Check the rows that models are compared on: enough of them, no duplicates, none in the training data.
 
-Whether their answers can be graded is checked in answers.py; the comparison itself is in comparison.py.
+answers.py checks if their answers can be graded. comparison.py compares the models.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: s
     """Raise ConfigError if no difference could be significant: too few rows, or a p-value below any possible one."""
     if max_p_value < LEAST_P_VALUE:
         raise ConfigError(
-            f"{setting} {max_p_value:g} lets nothing count: no comparison has a p-value below {LEAST_P_VALUE:.2g}: "
+            f"{setting} {max_p_value:g} accepts no result: no comparison has a p-value below {LEAST_P_VALUE:.2g}; "
             "raise it"
         )
     least = least_p_value(num_rows)
     if least > max_p_value:
         enough = next(more for more in itertools.count(num_rows) if least_p_value(more) <= max_p_value)
         raise ConfigError(
-            f"{source} gives {num_rows} rows to compare models on: were all better, p would be {least:.2g}, and "
-            f"{setting} lets at most {max_p_value:g} count: give {enough} rows or more, or raise it"
+            f"{source} has only {num_rows} rows to compare models on: even a model that is better on all of them has "
+            f"p = {least:.2g}, above {setting} {max_p_value:g}: provide {enough} rows or more, or raise {setting}"
         )
 
 
@@ -42,7 +42,7 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
     """How many rows of `data.heldout` a model must win to show an improvement above the margin, as a sentence.
 
     Raises:
-        ConfigError: no result could show it.
+        ConfigError: no result could show such an improvement.
     """
     if max_p_value >= 1:  # everything counts
         return []
@@ -57,15 +57,15 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
         return []
     if margin >= 1:
         raise ConfigError(
-            f"retrain.margin {margin:g} lets no model into production: rewards are between 0 and 1, so none is better "
-            "by more than 1: lower it"
+            f"retrain.margin {margin:g} lets no model into production: rewards are between 0 and 1, so no model can "
+            "be better by more than 1: lower the margin"
         )
     num_wins = least_wins(num_rows, margin=margin, max_p_value=max_p_value)
     if num_wins == 0:
         return []
     return [
         f"retrain: to show a margin of {margin:g} with p <= {max_p_value:g}, a model must get at least {num_wins} of "
-        f"{num_rows} held-out prompts right that the other gets wrong, and more where it loses some"
+        f"{num_rows} held-out prompts right that the other model gets wrong, and more if it also loses some"
     ]
 
 
@@ -75,7 +75,7 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
         return False
     if rollout.reward_fn != "":
         return rollout.reward_fn in REWARDS
-    return rollout.environment_name in ENVIRONMENTS.keys() - {"verifiers"}  # whose tasksets reward as they like
+    return rollout.environment_name in ENVIRONMENTS.keys() - {"verifiers"}  # its tasksets may give any reward
 
 
 def check_other_rows(data: DataConfig) -> None:
@@ -87,17 +87,17 @@ def check_other_rows(data: DataConfig) -> None:
         if (other := number_of.get(key_of_demonstration(row))) is not None:
             raise DataError(
                 f"{second}, row {number} is also row {other} of {first}: "
-                "what chooses a checkpoint must not also grade it; remove it from one of them"
+                "a row that selects a checkpoint must not also grade it; remove the row from one of the files"
             )
 
 
 def check_held_out(
     held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
 ) -> list[Caution]:
-    """Look for prompts of RL among the held-out rows; a warning if a few of them are also trained on.
+    """Look for held-out rows among the training data; a warning for a few of them.
 
     Raises:
-        DataError: more than a few are trained on, as prompts or as demonstrations checked before.
+        DataError: more than a few held-out rows are prompts of RL, or demonstrations that were checked before.
     """
     asked = [each for each in held_out if each.metric == "accuracy"]
     for each, prompt in itertools.product(asked, prompts):
@@ -124,8 +124,8 @@ def warn_of_repeated_rows(config: Config) -> list[Caution]:
     places = ", ".join(repeated[:MAX_NAMED]) + ", ..." * (len(repeated) > MAX_NAMED)
     return [
         Caution(
-            f"data.heldout: {len(repeated)} of {len(number_of) + len(repeated)} rows say the same as one before them "
-            f"({places}): each counts as a row of its own, so that a difference looks surer than it is; remove them"
+            f"data.heldout: {len(repeated)} of {len(number_of) + len(repeated)} rows are duplicates of an earlier row "
+            f"({places}). Each duplicate counts as a further row, so the p-value gets too small: remove the duplicates"
         )
     ]
 

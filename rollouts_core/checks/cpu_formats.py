@@ -26,7 +26,7 @@ def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) 
     """A warning for each stage that would train in bfloat16 on this machine's CPU if float32 is faster.
 
     Args:
-        flags: of the CPU; None reads them.
+        flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """
     found = [
         describe_slow_training(name, training.policy, config.deployment, flags=flags)
@@ -42,7 +42,7 @@ def describe_slow_training(
 
     Args:
         kind: the name of the stage.
-        flags: of the CPU; None reads them.
+        flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """
     is_on_gpu = torch.cuda.is_available() and not deployment.shares_cpu
     if policy.precision != "bfloat16" or policy.backend != "pytorch" or is_on_gpu:
@@ -52,30 +52,30 @@ def describe_slow_training(
 
 
 def describe_slow_bfloat16(setting: str, remedy: str, *, flags: Collection[str] | None = None) -> str:
-    """The warning that bfloat16 is slower than float32 on this CPU, with the factor; empty if it is not.
+    """The warning that bfloat16 is slower than float32 on this CPU, with the factor; empty if bfloat16 is fast.
 
     Args:
         setting: the setting that asks for bfloat16.
-        remedy: how to change that.
-        flags: of the CPU; None reads them.
+        remedy: advice at the end of the warning.
+        flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """
     factor = measure_factor()
     if factor < MIN_FACTOR:
         return ""
     lacks = FAST_FLAGS.isdisjoint(read_flags() if flags is None else flags)
-    reason = "which has neither AVX512-BF16 nor AMX" if lacks else "as far as torch may use it"
+    reason = "which has neither AVX512-BF16 nor AMX" if lacks else "although it has instructions for bfloat16"
     return f'{setting} "bfloat16" is about {factor:.0f} times slower than float32 on this CPU, {reason}: {remedy}'
 
 
 def measure_factor() -> float:
-    """How many times as long as in float32 a product of matrices takes in bfloat16 here; takes some milliseconds."""
+    """Time of a bfloat16 matrix product on this machine, divided by the time in float32. Takes some milliseconds."""
     return _time_product(torch.bfloat16) / _time_product(torch.float32)
 
 
 def _time_product(dtype: torch.dtype) -> float:
     matrix = torch.ones(SIZE, SIZE, dtype=dtype)
     times: list[float] = []
-    for _ in range(NUM_TIMED + 1):  # the first one prepares kernels
+    for _ in range(NUM_TIMED + 1):  # the first product also prepares kernels
         began_at = time.perf_counter()
         matrix @ matrix
         times.append(time.perf_counter() - began_at)
@@ -83,7 +83,7 @@ def _time_product(dtype: torch.dtype) -> float:
 
 
 def read_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The flags of the first CPU; none where the system does not say."""
+    """The instruction sets of the first CPU; empty if the file does not exist."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

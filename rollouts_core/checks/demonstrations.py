@@ -53,11 +53,11 @@ def check_demonstrations(
     held_out: Sequence[HeldOutRows] = (),
     mistakes: Mistakes | None = None,
 ) -> list[str]:
-    """Read every row that SFT would, or the first rows of each streamed dataset; one sentence per dataset.
+    """Read every row as SFT does, or the first rows of each streamed dataset; returns findings for each dataset.
 
     Args:
         held_out: gets every row that is read.
-        mistakes: collects the error of each dataset; without it the first error is raised.
+        mistakes: collects the error of each dataset. If None, the first error is raised.
 
     Raises:
         DataError: SFT could not train on a row or a dataset.
@@ -80,15 +80,16 @@ def check_demonstrations(
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else counts.num_samples)
-    if not num_epoch_rows:  # streamed data of which later rows may be shorter
-        sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was looked at"
-        return [*findings, Caution(f"{sentence}: raise it, or nothing may be left to train on")]
+    if not num_epoch_rows:  # later rows of streamed data may be shorter
+        sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was checked"
+        return [*findings, Caution(f"{sentence}: raise it, because otherwise there may be nothing to train on")]
     num_rows = math.ceil(num_epoch_rows)  # no row holds demonstrations of two epochs
     if num_rows < sft.batch_size:
         findings.append(
             Caution(
-                f"training.sft.batch_size {sft.batch_size} is more than the about {num_rows} rows of "
-                f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
+                f"training.sft.batch_size {sft.batch_size} exceeds the about {num_rows} rows of {sft.max_length} "
+                "tokens in an epoch, so a step trains on the same demonstrations several times: lower it, or add "
+                "demonstrations"
             )
         )
     of_what = f"about {num_rows:,} {'packed rows' if sft.packing else 'rows'}"
@@ -108,7 +109,7 @@ def place_datasets(config: Config, mistakes: Mistakes) -> list[tuple[str, Datase
 
 
 def dataset_of(name: RowFile, config: Config) -> DatasetConfig:
-    """The file that another setting of `data` names, as a dataset."""
+    """The file of the setting `data.NAME` as a dataset."""
     return DatasetConfig(path=getattr(config.data, name), columns=config.data.columns_of(name))
 
 
@@ -129,16 +130,17 @@ def read_each_demonstration(dataset: DatasetConfig) -> None:
 
 
 class TaughtTurns:
-    """Numbers of the rows whose trained turns would teach something other than their text."""
+    """Collects the rows with trained turns from which the model learns something else than the user intends."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
         self._train_on = train_on
         self._empty: list[int] = []
         """Rows with empty turns."""
         self._unwritten: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
-        """By a key of messages: rows with this key in a turn, although the chat template leaves it out."""
+        """For each key of messages that the chat template leaves out: rows with this key in a trained turn."""
         self._marked: dict[str, list[int]] = {key: [] for key in UNTRAINED_MARKS}
-        """By a key of messages: rows with a turn that the key excludes from training elsewhere, but not here."""
+        """For each key that excludes a turn from training in other systems: rows with such a turn, which is trained
+        here."""
 
     def note(self, number: int, read: Conversation | str) -> None:
         """Check a row.
@@ -153,7 +155,7 @@ class TaughtTurns:
         if any(map(says_nothing, turns)):
             self._empty.append(number)
         said = find_said(turns)
-        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the same thoughts, under several names
+        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the template writes the thoughts under another key
             said -= set(THOUGHTS)
         for key in said & self._unwritten.keys():
             self._unwritten[key].append(number)
@@ -161,18 +163,18 @@ class TaughtTurns:
             self._marked[key].append(number)
 
     def warn(self, path: str, num_rows: int) -> list[Caution]:
-        """A warning for each thing of which there are rows."""
+        """A warning for each kind of turn that was found."""
         empty = (
-            "the assistant says nothing, which teaches the model to end its turn at once: remove them, or give them "
-            "answers"
+            "the assistant's message is empty, which teaches the model to end its turn at once: remove these rows, or "
+            "add answers"
         )
         unwritten = (
-            "the assistant has `{key}`, which the chat template leaves out: the model learns to say the rest; use a "
-            "template that writes it"
+            "the assistant has `{key}`, which the chat template leaves out: the model learns only the rest of the "
+            "turn; use a template that writes `{key}`"
         )
         marked = (
-            "the `{key}` of a turn would leave it out elsewhere, and here it is trained on: use train_on = "
-            "last_assistant, or put what is only context into `prompt`"
+            "`{key}` excludes a turn from training in other systems, but not in this one: use train_on = "
+            "last_assistant, or move the turns that are only context into `prompt`"
         )
         found = [(empty, self._empty)]
         found += [(unwritten.format(key=key), numbers) for key, numbers in self._unwritten.items()]
@@ -194,7 +196,7 @@ class _Counts:
     num_dropped: int
     num_cut: int
     num_samples: int
-    """More than rows if turns need separate texts."""
+    """More samples than rows, if the turns of a conversation need separate texts."""
     num_tokens: int
     num_longest: int
     """Tokens of the longest sample, after truncation."""
@@ -223,7 +225,7 @@ def _check_demonstrations(
     tokenizer: PreTrainedTokenizerBase,
     held_out: Sequence[HeldOutRows] = (),
 ) -> _Counts:
-    commit = resolve_revision(dataset.path, dataset.revision)  # a name that is wrong is told at once
+    commit = resolve_revision(dataset.path, dataset.revision)  # reports a wrong name before any row is read
     [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
@@ -263,7 +265,7 @@ def _check_demonstrations(
 
 
 def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> Iterator[tuple[int, Row]]:
-    """Pass the rows of demonstrations on, and log progress from time to time."""
+    """Yield the rows unchanged, and log progress from time to time."""
     said_at = time.monotonic()
     for i, row in enumerate(rows):
         if (now := time.monotonic()) - said_at >= PROGRESS_INTERVAL_S:
@@ -279,7 +281,7 @@ def _note_rows(
     unread_fields: UnreadFields,
     bad: BadRows,
 ) -> Iterator[tuple[int, Row]]:
-    """Pass the rows of demonstrations on, after showing each to the collectors of warnings."""
+    """Yield the rows unchanged, after passing each to the collectors of warnings."""
     for number, row in rows:
         bad.num_rows = number
         with suppress(DataError):  # the code that makes samples of the rows reports the error

@@ -1,4 +1,4 @@
-"""Convert a number of steps to epochs, which the number alone does not show.
+"""Describe a number of steps as a number of epochs.
 
 Rows and prompts are counted in validate.py.
 """
@@ -9,7 +9,7 @@ from rollouts_core.findings import Caution
 
 MANY_EPOCHS_OF_SFT = 30
 MANY_EPOCHS_OF_RL = 100
-"""RL sees new completions of a prompt each time, so it tolerates more epochs."""
+"""RL generates new completions of a prompt each time, so RL tolerates more epochs than SFT."""
 
 
 def render_epochs(num_epochs: float) -> str:
@@ -19,7 +19,8 @@ def render_epochs(num_epochs: float) -> str:
 
 
 def describe_epochs(stage: str, num_steps: int, per_epoch: float, *, of_what: str, many: int) -> str:
-    """How many epochs a stage's steps are; a warning if there are so many that it must be a mistake.
+    """The number of epochs in a stage's steps, as a sentence; a warning if the number is so large that it must be a
+    mistake.
 
     Args:
         per_epoch: steps of an epoch.
@@ -31,4 +32,4 @@ def describe_epochs(stage: str, num_steps: int, per_epoch: float, *, of_what: st
     if num_epochs <= many:
         return said
     enough = max(1, int(many * per_epoch))
-    return Caution(f"{said}: a model learns them by heart long before; {many} epochs are num_steps = {enough}")
+    return Caution(f"{said}: a model memorizes the rows long before; for {many} epochs set num_steps = {enough}")

@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 TRIED_TEXT = "It is 2."
 """Completion to try rewards with if the prompt has no answer."""
 ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", ":{}", "<answer>{}</answer>", "The answer is {}")
-"""Ways to write a row's answer: graders look for it in different places, and some require a mark."""
+"""Forms of a completion with a row's answer: graders look for the answer in different places, and some require a
+mark."""
 MAX_TRIED_PROMPTS = 8
 MAX_SHOWN_CHARS = 80
 
 
 def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """At most `MAX_TRIED_PROMPTS` prompts, the first with each set of fields: functions may need some of them."""
+    """At most `MAX_TRIED_PROMPTS` prompts: the first with each set of fields, because functions may need certain
+    fields."""
     shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
     for prompt in prompts:
         shapes.setdefault(shape_of(prompt), prompt)
@@ -54,7 +56,7 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
 def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
     """Import every function that the settings name; unknown names are collected as mistakes."""
     for index, reward in enumerate(rollout.rewards):
-        if not mistakes.has(f"rollout.rewards.{index}"):  # a model that could not be fetched
+        if not mistakes.has(f"rollout.rewards.{index}"):  # its model could not be downloaded
             with mistakes.at(f"rollout.rewards.{index}"):
                 resolve_reward(reward, rollout)
     for index, each in enumerate(rollout.filters):
@@ -83,10 +85,11 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
     """Call the user's functions: grade an empty completion and the answer of each prompt, converse, and filter a group.
 
     Returns:
-        The names of the graders and their rewards, a sentence for each prompt.
+        A sentence for each prompt with the names of the graders and their rewards, and warnings.
 
     Raises:
-        ConfigError: a service or environment that grades fails, or a name is unknown; `find_functions` collects names.
+        ConfigError: a service or environment that grades fails, or a name is unknown (`find_functions` collects such
+            errors).
         RewardError: a function raised, or returned something unusable.
     """
     filter_fn = resolve_filter_fn(config.rollout)
@@ -106,13 +109,13 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
 
 
 def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sample]]) -> list[Caution]:
-    """A warning if a tried completion has no score: RL may leave it out, but an evaluation cannot."""
+    """A warning if a tried completion has no score: RL may leave out such a completion, but an evaluation cannot."""
     if all(sample.reward is not None for pair in graded for sample in pair):
         return []
     return [
         Caution(
-            f"{', '.join(rollout.reward_names)} returned None for a completion that was tried: RL leaves it out, "
-            "but an evaluation ends where a row of data.selection or data.heldout has one; return a number for it"
+            f"{', '.join(rollout.reward_names)} returned None for a tried completion. RL leaves out such completions, "
+            "but they end an evaluation on data.selection or data.heldout: return a number"
         )
     ]
 
@@ -132,9 +135,9 @@ def warn_of_equal_rewards(
     given = ", ".join(dict.fromkeys(str(empty.reward) for empty, _ in graded))
     return [
         Caution(
-            f"{', '.join(rollout.reward_names)} gave every completion that was tried the reward of an empty one "
-            f"({given}), answers of the rows in {len(ANSWER_FORMS)} forms too: a reward that is equal for right and "
-            "wrong teaches nothing; look at the function, and at the form of `answer` in the rows"
+            f"{', '.join(rollout.reward_names)} gave every tried completion the reward of an empty one ({given}), "
+            f"also the rows' answers in {len(ANSWER_FORMS)} forms. A reward that is equal for right and wrong "
+            "completions teaches nothing: check the function, and the form of `answer` in the rows"
         )
     ]
 
@@ -144,7 +147,7 @@ def warn_of_missing_answers(
 ) -> list[Caution]:
     """A warning if any completion of a row without `answer` is rewarded like the right answer of another row.
 
-    For instance, every text ends with the empty text, which is the answer of such a row.
+    For instance, the answer of such a row may be read as the empty text, and every completion ends with the empty text.
     """
     pairs = [(prompt, empty.reward, answer.reward) for prompt, (empty, answer) in zip(prompts, graded, strict=True)]
     scored = [(prompt, empty, answer) for prompt, empty, answer in pairs if empty is not None and answer is not None]
@@ -155,8 +158,8 @@ def warn_of_missing_answers(
     return [
         Caution(
             f"{', '.join(rollout.reward_names)} gave every completion of prompt {prompt.id!r}, which has no `answer`, "
-            f"the reward {empty}, as the right one of prompt {told_apart.id!r}, which has one: give such rows an "
-            "`answer`, or have the function read the field that they have in its place"
+            f"the reward {empty}, like the right completion of prompt {told_apart.id!r}, which has an `answer`: add "
+            "`answer` to such rows, or let the function read another field of theirs"
         )
         for prompt, empty, answer in scored
         if not prompt.answer and empty == answer and empty >= most
@@ -164,9 +167,9 @@ def warn_of_missing_answers(
 
 
 def looks_at_answers(rollout: RolloutConfig) -> bool:
-    """Whether a completion that equals the row's answer should be right, as far as known.
+    """True if a completion that equals the row's answer should be right, as far as known.
 
-    Not for conversations, and not for built-in environments that compare with something else.
+    False for conversations, and for built-in environments that do not compare with `answer`.
     """
     environment = resolve_environment(rollout)
     if rollout.environment_name not in rollout.reward_names:
@@ -205,9 +208,9 @@ def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBa
 async def _grade_each(
     prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[Sample, Sample]]:
-    """For each prompt, graded, an empty completion and the first completion with another reward.
+    """The graded empty completion of each prompt, and its first completion with another reward.
 
-    All run in one event loop, because the services of rewards belong to it.
+    All run in one event loop, because clients of reward services belong to one loop.
     """
     reward_fn = resolve_reward_fn(config.rollout)
     pairs = []
@@ -225,7 +228,8 @@ async def _grade_each(
 async def _converse(
     prompts: Sequence[Prompt], rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Caution]:
-    """Run one conversation per prompt with an environment that answers; a warning if its dependencies fail here."""
+    """Run one conversation per prompt with an environment that answers; returns a warning if a dependency of the
+    environment fails."""
     environment = resolve_environment(rollout)
     if not is_multi_turn(environment) or rollout.generate_fn != "":
         return []
@@ -242,9 +246,9 @@ async def _converse(
         try:
             await hold_conversation(pending, environment, say, tokenizer, rollout)
         except EnvironmentUnavailableError as error:
-            return [Caution(f"{error}; where it fails in a run too, the run waits for it")]
+            return [Caution(f"{error}; if it also fails in a run, the run pauses until it is available")]
         except RewardError as error:
-            raise RewardError(f"{error}; it was told {text[:MAX_SHOWN_CHARS]!r}") from error
+            raise RewardError(f"{error}; the assistant's message was {text[:MAX_SHOWN_CHARS]!r}") from error
     return []
 
 
@@ -260,7 +264,7 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
         raise RewardError(f"{error}; it was given {what}") from error
     leaves_out = config.is_graded and config.training.rl.advantage.unscored == "exclude"
     if sample.reward is None and not leaves_out:
-        other = ', or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+        other = ', or training.rl.advantage.unscored = "exclude" if some completions cannot be scored'
         name = await _name_unscoring(completion, reward_fn, config)
         raise RewardError(
             f"reward function {name} on {what} returned None: expected a finite number"
@@ -270,7 +274,8 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
 
 
 async def _name_unscoring(completion: Sample, reward_fn: RewardFn, config: Config) -> str:
-    """The function that gives a completion no score: the first of several, because one missing score voids the sum."""
+    """The name of the first reward function that gives a completion no score; one missing score voids the weighted
+    sum."""
     if not isinstance(reward_fn, WeightedRewards):
         return name_of_function(reward_fn)
     limit = config.rollout.reward_timeout_s

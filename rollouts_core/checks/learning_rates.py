@@ -1,9 +1,9 @@
 """Warn of a learning rate far from those usual for the model's size.
 
 Larger models need smaller learning rates: Adam changes every weight by about the learning rate, and a layer's output by
-that times its width, which grows like the root of the model's size. Usual learning rates lie below the line used here:
-from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table 2.1),
-to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
+that times its width, which grows like the root of the model's size. Usual learning rates lie below the limit of this
+file: from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table
+2.1), to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, config: Conf
     usual = rates.of_adapters if has_adapters else rates.of_all
     if has_adapters and 0 < optim.lr <= rates.low_for_adapters:
         return [
-            f"training.{stage}.optim.lr {optim.lr:g} is what training of all weights takes; adapters usually take "
-            f"more, {usual}"
+            f"training.{stage}.optim.lr {optim.lr:g} is a learning rate for training all weights; adapters usually "
+            f"need a larger one, {usual}"
         ]
     if optim.lr <= largest_usual_lr(MOST_WEIGHTS, stage, has_adapters=has_adapters):
         return []
@@ -60,7 +60,7 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, config: Conf
     return [
         Caution(
             f"training.{stage}.optim.lr {optim.lr:g} is so large that training most probably ruins the model: above "
-            f"{largest:.1g} a model {size}rarely learns, and {label_of(stage)} of {trained} of large language models "
-            f"usually takes {usual}"
+            f"{largest:.1g} a model {size}rarely learns. For {label_of(stage)} of {trained} of a large language "
+            f"model, usual values are {usual}"
         )
     ]

@@ -25,18 +25,19 @@ from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 LENGTHS = (2, 5, 3, 7)
-"""Tokens of the tried completions, of two prompts. With these lengths, means of micro-batches do not add up."""
+"""Tokens of the tried completions, of two prompts. With unequal lengths, means over micro-batches do not add up to the
+mean over the batch."""
 MANY_TOKENS, FEW_TOKENS = 1000, 2
 """Micro-batch limits: one fits the whole batch, the other a single row."""
 TOLERANCE = 1e-3
 SHIFTS = (-0.3, -4.0, 4.0)
-"""Changes of the engine's log-probs, in nats, that show whether a loss reads them."""
+"""Amounts in nats by which the engine's log-probs are shifted, to see if the loss changes."""
 READ_BY_OTHERS = ("aggregation", "count_untrained", "kl_coef", "mismatch", "objective", "ratio_base")
 """Settings of `training.rl.loss` that act on the batch for every loss. no_effect.py warns of `objective`."""
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
-    """Call the loss on a batch of four completions, and on each of its rows by itself.
+    """Call the loss on a batch of four completions, and on each row of the batch separately.
 
     Raises:
         ConfigError: the function does not exist, raised, or returned something other than `LossFn` describes.
@@ -50,9 +51,9 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
     if not math.isclose(total, sum_of_parts, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         found.append(
             Caution(
-                f"the loss function {name} returned {total:.4g} for a batch, and {sum_of_parts:.4g} in all for its "
-                f"rows one by one: training.rl.max_micro_batch_tokens and the number of GPUs would change the "
-                "result; divide sums over tokens by batch.num_loss_tokens in place of taking means"
+                f"the loss function {name} returned {total:.4g} for a batch, but for its rows one by one a sum of "
+                f"{sum_of_parts:.4g}, so training.rl.max_micro_batch_tokens and the number of GPUs would change the "
+                "result: divide sums over tokens by batch.num_loss_tokens instead of taking means"
             )
         )
     if training.loss_fn == "":
@@ -62,14 +63,17 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
     unused = [f"training.rl.loss.{setting}" for setting, value in usual.items() if given[setting] != value]
     if unused and not takes_config(own):
         found.append(
-            Caution(f"no effect of {', '.join(unused)}: the loss function {name} has no parameter `config` to read")
+            Caution(
+                f"{', '.join(unused)} has no effect: the loss function {name} has no parameter `config`, by which it "
+                "would get these settings"
+            )
         )
     return found
 
 
 def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
-    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for stale data
-    does.
+    """True if the gradient of the user's loss depends on the engine's log-probs, so that the loss can correct for stale
+    data.
 
     A loss may only drop tokens whose log-prob changed much, so large shifts are tried too.
     """
@@ -91,13 +95,17 @@ def _losses(loss_fn: LossFn, name: str, training: RLTrainingConfig, batches: Seq
         loss = _call(loss_fn, name, scores, batch, names)
         if not torch.isfinite(loss) or not torch.isfinite(_gradient(loss, scores, name)).all():
             raise ConfigError(
-                f"the loss function {name} returned {float(loss.detach()):g}, or its gradient is not finite"
+                f"the loss function {name} returned {float(loss.detach()):g}, with a gradient that may not be finite: "
+                "expected a finite loss and gradient"
             )
         losses.append(loss.detach())
     if len(names) > 1:
         [one, another, *_] = names
         differing = ", ".join(sorted(one ^ another))
-        raise ConfigError(f"the loss function {name} returned some metrics for some micro-batches only: {differing}")
+        raise ConfigError(
+            f"the loss function {name} returned these metrics for some micro-batches only: {differing}; return the "
+            "same metrics for all"
+        )
     return losses
 
 
@@ -117,9 +125,9 @@ def _call(
 
 
 def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
-    """(B, T) the gradient by the log-probs; 0 if the loss reads only other scores."""
+    """(B, T) the gradient with respect to the log-probs; 0 if the loss reads only other scores."""
     if not loss.requires_grad:
-        raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute it from scores")
+        raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute the loss from scores")
     try:
         [gradient_BT] = torch.autograd.grad(loss, scores.logprobs_BT, allow_unused=True)
     except (Exception, SystemExit) as error:
@@ -128,7 +136,7 @@ def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
 
 
 def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[TrainBatch]:
-    """The micro-batches of an update on made-up completions, with all scores that the settings ask for."""
+    """The micro-batches of an update on made-up completions, with all scores that the settings need."""
     samples = [
         Sample(
             tokens=[1, 2, *range(3, 3 + length)],

@@ -45,13 +45,14 @@ MODEL_FILES = {
 DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
 """Matches names of dropout settings of a model, except those of a classification head."""
 PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
-"""Parts of argument names of SGLang and vLLM that split a model in other ways than over an engine's GPUs."""
+"""Parts of the names of arguments with which SGLang and vLLM divide a model in another way than evenly over an engine's
+GPUs."""
 LFS_POINTER = b"version https://git-lfs"
-"""First bytes of a file that a clone without Git LFS has instead of the weights."""
+"""First bytes of the file that replaces the weights in a clone without Git LFS."""
 
 
 def check_model_files(config: Config) -> None:
-    """Raise if a local model lacks a file, or if completions need a local model and there is only a name.
+    """Raise if a local model lacks a file, or if completions need a local model and `model.path` is only a hub name.
 
     Raises:
         CheckpointError, ConfigError: one sentence about the model's folder.
@@ -64,25 +65,25 @@ def check_model_files(config: Config) -> None:
         is_path = config.model.path.startswith(("/", ".", "~"))
         if is_generating or is_path:
             name = folder if len(folder.parts) > 1 else Path("ORGANISATION") / folder
-            hub = "" if is_path else f"; one of the hub is downloaded by: hf download {name} --local-dir {folder}"
+            hub = "" if is_path else f"; to download it from the hub: hf download {name} --local-dir {folder}"
             raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
         return
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"model.path: {folder} holds adapters of PEFT without their model: add them to it by merge_and_unload(), "
-            "and give the folder that save_pretrained() makes of the sum and of the tokenizer"
+            f"model.path: {folder} contains only adapters of PEFT, without the model: merge them into the model with "
+            "merge_and_unload(), save model and tokenizer with save_pretrained(), and give that folder"
         )
     for what, patterns in MODEL_FILES.items():
         if not any(path for pattern in patterns for path in folder.glob(pattern)):
             raise CheckpointError(
-                f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
+                f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a complete checkpoint"
             )
     check_settings(config.model)
     _check_weights(folder, config)
 
 
 def check_generable(config: Config) -> None:
-    """Raise ConfigError if engines cannot compute the completions that are scored, or not up to their full length.
+    """Raise ConfigError if engines cannot generate the completions that are scored, or not up to their full length.
 
     The model's folder must be complete (`check_model_files`).
     """
@@ -96,7 +97,7 @@ def check_generable(config: Config) -> None:
 
 
 def check_updatable(config: Config) -> None:
-    """Raise CheckpointError if RL would have to send an engine new weights of a tied head that it cannot take.
+    """Raise CheckpointError if an engine of RL could not load new weights of a model with a tied head.
 
     The model's folder must be complete (`check_model_files`).
     """
@@ -127,8 +128,8 @@ def check_shared_heads(config: Config) -> None:
     if num_gpus not in fitting:
         raise ConfigError(
             f"deployment.engine_gpu_ranks: {num_gpus} GPUs of an engine cannot share the {num_heads} heads of the "
-            f"model at {config.model.path} ({num_shared} of keys and values) evenly: give each engine "
-            f"{max(num for num in fitting if num < num_gpus)}, or set deployment.num_engines"
+            f"model at {config.model.path} ({num_shared} of keys and values) evenly: use "
+            f"{max(num for num in fitting if num < num_gpus)} GPUs per engine, or set deployment.num_engines"
         )
 
 
@@ -157,7 +158,7 @@ def _check_weights(folder: Path, config: Config) -> None:
     if not config.model.allow_pickle:
         refuse_pickled_weights(folder)
     if not any(folder.glob("pytorch_model*.bin")):
-        raise CheckpointError(f"model.path: {folder} has no weights (*.safetensors): give a whole checkpoint")
+        raise CheckpointError(f"model.path: {folder} has no weights (*.safetensors): give a complete checkpoint")
     if config.evaluation.metric == "accuracy" and config.evaluation_engine.spec.is_own:
         raise CheckpointError(
             f"model.path: the weights at {folder} are pickled, which the embedded engine does not read: convert them "
@@ -204,7 +205,7 @@ def _check_shards(folder: Path) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"model.path: {folder} lacks {missing[0]}{more} of the {len(names)} files of weights that {INDEX} names: "
+            f"model.path: {folder} lacks {missing[0]}{more} of the {len(names)} weight files listed in {INDEX}: "
             "download or copy the model again"
         )
 
@@ -224,7 +225,8 @@ def check_jax_model(config: Config) -> None:
     """Raise if a stage is to train with JAX, but JAX does not support the model or several processes.
 
     Raises:
-        CheckpointError, ConfigError: one sentence about the model, or the processes.
+        CheckpointError: JAX does not support the model.
+        ConfigError: the trainer has several processes.
     """
     if not (jax := _stages_of_jax(config)):
         return
@@ -232,14 +234,14 @@ def check_jax_model(config: Config) -> None:
     if placement.num_trainer_processes > 1:
         setting = "trainer_processes" if placement.trainer_processes else "trainer_gpu_ranks"
         raise ConfigError(
-            f'deployment.{setting}: {jax[0]}.policy.backend "jax" trains in one process, and these are '
-            f'{placement.num_trainer_processes}: give one GPU, or set backend = "pytorch"'
+            f'deployment.{setting}: {jax[0]}.policy.backend "jax" trains in one process, found '
+            f'{placement.num_trainer_processes}: use one GPU, or set backend = "pytorch"'
         )
     load_jax_architecture(config.model)
 
 
 def check_language_model(config: Config) -> list[Caution]:
-    """A warning if only a part of the model, its language model, is trained.
+    """A warning if only the language model inside a larger model is trained.
 
     Raises:
         ConfigError: transformers has no language model of this kind.
@@ -250,22 +252,22 @@ def check_language_model(config: Config) -> list[Caution]:
     text = _find_text_settings(settings)
     if text is None or type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"model.path: {config.model.path} holds a {settings.model_type} model, and transformers has no language "
-            "model of this kind (AutoModelForCausalLM), which is what is trained here: give a model that it has"
+            f"model.path: {config.model.path} is a {settings.model_type} model, which transformers cannot load as a "
+            "language model (AutoModelForCausalLM): use a model of a supported type"
         )
     has_parts = text is not settings
     if not has_parts or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].config_class is type(settings):
         return []
     return [
         Caution(
-            f"model.path: of the {settings.model_type} model at {config.model.path} the language model alone is "
-            "trained, and checkpoints hold nothing else of it: they cannot see images"
+            f"model.path: only the language model inside the {settings.model_type} model at {config.model.path} is "
+            "trained. Checkpoints contain only this part, so they cannot read images"
         )
     ]
 
 
 def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The settings of a model's language model; None if several parts process text, as in MusicGen."""
+    """The settings of the language model inside a model; None if several parts process text, as in MusicGen."""
     try:
         text: PreTrainedConfig = settings.get_text_config()
     except ValueError:
@@ -274,7 +276,7 @@ def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def check_packing(config: Config) -> None:
-    """Raise ConfigError if the model does not support a stage's packed rows, or would mix their samples."""
+    """Raise ConfigError if the model does not support packed rows, or would mix the samples of a packed row."""
     given = [f"training.{name}.packing" for name, each in config.trainings.items() if each.packing]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
@@ -293,8 +295,8 @@ def _check_row_length(config: Config) -> None:
     positions, max_length = find_positions(config.model), config.training.sft.max_length
     if positions is not None and max_length - 1 > positions.num:
         raise ConfigError(
-            f"training.sft.max_length: packed rows of {max_length} tokens need {max_length - 1} positions, the model "
-            f"at {config.model.path} has {positions.num}: set it to {positions.num + 1} or less"
+            f"training.sft.max_length: packed rows of {max_length} tokens need {max_length - 1} positions, but the "
+            f"model at {config.model.path} has {positions.num}: set it to {positions.num + 1} or less"
         )
 
 
@@ -302,13 +304,13 @@ def count_positions(config: Config) -> int | None:
     """The model's number of positions, if its configuration limits them.
 
     Raises:
-        CheckpointError: the embedded engine is to score completions, but does not support the model.
+        CheckpointError: the embedded engine generates the completions, but does not support the model.
     """
     folder = Path(config.model.path)
     if config.evaluation_engine.spec.is_own:
         installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
-        others = f"rollout.engine.kind {installed} complete prompts with other models"
-        loss = ', and evaluation.metric = "loss" compares any' if not config.is_graded else ""
+        others = f"rollout.engine.kind {installed} support other models"
+        loss = ', and evaluation.metric = "loss" compares any model' if not config.is_graded else ""
         is_chosen = not config.rollout.engine.spec.is_own
         return load_architecture(
             folder,
@@ -333,7 +335,7 @@ def check_positions(
     if num_positions is not None and needed > num_positions:
         raise ConfigError(
             f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
-            f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
+            f"positions, but the model at {config.model.path} has {num_positions}: lower one of the lengths"
         )
 
 
@@ -342,7 +344,7 @@ def warn_of_dropout(config: Config) -> list[Caution]:
     if not config.is_graded:
         return []
     consequence = (
-        "and engines do not: the ratios of the loss take the difference for a change of the weights, and clip it"
+        "but engines do not, so the loss treats the difference in log-probs as a change of the weights, and clips it"
     )
     found: list[Caution] = []
     lora = config.training.rl.policy.lora
@@ -362,7 +364,7 @@ def warn_of_dropout(config: Config) -> list[Caution]:
 
 
 def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:
-    """A warning if demonstrations of this length exceed what the model was made for.
+    """A warning if demonstrations of this length exceed the context length of the model.
 
     Raises:
         ConfigError: the model cannot compute them.
@@ -373,12 +375,12 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
         remedy = f"set training.sft.max_length to {(limit or 0) + 1} or less"
         return _warn_of_rotation(f"{source}: a demonstration of {num_tokens} tokens", num_needed, limit, model, remedy)
     longest = (
-        f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, the model at {model.path}"
+        f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, but the model at {model.path}"
     )
     remedy = f"set training.sft.max_length to {positions.num + 1} or less"
     if positions.are_all:
         raise ConfigError(f"{longest} has {positions.num}: {remedy}")
-    return [Caution(f"{longest} was made for {positions.num}: what lies beyond teaches it little; {remedy}")]
+    return [Caution(f"{longest} was made for {positions.num}: tokens beyond them teach it little; {remedy}")]
 
 
 def warn_of_long_completions(config: Config) -> list[Caution]:
@@ -396,25 +398,27 @@ def _warn_of_rotation(what: str, num_needed: int, limit: int | None, model: Mode
         return []
     return [
         Caution(
-            f"{what} need more than the {limit} positions up to which the model at {model.path} rotates by its short "
-            f"factors (longrope): shorter ones in the same micro-batch are computed by the long ones, too; {remedy}"
+            f"{what} exceed the {limit} positions up to which the model at {model.path} uses its short rotation "
+            "factors (longrope). Shorter texts in the same micro-batch then also get the long factors, which changes "
+            f"their log-probs: {remedy}"
         )
     ]
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if a local model embeds fewer tokens than its tokenizer (DataError) or its config.json needs."""
+    """Raise if a local model has fewer embeddings than its tokenizer has tokens (DataError), or than its padding token
+    needs (CheckpointError)."""
     vocab_size, folder = num_embedded_tokens(model), Path(model.path)
     padding = read_model_number(folder, "pad_token_id")
     if vocab_size is not None and padding is not None and padding >= vocab_size:
         raise CheckpointError(
             f"model.path: pad_token_id in {folder / 'config.json'} is {padding}, but the model embeds {vocab_size} "
-            "tokens: give it that of the tokenizer, or null"
+            "tokens: set it to the pad token of the tokenizer, or to null"
         )
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise DataError(
-            f"the tokenizer at {model.path} has {len(tokenizer)} tokens but the model embeds {vocab_size}: "
-            "they do not belong together"
+            f"the tokenizer at {model.path} has {len(tokenizer)} tokens, but the model has only {vocab_size} "
+            "embeddings: use the tokenizer that belongs to the model"
         )
 
 
@@ -424,7 +428,7 @@ def num_embedded_tokens(model: ModelConfig) -> int | None:
 
 
 def read_model_number(folder: Path, name: str) -> int | None:
-    """A number in a model's config.json, or in that of its language model; None if it is missing.
+    """A number in a model's config.json, or in its section `text_config`; None if it is missing.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -436,5 +440,5 @@ def read_model_number(folder: Path, name: str) -> int | None:
         settings = json.loads(file.read_text(encoding="utf-8"))
         number = {**settings, **settings.get("text_config", {})}.get(name)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
+        raise CheckpointError(f"{file} is not a model's configuration ({first_line(error)}): copy it again") from error
     return number if isinstance(number, int) else None

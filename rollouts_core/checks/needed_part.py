@@ -14,7 +14,7 @@ class Part(NamedTuple):
     name: str
     num_bytes: int
     is_certain: bool = True
-    """Whether at least this much is needed, whatever is installed; else it is an estimate."""
+    """True if at least this much is needed on every machine; False for an estimate."""
 
 
 def sum_bytes(parts: Iterable[Part]) -> int:

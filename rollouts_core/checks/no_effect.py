@@ -1,4 +1,4 @@
-"""Find settings without effect, because another setting replaces them or is missing.
+"""Find settings without effect: another setting replaces them, or a setting that they need is missing.
 
 Settings that exclude each other are refused in config/.
 """
@@ -26,7 +26,7 @@ from rollouts_core.stages.kind import load
 
 
 def find_settings_without_effect(config: Config) -> list[Caution]:
-    """A warning for each given setting that changes nothing in the stages of this run."""
+    """A warning for each changed setting that has no effect in the stages of this run."""
     found = _of_other_modes(config)
     for name, training in config.trainings.items():
         section = f"training.{name}"
@@ -59,14 +59,14 @@ def warn_of_equal_completions(config: Config) -> list[Caution]:
         return []
     return [
         Caution(
-            f"evaluation.samples_per_prompt {evaluation.samples_per_prompt} does nothing but take longer: at "
-            "evaluation.temperature 0 all completions of a prompt are the same; set it above 0"
+            f"evaluation.samples_per_prompt {evaluation.samples_per_prompt} only takes longer, because at "
+            "evaluation.temperature 0 all completions of a prompt are equal: set evaluation.temperature above 0"
         )
     ]
 
 
 def _of_other_modes(config: Config) -> list[str]:
-    """Tables and data of stages that the mode leaves out."""
+    """Sections and data of stages that the mode does not run."""
     data, training, usual = config.data, config.training, TrainingConfig()
     found: list[str] = []
     for name, kind in TRAININGS.items():
@@ -80,23 +80,23 @@ def _of_other_modes(config: Config) -> list[str]:
             if is_given
         ]
     if config.evaluation.metric == "loss" and config.rollout != RolloutConfig():
-        found.append('rollout does nothing: without RL, and with evaluation.metric "loss", nothing is sampled')
+        found.append('rollout does nothing: no completions are generated without RL and with evaluation.metric "loss"')
     return found
 
 
 def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updates: int) -> list[str]:
     found: list[str] = []
     if optim.lr == 0:
-        found.append(f"{stage}.optim.lr is 0: nothing is learned")
+        found.append(f"{stage}.optim.lr is 0, so the model does not change")
     if optim.schedule == "constant" and optim.min_lr_ratio != OptimConfig().min_lr_ratio:
         found.append(
-            f'{stage}.optim.min_lr_ratio {optim.min_lr_ratio:g} does nothing with schedule "constant": set it to '
+            f'{stage}.optim.min_lr_ratio {optim.min_lr_ratio:g} does nothing with schedule "constant": set schedule to '
             '"cosine" or "linear"'
         )
     if optim.num_warmup_steps >= num_updates:
         found.append(
-            f"{stage}.optim.num_warmup_steps {optim.num_warmup_steps} are as many as all updates ({num_updates}), or "
-            "more: the learning rate does nothing but rise"
+            f"{stage}.optim.num_warmup_steps {optim.num_warmup_steps} are not below the number of updates "
+            f"({num_updates}), so the learning rate only rises"
         )
     unused = [name for name in LoRAConfig.model_fields if getattr(policy.lora, name) != getattr(LoRAConfig(), name)]
     if policy.lora.rank == 0 and unused:
@@ -109,33 +109,34 @@ def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) ->
     if given <= training.num_steps or given == usual:
         return []
     return [
-        f"{stage}.checkpoint_every {given} is more than its num_steps {training.num_steps}: there is no checkpoint but "
-        "the last one to choose, and a training that is interrupted begins anew"
+        f"{stage}.checkpoint_every {given} is above num_steps {training.num_steps}, so only the last step has a "
+        "checkpoint: selection has no choice, and an interrupted training starts again from the beginning"
     ]
 
 
 def _of_resuming(stage: str, training: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
-    """allow_changed, which needs resume_from: the run's own checkpoints have its settings anyway."""
+    """allow_changed without resume_from: the run's own checkpoints always have the run's settings."""
     if not training.allow_changed or training.resume_from:
         return []
-    return [f"{stage}.allow_changed does nothing without resume_from, which names the checkpoint to go on from"]
+    return [f"{stage}.allow_changed does nothing without resume_from, the checkpoint to resume from"]
 
 
 def _of_loss(rl: RLTrainingConfig) -> list[str]:
-    """Settings that need several updates per step: until the first, the policy is the one that scored."""
+    """Settings that need several updates per step: before the first update the policy equals the "old" policy, so all
+    ratios are 1."""
     if rl.loss.ratio_base == "rollout" or rl.num_minibatches * rl.num_epochs > 1:
         return []
     given = {"drift_mask": rl.loss.drift_mask, "ratio_penalty": rl.loss.ratio_penalty}
     return [
-        f'training.rl.loss.{name} does nothing with ratio_base "old" and one update per step: take "rollout", or more '
-        "num_minibatches"
+        f'training.rl.loss.{name} does nothing with ratio_base "old" and one update per step: set '
+        'ratio_base = "rollout", or more num_minibatches'
         for name, value in given.items()
         if value
     ]
 
 
 def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
-    """Settings of a part of the algorithm that other settings switch off."""
+    """Settings of parts of the algorithm that are switched off by other settings."""
     loss, shaping, has_values = rl.loss, rl.reward_shaping, rl.with_values
     has_penalty, has_kl_reward, has_kl_loss = shaping.overlong_buffer_tokens > 0, shaping.kl_coef > 0, loss.kl_coef > 0
     objective, is_chosen = rl.objective_spec, rl.loss_fn == ""
@@ -181,15 +182,15 @@ def _of_rollout(rollout: RolloutConfig) -> list[str]:
     if grades and not has_turns:
         return []
     if not rollout.environment_name:
-        return ["rollout.multi_turn does nothing without a rollout.environment that answers"]
+        return ["rollout.multi_turn does nothing without a rollout.environment that replies to the policy"]
     environment = resolve_environment(rollout)
     answers = is_multi_turn(environment)
     found: list[str] = []
     if not grades and not answers and not describe_tools(environment):
         instead = "rewards" if rollout.rewards else "reward_fn"
-        found.append(
-            f'rollout.environment "{rollout.environment_name}" does nothing: rollout.{instead} grades in its place'
-        )
+        found.append(f'rollout.environment "{rollout.environment_name}" does nothing: rollout.{instead} grades instead')
     if not answers and has_turns:
-        found.append(f'rollout.multi_turn does nothing: the environment "{rollout.environment_name}" never answers')
+        found.append(
+            f'rollout.multi_turn does nothing: the environment "{rollout.environment_name}" never replies to the policy'
+        )
     return found

@@ -2,7 +2,7 @@
 
     GPUs, model, lengths, optimizer ──> ranks of the trainer, ranks and number of engines, apart or in turns
 
-A suggestion: the settings of `deployment` say what a run does. Not here: the estimate itself (resource_needs.py). This
+The plan is only a suggestion: a run uses the settings of `deployment`. resource_needs.py estimates the memory. This
 module does not import torch.
 """
 
@@ -20,26 +20,26 @@ from rollouts_core.model.model_size import ModelSize
 from rollouts_core.stages import kind_of
 
 USABLE = 0.95
-"""The share of a GPU's memory that is planned with; the rest is CUDA's own."""
+"""Share of a GPU's memory that plans use; CUDA itself needs the rest."""
 CACHED_REQUESTS = 16
 """Requests at their full length that the cache of an engine should hold at least."""
 SAME_SIZE = 0.02
-"""GPUs of one kind differ by less than this in what their drivers report."""
-ALIKE = "use GPUs of one kind, or name the ranks in deployment yourself"
+"""Largest relative difference between the memory sizes that drivers report for GPUs of one kind."""
+ALIKE = "use GPUs of one kind, or set the ranks in deployment yourself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """The GPUs of trainer and engines, and the memory that they take there."""
+    """The GPUs of trainer and engines, and the memory needed on each."""
 
     trainer_ranks: tuple[int, ...]
     engine_ranks: tuple[int, ...]
     num_engines: int
     is_colocated: bool
     trainer_bytes: int
-    """On each GPU of the trainer."""
+    """Memory of the training on each GPU of the trainer."""
     engine_bytes: int
-    """Weights and cache on each GPU of an engine."""
+    """Memory for weights and cache on each GPU of an engine."""
 
     @property
     def gpus_per_engine(self) -> int:
@@ -63,18 +63,19 @@ class PlacementPlan:
 
 
 def plan_placement(config: Config, size: ModelSize, gpu_bytes: Sequence[int]) -> PlacementPlan:
-    """The placement that leaves the most GPUs to the engines, and apart before in turns.
+    """The placement that leaves the most GPUs to the engines. Trainer and engines share GPUs only if separate GPUs do
+    not fit.
 
     Args:
-        config: with an engine for GPUs.
+        config: settings with an engine that runs on GPUs.
         gpu_bytes: the memory of each GPU of the node.
 
     Raises:
-        ConfigError: the GPUs differ, or no placement on them fits; with the smallest number of GPUs that would.
+        ConfigError: the GPUs differ, or no placement fits; the message names the smallest number of GPUs that fits.
     """
     if max(gpu_bytes) - min(gpu_bytes) > SAME_SIZE * max(gpu_bytes):
         shown = ", ".join(f"{each / GIB:.0f}" for each in gpu_bytes)
-        raise ConfigError(f"placement: the GPUs have {shown} GiB, and a plan needs GPUs of one size: {ALIKE}")
+        raise ConfigError(f"placement: the GPUs have {shown} GiB, but a plan needs GPUs of one size: {ALIKE}")
     room = int(USABLE * min(gpu_bytes))
     fitting = _placements(config, size, len(gpu_bytes), room)
     if (found := next(fitting, None)) is not None:
@@ -82,8 +83,8 @@ def plan_placement(config: Config, size: ModelSize, gpu_bytes: Sequence[int]) ->
     for number in (2, 4, 8):
         if number > len(gpu_bytes) and next(_placements(config, size, number, room), None) is not None:
             raise ConfigError(
-                f"placement: nothing fits on {len(gpu_bytes)} x {min(gpu_bytes) / GIB:.0f} GiB; the smallest plan that "
-                f"does has {number} such GPUs: take more or larger GPUs, or train adapters (policy.lora)"
+                f"placement: nothing fits on {len(gpu_bytes)} x {min(gpu_bytes) / GIB:.0f} GiB; the smallest plan "
+                f"that fits needs {number} such GPUs: take more or larger GPUs, or train adapters (policy.lora)"
             )
     raise ConfigError(
         f"placement: nothing fits on {len(gpu_bytes)} x {min(gpu_bytes) / GIB:.0f} GiB, nor on 8 such GPUs: take "
@@ -92,7 +93,7 @@ def plan_placement(config: Config, size: ModelSize, gpu_bytes: Sequence[int]) ->
 
 
 def _placements(config: Config, size: ModelSize, num_gpus: int, room: int) -> Iterator[PlacementPlan]:
-    """The placements that fit, the best first."""
+    """The placements that fit, in order of preference."""
     for num_trainers in range(1, num_gpus):
         trainer, _ = _trainer_bytes(config, size, num_trainers)
         rest = num_gpus - num_trainers
@@ -123,7 +124,7 @@ def _placements(config: Config, size: ModelSize, num_gpus: int, room: int) -> It
 
 
 def _trainer_bytes(config: Config, size: ModelSize, num_trainers: int) -> tuple[int, int]:
-    """Memory of the training on each of its GPUs, and the part that stays while engines sample."""
+    """Memory of the training on each of its GPUs, and the part that stays allocated while engines generate."""
     ranks = {"trainer_gpu_ranks": tuple(range(num_trainers)), "trainer_processes": 0}
     placed = config.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
     stages = training_needs(placed, size)
@@ -133,7 +134,7 @@ def _trainer_bytes(config: Config, size: ModelSize, num_trainers: int) -> tuple[
 
 
 def _engine_bytes(config: Config, size: ModelSize, num_shared: int) -> int:
-    """Weights of an engine and the least cache that is useful, on each of the GPUs that share its model."""
+    """Memory of an engine's weights and of the smallest useful cache, on each of its GPUs."""
     ranks = {"engine_gpu_ranks": tuple(range(num_shared)), "num_engines": 1}
     placed = config.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
     shape = read_shape(size.settings)
@@ -143,7 +144,7 @@ def _engine_bytes(config: Config, size: ModelSize, num_shared: int) -> int:
 
 
 def _divides(size: ModelSize, num_shared: int) -> bool:
-    """Whether so many GPUs share the heads of the model's attention evenly."""
+    """True if `num_shared` GPUs can divide the model's attention heads evenly."""
     shape = read_shape(size.settings)
     if shape is None:
         return num_shared == 1

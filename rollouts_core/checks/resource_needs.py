@@ -34,7 +34,7 @@ KEPT_PUBLICATIONS = 2
 ENGINE_SHARE = 0.9
 """Default share of a GPU's memory that SGLang and vLLM take, roughly."""
 SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
-"""Parts of the names of arguments that let an engine hold less than its weights."""
+"""Parts of the names of arguments with which an engine needs less memory than the weights in bfloat16."""
 
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
@@ -64,10 +64,10 @@ def training_parts(
     num_processes: int = 1,
     beside: Sequence[Part] = (),
 ) -> list[Part]:
-    """Memory on each device of a training with micro-batches like `rows`.
+    """Memory that a training with micro-batches like `rows` needs on each device.
 
     Args:
-        beside: certain needs of the same device besides the trainer's.
+        beside: further parts of memory on the same device.
     """
     states = state_parts(size.num_parameters, policy, with_reference=with_reference, num_processes=num_processes)
     return [*states, *beside, *activation_parts(size, policy, rows, num_processes=num_processes)]
@@ -81,7 +81,7 @@ class StageNeeds:
     """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
-    """Changes of settings that lower it."""
+    """Changes of settings that lower the memory."""
 
     @property
     def certain_parts(self) -> list[Part]:
@@ -112,8 +112,8 @@ class StageNeeds:
         if self.expected_bytes <= gpu_bytes:
             return ""
         return (
-            f"{self}, {gpu} has {gpu_bytes / GIB:.1f} GiB and may run out of memory: {', '.join(self.remedies)}, "
-            "train on more GPUs, or take larger ones"
+            f"{self}, but {gpu} has only {gpu_bytes / GIB:.1f} GiB and may run out of memory: "
+            f"{', '.join(self.remedies)}, train on more GPUs, or use larger GPUs"
         )
 
 
@@ -175,13 +175,13 @@ def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> lis
 
 
 def sft_remedies(training: SFTTrainingConfig, section: str) -> list[str]:
-    """Settings of SFT only that lower its memory on a GPU."""
+    """Settings only of SFT that lower its memory on a GPU."""
     smaller = [f"lower {section}.micro_batch_size (the same step)"]
     return smaller * (min(training.micro_batch_size, training.batch_size) > 1) + [f"lower {section}.max_length"]
 
 
 def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
-    """Settings of RL only that lower its memory on a GPU."""
+    """Settings only of RL that lower its memory on a GPU."""
     return [f"lower {section}.max_micro_batch_tokens (the same step)", "lower rollout.sampling.max_new_tokens"]
 
 
@@ -216,13 +216,13 @@ def engine_share(config: Config) -> float:
         if name == config.rollout.engine.spec.memory_argument:
             try:
                 return float(value)
-            except ValueError:  # the engine reports it
+            except ValueError:  # the engine reports the invalid argument
                 break
     return ENGINE_SHARE
 
 
 def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_machines: int = 1) -> str:
-    """A sentence if engines may have too little room on GPUs of this size; else empty.
+    """A sentence if engines may have too little memory on GPUs of this size; else empty.
 
     An engine uses its share of the GPU for weights and cache. The cache must hold the longest request: two vectors of
     `kv_size` per layer and token, here as bfloat16. If the trainer shares the GPU, its weights and moments stay beside
@@ -239,8 +239,9 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
     if weights + cache > share * gpu_bytes:
         return (
             f"an engine takes {weights / GIB:.1f} GiB for weights and {cache / GIB:.1f} for the cache of one request "
-            f"of {context} tokens on each GPU, of the {share * gpu_bytes / GIB:.1f} GiB that are its share: give it "
-            "more GPUs (deployment.engine_gpu_ranks), larger ones, or a larger share (rollout.engine.extra_args)"
+            f"of {context} tokens on each GPU, but its share of a GPU is only {share * gpu_bytes / GIB:.1f} GiB: use "
+            "more GPUs per engine (deployment.engine_gpu_ranks), larger GPUs, or a larger share "
+            "(rollout.engine.extra_args)"
         )
     resident = _resident_bytes(config, size, num_machines=num_machines) if placement.colocated else 0
     if resident > (1 - share) * gpu_bytes:
@@ -257,8 +258,8 @@ def check_kernels_without_gpu(config: Config) -> None:
     for name, training in config.trainings.items():
         if training.policy.needs_gpu:
             raise ConfigError(
-                f'training.{name}.policy.attention "{training.policy.attention}" needs a GPU, and torch finds none on '
-                'the machine that trains: set it to "auto"'
+                f'training.{name}.policy.attention "{training.policy.attention}" needs a GPU, but torch finds none on '
+                'the machine that trains: set attention = "auto"'
             )
 
 
@@ -272,14 +273,15 @@ def shared_gpu_warning(config: Config) -> str:
     if not shared:
         return ""
     return (
-        f"an engine takes {ENGINE_SHARE:.0%} of GPU {min(shared)} and keeps it while the trainer trains there, which "
-        "may run out of memory: set deployment.colocated, so that they have it in turns, give engines other GPUs "
-        f"(deployment.engine_gpu_ranks), or lower {engine.spec.memory_argument} in rollout.engine.extra_args"
+        f"an engine takes {ENGINE_SHARE:.0%} of GPU {min(shared)} and keeps this memory during training, so the "
+        "trainer on the same GPU may run out of memory: set deployment.colocated, so that engine and trainer take "
+        f"turns, use other GPUs for engines (deployment.engine_gpu_ranks), or lower {engine.spec.memory_argument} in "
+        "rollout.engine.extra_args"
     )
 
 
 def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> int:
-    """Bytes of RL's trainer that stay on its GPU while engines sample."""
+    """Bytes of RL's trainer that stay allocated on a GPU while engines generate."""
     stages = training_needs(config, size, num_machines=num_machines)
     parts = [part for stage in stages if kind_of(stage.kind).is_graded for part in stage.parts if part.is_certain]
     return sum_bytes(part for part in parts if part.name != "gradients")
@@ -300,13 +302,13 @@ def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
 
 
 def publication_disk_bytes(config: Config, size: ModelSize) -> int:
-    """Disk space of weights published as files; 0 if the embedded engine reads memory or weights are sent."""
+    """Disk space of weights published as files; 0 if weights reach the engine through memory or over the network."""
     engine, rl = config.rollout.engine, config.training.rl
     has_files = not engine.spec.is_own and engine.weight_transfer == "auto" and not config.data.rollouts
     if not config.is_graded or not has_files:
         return 0
     num_versions = min(KEPT_PUBLICATIONS, rl.num_steps // rl.sync_every)
-    # Merged adapters are rounded to the frozen weights' number format only for engines that have it, too.
+    # Merged adapters are rounded to the number format of the frozen weights only if the engine uses the same format.
     num_bytes_each = FLOAT32_BYTES if engine.dtype == "float32" else stored_weight_bytes(rl.policy)
     return num_versions * size.num_parameters * num_bytes_each
 
@@ -315,7 +317,7 @@ def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False)
     """Disk space that a run needs on an empty machine.
 
     Args:
-        sends_weights: whether weights go over the network to engines on other machines.
+        sends_weights: weights are sent over the network to engines on other machines.
     """
     published = 0 if sends_weights else publication_disk_bytes(config, size)
     parts = [

@@ -1,4 +1,4 @@
-"""Check, before any training, that it can start from the checkpoint in `resume_from`.
+"""Check, before any training, that each stage can resume from the checkpoint in its `resume_from`.
 
 A training's own checkpoints and its data are checked in saving.py.
 """
@@ -21,13 +21,13 @@ from rollouts_core.seeds import replicate_seed
 from rollouts_core.stages import kind_of
 
 INPUTS = ("model", "data", "samples", "plugins", "semantics")
-"""Parts of a checkpoint's description besides settings: digests of the training's inputs, and a version."""
+"""Names in a checkpoint's description besides settings: digests of the training's inputs, and a version."""
 
 
 def check_resumed(config: Config) -> None:
     """Raise CheckpointError for a `training.*.resume_from` with other settings, or beyond the training's last step.
 
-    Its inputs are checked by `check_resumed_inputs`. A URL is checked after the download.
+    `check_resumed_inputs` checks the training's inputs. A URL is checked after the download.
 
     Raises:
         ConfigError: `training.*.allow_changed` has an unknown name.
@@ -53,23 +53,24 @@ def check_resumed(config: Config) -> None:
 def check_resumed_inputs(job: TrainingJob, *, knows_model: bool = True) -> None:
     """Raise CheckpointError if the training of `resume_from` had other data, another model or other reward code.
 
-    The job would also refuse it, but a machine may have been rented by then.
+    The job would also refuse the checkpoint, but only after a machine was rented.
 
     Args:
-        knows_model: whether the job's model is already the one that it starts from, not one still to be trained.
+        knows_model: False if an earlier stage has still to train the model that the job starts from.
     """
     if not job.training.resume_from:
         return
     checkpoint = find_checkpoint(Path(job.training.resume_from))
     settings = load_manifest(checkpoint).settings
-    compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})  # older versions lack some
+    # Checkpoints of older versions lack some names.
+    compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})
     saved, current = ({name: named[name] for name in compared} for named in (settings, job.inputs))
     check_same_settings(saved, current, allowed=job.training.allow_changed, checkpoint=checkpoint)
 
 
 def _rollout_of_job(config: Config) -> RolloutConfig:
     """The rollout settings in the job of RL: each replicate samples with its own seed."""
-    if config.data.rollouts:  # recorded rollouts are not sampled again
+    if config.data.rollouts:  # recorded rollouts are not generated again, so the seed has no effect
         return config.rollout
     seed = replicate_seed(config.rollout.seed, config.training.rl.replicate)
     return config.rollout.model_copy(update={"seed": seed})
@@ -91,18 +92,19 @@ def _check_names(
         known += ["rollout", *(f"rollout.{name}" for name in settings_of(RolloutConfig, with_lists=True))]
     for name in training.allow_changed:
         if name not in known:
-            raise ConfigError(f"{section}.allow_changed: there is no setting {name}{_closest(name, known)}")
+            raise ConfigError(f"{section}.allow_changed: unknown setting {name}{_closest(name, known)}")
 
 
 def _with_sections(names: Iterable[str]) -> Iterator[str]:
-    """The names, and the sections that contain them."""
+    """The names, and the names of the sections that contain them."""
     for name in names:
         parts = name.split(".")
         yield from (".".join(parts[:number]) for number in range(1, len(parts) + 1))
 
 
 def _closest(name: str, known: list[str]) -> str:
-    """Suggestions: a setting of this name in another section, the nearest name, or else the top-level names."""
+    """A hint for an unknown name: settings of this name in other sections, else the closest name, else the top-level
+    names."""
     last = name.rpartition(".")[2]
     if same := [each for each in dict.fromkeys(known) if each.rpartition(".")[2] == last]:
         return f"; did you mean {' or '.join(same)}?"

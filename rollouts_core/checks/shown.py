@@ -64,7 +64,7 @@ def _show_prompts(
             source=source,
             row=number,
             outcome="error" if is_long else "prompt",
-            reason=f"{len(tokens)} tokens are more than rollout.max_prompt_tokens {limit}" if is_long else "",
+            reason=f"{len(tokens)} tokens exceed rollout.max_prompt_tokens {limit}" if is_long else "",
             text=mark_trained(tokens, [0.0] * len(tokens), tokenizer),
             num_tokens=len(tokens),
             tokens=tuple(tokens),

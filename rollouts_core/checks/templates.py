@@ -1,4 +1,5 @@
-"""Find out what a chat template leaves out: ends of turns, tools, calls, thoughts, whole messages."""
+"""Find the parts of conversations that a chat template leaves out: ends of turns, tools, calls, thoughts, whole
+messages."""
 
 from __future__ import annotations
 
@@ -27,18 +28,19 @@ ANSWER = "a tool said this\nin two lines"
 
 
 def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
-    """A warning if nothing that the chat template writes could end a completion."""
+    """A warning if the chat template writes no token that could end a completion."""
     if tokenizer.chat_template is None or not (form := find_turn_form(tokenizer)).is_known:
         return []
     if find_turn_ends(tokenizer) or tokenizer.eos_token in form.rest:
         return []
-    found = f"{form.rest!r} behind what an assistant says, and no special token"
+    found = f"{form.rest!r} after an assistant's message, and no special token"
     if not form.rest:
-        found = "nothing behind what an assistant says"
+        found = "nothing after an assistant's message"
     return [
         Caution(
-            f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on "
-            "conversations does not teach it: let the template write it there"
+            f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, but SFT on "
+            "conversations does not teach this token: change the template so that it writes the token after the "
+            "message"
         )
     ]
 
@@ -47,7 +49,7 @@ def warn_of_unseen_tools(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],  # Any: JSON schemas
 ) -> list[Caution]:
-    """A warning if the chat template leaves the tools out, so the policy does not know them."""
+    """A warning if the chat template leaves out the tools, so that the policy does not see them."""
     if not tools:
         return []
     asked: list[Message] = [{"role": "user", "content": "?"}]
@@ -57,8 +59,8 @@ def warn_of_unseen_tools(
     names = ", ".join(str(tool["function"]["name"]) for tool in tools)
     return [
         Caution(
-            f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of "
-            "them, unless prompts or demonstrations say it"
+            f"the chat template leaves out the tools that the environment has ({names}): the policy does not see "
+            "them, unless prompts or demonstrations describe them"
         )
     ]
 
@@ -107,7 +109,7 @@ def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class UnwrittenRoles:
-    """Counts rows with messages that the chat template leaves out entirely, by role."""
+    """Collects, by role, the rows with messages that the chat template leaves out entirely."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -127,9 +129,9 @@ class UnwrittenRoles:
         """A warning for each role with lost messages."""
         return [
             Caution(
-                f"{source}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) the role {role!r} says "
-                "something, which the chat template leaves out: the model does not see it; give it a role that the "
-                "template writes, as user or system"
+                f"{source}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) the chat template leaves "
+                f"out the messages of the role {role!r}, so the model does not see them: give them a role that the "
+                "template writes, such as user or system"
             )
             for role, numbers in sorted(self._rows.items())
         ]
@@ -142,10 +144,11 @@ class UnwrittenRoles:
 
 
 class UnreadFields:
-    """Counts rows with fields that other systems read, but this project does not."""
+    """Collects the rows with fields that other systems read, but this project does not."""
 
     def __init__(self, template_values: Mapping[str, Any]) -> None:  # Any: JSON
-        """`template_values` are the template's values for all rows; rows may repeat them."""
+        """`template_values` are the values of model.chat_template_kwargs; a row's field with the same values is no
+        problem."""
         self._template_values = template_values
         self._rows: dict[str, list[int]] = {}
 
@@ -158,12 +161,14 @@ class UnreadFields:
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
         """A warning for each field."""
-        first = "make it the first message, of the role system"
-        same = "the template is asked alike for all rows: set model.chat_template_kwargs if that is meant for all"
+        first = "write it as the first message, with the role system"
+        same = (
+            "all rows get the same values for the chat template; set model.chat_template_kwargs if these suit all rows"
+        )
         return [
             Caution(
                 f"{source}: {len(numbers)} of {num_rows} rows (row {numbers[0]} first) have `{name}`, which the model "
-                f"is not told: {first if name in SYSTEM_FIELDS else same}"
+                f"does not see: {first if name in SYSTEM_FIELDS else same}"
             )
             for name, numbers in sorted(self._rows.items())
         ]

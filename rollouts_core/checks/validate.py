@@ -78,13 +78,13 @@ NUM_FIRST_ROWS = 64
 
 
 def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_here: bool = True) -> list[str]:
-    """Check everything that can be checked without training; returns facts and warnings, a sentence each.
+    """Check everything that can be checked without training; returns findings and warnings, a sentence each.
 
     The user's functions are imported and tried on the first rows before whole files are read. Models and files with a
     known error are skipped.
 
     Args:
-        mistakes: collects the errors; without it they are raised.
+        mistakes: collects the errors. If None, they are raised.
         trains_here: this machine will train, so its CPU is checked; other machines warn when the training starts.
 
     Raises:
@@ -160,7 +160,7 @@ def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """Check the settings and the model's files without reading rows."""
+    """Check settings and the model's files, without reading data."""
     findings: list[str] = []
     if config.evaluation.metric == "accuracy":
         with mistakes.at("rollout"):
@@ -171,7 +171,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if not mistakes.has("model"):
         with mistakes.at("model"):
             check_model_files(config)
-    if not mistakes.has("model"):  # an unreadable model is one mistake, not one per check
+    if not mistakes.has("model"):  # an unreadable model gives one mistake instead of one per check
         findings += _check_model(config, mistakes)
     with mistakes.at("training"):
         findings += [
@@ -189,7 +189,7 @@ def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
     """Check the uses of a model whose folder is complete."""
     findings: list[str] = []
     with mistakes.at("model"):
-        check_not_quantized(config.model)  # before an engine refuses such a model: another engine would not help
+        check_not_quantized(config.model)  # before the check of the engine, because no other engine would help
         check_generable(config)
         check_updatable(config)
     with mistakes.at("model"):
@@ -322,7 +322,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
 
     Args:
         models: if empty, because all names were wrong, rows are read without a tokenizer.
-        mistakes: collects the errors; without it they are raised.
+        mistakes: collects the errors. If None, they are raised.
 
     Raises:
         InputError: a line for each mistake, with what was expected, what was found and a remedy.
@@ -381,14 +381,15 @@ def warn_of_rl(config: Config) -> list[Caution]:
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:
-    """A warning if RL learns from completions generated in another way than those that compare checkpoints."""
+    """A warning if the completions of RL are generated in another way than the completions by which checkpoints are
+    compared."""
     if config.rollout.generate_fn == "" or config.data.rollouts:
         return []
     return [
         Caution(
-            f"rollout.generate_fn {name_of_function(config.rollout.generate_fn)} makes the completions of RL alone: "
-            f"checkpoints are compared by what {config.evaluation_engine.kind} completes by itself, in one turn or "
-            "with rollout.environment, so scores may not show what such completions gain"
+            f"rollout.generate_fn {name_of_function(config.rollout.generate_fn)} generates only the completions of "
+            f"RL. Checkpoints are compared on completions of the engine {config.evaluation_engine.kind}, in one turn "
+            "or with rollout.environment, so scores may not show the gain from generate_fn"
         )
     ]
 
@@ -407,8 +408,9 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
     if rl.loss_fn:
         return [
             Caution(
-                f"{old[0]} trains on completions of other weights than the current ones, and training.rl.loss_fn "
-                f"{name_of_function(rl.loss_fn)} does not correct for that: it does not read batch.rollout_logprobs_BT"
+                f"{old[0]} trains on completions of other weights than the current ones, but training.rl.loss_fn "
+                f"{name_of_function(rl.loss_fn)} does not correct for that, because it does not use "
+                "batch.rollout_logprobs_BT"
             )
         ]
     return [
@@ -420,25 +422,25 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
 
 
 def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
-    """How often RL sees its prompts, and a warning if a step contains a prompt several times."""
+    """The number of times RL uses each prompt, and a warning if a step contains a prompt several times."""
     batch_size = config.rollout.batch_size
     per_epoch, of_what = num_prompts / batch_size, f"the {num_prompts:,} prompts"
     num_steps = config.training.rl.num_steps
     said = describe_epochs("training.rl", num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_RL)
     if batch_size <= num_prompts:
         return [said]
-    found = f"rollout.batch_size {batch_size} is more than the {num_prompts} prompts of {config.data.prompts}"
-    return [said, Caution(f"{found}: a step sees the same prompt several times")]
+    found = f"rollout.batch_size {batch_size} exceeds the {num_prompts} prompts of {config.data.prompts}"
+    return [said, Caution(f"{found}, so a step uses the same prompt several times: lower it, or add prompts")]
 
 
 def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
-    """The held-out rows: those for choosing or keeping checkpoints, and those that grade the chosen ones.
+    """The rows on which checkpoints are compared: for selecting or keeping a checkpoint, and for the report.
 
-    A file with mistakes is skipped: they are collected when the whole file is read.
+    Files with mistakes are skipped: their mistakes are collected when the whole file is read.
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
-    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best uses its loss
+    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best compares checkpoints by this loss
         metrics["sft_eval"] = "loss"
     for name, metric in metrics.items():
         max_rows = None if name == "sft_eval" else config.evaluation.max_prompts
@@ -451,13 +453,16 @@ def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
 
 @contextmanager
 def _with_remedy(config: Config) -> Iterator[None]:
-    """Add the remedy for demonstrations among prompts: SFT alone can also be compared by its loss on them."""
+    """Add a remedy to the error for demonstrations among prompts: if only SFT runs, checkpoints can be compared by
+    loss."""
     try:
         yield
     except DemonstrationError as error:
         if config.is_graded:
             raise
-        raise DemonstrationError(f"{error}; or, to compare by the loss on such rows, {COMPARE_BY_LOSS}") from error
+        raise DemonstrationError(
+            f"{error}; to compare checkpoints by their loss on such rows instead, {COMPARE_BY_LOSS}"
+        ) from error
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
@@ -465,20 +470,20 @@ def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
     num_unanswered = sum(prompt.answer == "" for prompt in prompts)
     num_begun = sum(is_prefill(prompt.messages) for prompt in prompts)
     unanswered = f", {num_unanswered} without an `answer`" * bool(num_unanswered)
-    begun = f", {num_begun} end with words of the assistant, which the policy goes on with" * bool(num_begun)
+    begun = f", {num_begun} end with the beginning of an assistant turn, which the policy continues" * bool(num_begun)
     return f"{source}: {len(prompts)} prompts{unanswered}{begun}"
 
 
 def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Caution]:
-    """A warning if prompts have `tools`, as demonstrations may."""
+    """A warning if prompts have the field `tools`, which only demonstrations use."""
     rows = [prompt.row for prompt in prompts if prompt.metadata.get("tools")]
     if not rows:
         return []
     return [
         Caution(
-            f"{source}: {len(rows)} of {len(prompts)} prompts (row {rows[0]} first) have `tools`, of which the policy "
-            "is not told: it is told of those of rollout.environment alone; give them there, or write them into the "
-            "messages"
+            f"{source}: {len(rows)} of {len(prompts)} prompts (row {rows[0]} first) have `tools`, which the policy "
+            "does not see, because only rollout.environment defines tools: define them there, or describe them in "
+            "the messages"
         )
     ]
 
@@ -500,7 +505,7 @@ def _load_checked_prompts(
     """The prompts of a file.
 
     Args:
-        tokenizer: of the model; None skips the check of their length.
+        tokenizer: the model's; None skips the check of the prompts' lengths.
 
     Raises:
         DataError: a row is not a prompt, is too long, or cannot be graded.
@@ -521,7 +526,7 @@ def _load_checked_prompts(
 
 
 def _find_environment(config: Config) -> Environment | None:
-    """The environment; None if it cannot be created, which is recorded as a mistake of its setting."""
+    """The environment; None if the environment cannot be created. `find_functions` collects this mistake."""
     try:
         return resolve_environment(config.rollout)
     except ConfigError:

@@ -29,16 +29,18 @@ class AdvantageConfig(Record):
         "constant",
         "gae",
     ] = "group_mean_std"
-    """Baseline that is subtracted from a reward, and its divisor. group_mean_std: GRPO. group_mean: Dr. GRPO.
-    leave_one_out: RLOO. leave_one_out_std: also divided by the others' deviation. group_mean_batch_std: the deviation
-    of the whole batch. batch_mean_std: its mean, too. max_rl: divided by the group's mean. constant: minus `baseline`.
-    gae: PPO with a value head."""
+    """Baseline that is subtracted from a reward, and divisor of the difference. group_mean_std (GRPO): mean and
+    standard deviation of the group. group_mean (Dr. GRPO): mean of the group. leave_one_out (RLOO): mean of the group's
+    other completions; leave_one_out_std also divides by their standard deviation. group_mean_batch_std: mean of the
+    group, standard deviation of the batch. batch_mean_std: mean and standard deviation of the batch. max_rl: the
+    group's mean as baseline and as divisor. constant: `baseline`. gae: PPO with a value head."""
     baseline: Finite = 0.0
-    """The reward that counts as neutral, for the estimator `constant`."""
+    """Baseline of the estimator `constant`. A completion with this reward has advantage 0."""
     std: Literal["sample", "population"] = "sample"
-    """Whether squared deviations are divided by their number less one, or by their number."""
+    """Standard deviation of rewards. sample: divide the squared deviations by their number less one. population: by
+    their number."""
     eps: Annotated[Finite, Field(ge=0)] = 1e-6
-    """Added to the divisor of a reward."""
+    """Added to the divisor, against a division by almost 0."""
     singleton: Literal["zero", "reward"] = "zero"
     """Advantage of the only completion in its group: 0, or its reward."""
     unscored: Literal["error", "exclude"] = "error"
@@ -49,32 +51,34 @@ class AdvantageConfig(Record):
     gamma: Annotated[Finite, Field(ge=0, le=1)] = 1.0
     """Discount per token, for the estimator `gae`."""
     gae_lambda: Annotated[Finite, Field(ge=0, le=1)] = 1.0
-    """Weight of later tokens' surprises, for the estimator `gae`; 1 takes whole returns."""
+    """Lambda of generalized advantage estimation, for the estimator `gae`. 0: one-step errors of the value head. 1:
+    whole returns."""
 
 
 class RewardShapingConfig(Record):
     """Changes to the graded reward before advantages are computed. Reports show the graded reward."""
 
     max_response_tokens: int = Field(default=0, ge=0)
-    """Length limit of a response for the penalty below, usually `rollout.sampling.max_new_tokens`."""
+    """Number of completion tokens at which `overlong_penalty` is reached, usually `rollout.sampling.max_new_tokens`."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """The penalty grows over this many tokens before the limit; 0 has no penalty."""
+    """Number of tokens before `max_response_tokens` over which the penalty grows from 0. 0: no penalty."""
     overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
-    """Penalty at the limit."""
+    """Subtracted from the reward of a completion of `max_response_tokens` tokens."""
     overlong_capped: bool = True
-    """A response beyond the limit loses no more than one at the limit."""
+    """Subtract at most `overlong_penalty`, also from completions longer than `max_response_tokens`."""
     mask_truncated: bool = False
-    """Leave truncated completions out of the loss; their rewards still count in baselines. The penalty above then acts
-    only through completions that end within the buffer."""
+    """Leave truncated completions out of the loss; their rewards still count in baselines. The length penalty then
+    affects only completions that end within the buffer."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Subtract this times the KL divergence from the model that training starts from, summed over tokens."""
+    """Factor of the KL penalty: the KL divergence from the model that training starts from, summed over tokens, times
+    this factor is subtracted from the reward."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimate of that divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
     k2: d^2 / 2. k3: exp(-d) - 1 + d."""
     kl_credit: Literal["completion", "token"] = "completion"
-    """completion: subtract the sum from the completion's reward, before its baseline. token: after the baseline,
-    subtract the sum over this and later tokens from each token's advantage. The estimator `gae` always credits
-    tokens."""
+    """Target of the KL penalty. completion: the sum is subtracted from the completion's reward, before the baseline.
+    token: the sum over this and later tokens is subtracted from each token's advantage, after the baseline. The
+    estimator `gae` always uses token."""
 
     def _broken_rules(self) -> Iterator[str]:
         if self.overlong_buffer_tokens > self.max_response_tokens:
@@ -88,24 +92,24 @@ class RewardShapingConfig(Record):
 class MismatchConfig(Record):
     """Correction for an engine whose log-probs differ from the trainer's for the same weights.
 
-    w is exp(trainer - engine), per token. A mask does not change the divisors of the loss.
+    w is exp(trainer's log-prob - engine's log-prob), per token. A mask does not change the divisors of the loss.
     """
 
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
     """Multiply the policy loss by w of each token, or by the product or the geometric mean of w over the completion."""
     weight_low: Annotated[Finite, Field(ge=0)] = 0.0
-    """Smallest weight."""
+    """Lower limit of the weight."""
     weight_high: Annotated[Finite, Field(ge=0)] = 2.0
-    """Largest weight; 0 sets no limit."""
+    """Upper limit of the weight. 0: no limit."""
     outside: Literal["clamp", "zero"] = "clamp"
     """A weight outside the limits is set to the limit (truncated importance sampling), or to 0 (IcePop)."""
     mask: Literal["none", "token", "geometric", "product"] = "none"
-    """Leave out tokens by w, or completions by the geometric mean or product of w over their tokens, if it is outside
-    the limits below."""
+    """Leave out of the loss. token: each token whose w is outside the limits below. geometric, product: each completion
+    whose geometric mean or product of w over its tokens is outside the limits."""
     mask_low: Annotated[Finite, Field(ge=0)] = 0.0
-    """Smallest accepted value."""
+    """Lower limit of the mask."""
     mask_high: Annotated[Finite, Field(ge=0)] = 0.0
-    """Largest accepted value; 0 sets no limit."""
+    """Upper limit of the mask. 0: no limit."""
 
     def _broken_rules(self) -> Iterator[str]:
         for name, low, high in (
@@ -126,42 +130,46 @@ class LossConfig(Record):
     """Denominator of the ratio: the engine's log-probs at sampling, or the trainer's own before the first update of the
     step."""
     clip_low: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped below 1 - clip_low; values from 1 on remove the lower bound. dppo: how far a probability may
-    fall."""
+    """The ratio is clipped below 1 - clip_low. 1 or more: no lower limit. For dppo: largest decrease of a token's
+    probability."""
     clip_high: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped above 1 + clip_high. dppo: how far a probability may rise."""
+    """The ratio is clipped above 1 + clip_high. For dppo: largest increase of a token's probability."""
     dual_clip: Annotated[Finite, Field(ge=0)] = 0.0
-    """A token with a negative advantage loses at most this multiple of it, in ppo and gspo; 0 sets no limit."""
+    """Largest loss of a token with a negative advantage, as a multiple of the advantage, in ppo and gspo. 0: no
+    limit."""
     ratio_penalty: Annotated[Finite, Field(ge=0)] = 0.0
-    """Penalty for the square of the log-ratio."""
+    """Factor of the squared log-ratio, which is added to the loss."""
     drift_mask: Annotated[Finite, Field(ge=0)] = 0.0
-    """Leave out completions with a negative advantage whose mean log-ratio fell by more than this; 0 keeps all."""
+    """Leave out completions with a negative advantage whose mean log-ratio is below minus this value. 0: keep all."""
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = "token_mean"
-    """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
-    divided by the number of completions and `constant_length`."""
+    """Average of the token losses of an update. token_mean: over all trained tokens. sequence_mean: over the means of
+    the completions. prompt_mean: over the means of the prompts. constant_length: their sum divided by the number of
+    completions times `constant_length`."""
     constant_length: int = Field(default=0, ge=0)
     """Length used for every completion by the aggregation `constant_length`."""
     count_untrained: bool = False
     """Count completions without a trained token when the loss averages over completions."""
     entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Bonus for the entropy of the policy."""
+    """Factor of the policy's entropy, which is subtracted from the loss."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Penalty for the KL divergence from the model that training starts from."""
+    """Factor of the KL divergence from the model that training starts from, which is added to the loss."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimate of that divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
     k2: d^2 / 2. k3: exp(-d) - 1 + d."""
     kl_weight: Literal["none", "ratio", "on_policy"] = "none"
-    """Multiply the estimate by the ratio, which makes it unbiased; on_policy: by a ratio of 1 that has its gradient."""
+    """Factor of each token's KL estimate. ratio: the ratio, which makes the estimate unbiased. on_policy: 1, with the
+    gradient of the ratio."""
     kl_input_clamp: Annotated[Finite, Field(ge=0)] = 20.0
-    """|d| is limited to this; 0 sets no limit."""
+    """Largest |d|; larger values are clamped. 0: no limit."""
     kl_output_clamp: Annotated[Finite, Field(ge=0)] = 10.0
-    """The absolute estimate is limited to this; 0 sets no limit."""
+    """Largest absolute value of the estimate; larger values are clamped. 0: no limit."""
     value_coef: Annotated[Finite, Field(ge=0)] = 0.1
     """Weight of half the squared error of the value head, for the estimator `gae`."""
     value_clip: Annotated[Finite, Field(ge=0)] = 0.2
     """Largest change of a value from its value before the update. 0: no limit."""
     mismatch: MismatchConfig = MismatchConfig()
-    """Correction for the difference between engine and trainer; with `ratio_base` = "old"."""
+    """Correction for the difference between the log-probs of engine and trainer. Weights need `ratio_base` = "old" if
+    the objective has a ratio."""
 
     def _broken_rules(self) -> Iterator[str]:
         if 0 < self.dual_clip <= 1:
@@ -171,6 +179,6 @@ class LossConfig(Record):
         corrects = self.mismatch.weight != "none"
         if corrects and self.ratio_base == "rollout" and ALL_OBJECTIVES[self.objective].has_ratio:
             yield (
-                'mismatch.weight would correct twice with ratio_base "rollout", which already corrects: '
-                'set ratio_base = "old"'
+                'mismatch.weight would correct twice: ratio_base "rollout" already corrects for the log-probs of the '
+                'engine; set ratio_base = "old"'
             )

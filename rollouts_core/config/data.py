@@ -37,11 +37,12 @@ class PrepareConfig(Record):
     """How the data files are made from a public dataset, once, before the run."""
 
     name: FunctionName = ""
-    """A name of `rollouts_core.data.preparations.PREPARATIONS` or `package.module:function`. Empty: files are given."""
+    """A name of `rollouts_core.data.preparations.PREPARATIONS` or `package.module:function`. Empty: no preparation."""
     source: str = ""
-    """Dataset that is prepared: hub id, or folder of such a dataset. Empty takes the preparation's own."""
+    """Public dataset: hub id, or folder of a downloaded dataset. Empty: the dataset in the preparation."""
     revision: str = ""
-    """Commit or tag of a hub dataset. Empty takes the preparation's own commit, for another `source` the newest one."""
+    """Commit or tag of a hub dataset. Empty: the commit in the preparation, or the newest commit of another
+    `source`."""
     settings: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(default_factory=dict)
     """Keyword arguments of the function, as in `{ num_selection = 100 }`."""
 
@@ -56,7 +57,7 @@ class DataConfig(Record):
     streaming: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
     sft_eval: str = ""
-    """Demonstrations whose loss is measured during SFT, without training on them. Empty: none."""
+    """Demonstrations whose loss is measured during SFT, without training on them. Empty: no measurement."""
     prompts: str = ""
     """Prompts for RL: rows with `prompt` or `messages`, and `answer` if the reward needs it. One JSONL, JSON, CSV
     or Parquet file, or dataset folder."""
@@ -69,11 +70,11 @@ class DataConfig(Record):
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. The selection must not contain
     any of its rows."""
     prepare: PrepareConfig = PrepareConfig()
-    """Makes the files above that are not given: `prepare = "gsm8k"`, or a table with name, source, revision and
+    """Creates the files above that are left empty: `prepare = "gsm8k"`, or a table with name, source, revision and
     settings."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
-    """Types of CSV columns of the files above, by the settings that name them. A file's own table sets them:
-    `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not named are text."""
+    """Types of CSV columns of the files above, by setting. A file's own table sets them: `prompts = {path =
+    "prompts.csv", columns = {level = "int"}}`. Other columns are text."""
 
     def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
         """The CSV column types of the file in a setting."""

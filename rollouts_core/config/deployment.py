@@ -23,8 +23,8 @@ class DeploymentConfig(Record):
     more: start that many CPU processes, even if GPUs exist (for testing). If several machines train together, the
     number on each machine."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the inference engines, divided evenly. The GPUs of one engine hold its model together. If engines have
-    their own nodes, the GPUs of each node."""
+    """GPUs of the inference engines, divided evenly. An engine's model is divided among its GPUs. If engines have their
+    own nodes, the GPUs of each node."""
     num_engines: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Inference engines for RL. If one fails, the others continue. If engines have their own nodes, the number on each
     node."""
@@ -77,7 +77,7 @@ class DeploymentConfig(Record):
         if len(self.engine_gpu_ranks) % self.num_engines:
             yield (
                 f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
-                "each engine the same number of GPUs, or none"
+                "each engine the same number of GPUs, or remove engine_gpu_ranks"
             )
         if (last := self.engine_ports[-1]) > MAX_PORT:
             yield (

@@ -16,7 +16,7 @@ EngineKind = Annotated[str, KeyOf(ENGINES)]
 EngineChoice = Annotated[str, KeyOf(ENGINE_CHOICES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
-"""No user, password or key: these belong into the settings of pip or uv."""
+"""No user, password or key: they belong in the settings of pip or uv."""
 MIN_ENGINE_CONTEXT = 26
 """Smallest context of an installed engine, tokens: needed for the completions that verify its weights
 (`engines/canary.py`)."""
@@ -29,10 +29,10 @@ class EngineConfig(Record):
 
     kind: EngineChoice = "embedded"
     """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own. auto:
-    sglang on a node with a free GPU, and embedded elsewhere, or if sglang does not know the model."""
+    sglang on a node with a free GPU, else embedded, also if sglang does not support the model."""
     install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
-    """Whether a run installs SGLang or vLLM if it is missing, and by which program. auto: by the program that
-    installs the node's packages, or else by pip."""
+    """Program with which a run installs a missing SGLang or vLLM, if at all. auto: by the program that installs the
+    node's packages, or else by pip."""
     requirements: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """File with the exact versions to install. Empty takes the versions that this project was tested with."""
     package_index: str = Field(default="", pattern=INDEX_URL, json_schema_extra=PLACEMENT | RUNS_PROGRAM)
@@ -51,8 +51,8 @@ class EngineConfig(Record):
     """Environment variable with a key that the engine requires from its clients, exported where the run is started.
     Empty: no key. The key is stored only in files that are deleted with the engine."""
     context_length: int = Field(default=0, ge=0)
-    """Highest number of prompt and completion tokens of a request. 0: as needed by rollout.max_prompt_tokens and
-    rollout.sampling.max_new_tokens."""
+    """Highest number of prompt and completion tokens of a request. 0: the sum of rollout.max_prompt_tokens and
+    rollout.sampling.max_new_tokens, or more if the engine needs more."""
     extra_args: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
     """Further arguments for the server's command line, for example ["--mem-fraction-static", "0.7"]."""
     weight_transfer: WeightTransfer = Field(default="auto", json_schema_extra=PLACEMENT)
@@ -89,9 +89,9 @@ class EngineConfig(Record):
             )
         routers = {"router_url": self.router_url, "router_python": self.router_python}
         for name in [name for name, value in routers.items() if value and not spec.has_router]:
-            yield f"engine.{name} is for SGLang's router, but the engine is {self.kind}: remove it"
+            yield f"engine.{name} is a setting of SGLang's router, but the engine is {self.kind}: remove it"
         if all(routers.values()):
-            yield "engine.router_url names a running router, router_python one to start: remove one of them"
+            yield "engine.router_url names a running router, but engine.router_python starts one: remove one of them"
         if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):
             yield (
                 "engine.extra_args contains a key, which all users of the machine could read in the list of processes: "

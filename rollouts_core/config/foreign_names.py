@@ -1,7 +1,7 @@
-"""Names of settings in other systems and their place here, for hints about unknown keys.
+"""Names of settings in other systems with the settings of this project, for hints about unknown keys.
 
 The names come from TRL, the TrainingArguments of Transformers, verl, slime and OpenRLHF, and from common guesses. A key
-of the table is a name that no setting here has, or `section.name` if that section has no such setting.
+of the table is a name without a setting in this project, or `section.name` if that section has no such setting.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("sft.report_to rl.report_to training.report_to", "run.report_to"),
     **_all("push_to_hub hub_model_id", "run.publish"),
 }
-"""Settings here by names of other systems."""
+"""This project's settings, by the names in other systems."""
 
 
 def find_foreign_name(path: Sequence[str]) -> str | None:

@@ -1,6 +1,6 @@
 """`hub`: the place that models and public datasets are downloaded from.
 
-Not here: which models and datasets (model.py, data.py), the download (rollouts_core/data/hub_download.py).
+The models and datasets are named in model.py and data.py. The download is in rollouts_core/data/hub_download.py.
 """
 
 from __future__ import annotations

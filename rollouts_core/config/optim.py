@@ -28,7 +28,7 @@ class OptimConfig(Record):
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1
     """Learning rate at the last update, divided by the peak."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Largest norm of the gradients; larger gradients are scaled down to it."""
 
 
 class RLOptimConfig(OptimConfig):

@@ -36,7 +36,7 @@ class TrainingConfig(Record):
 
 
 def _with_stages(record: type[Record]) -> type[Record]:
-    """Add a section for each training of STAGES that has none."""
+    """Add a section for each training of STAGES without a field in `record`."""
     sections: dict[str, Any] = {}  # Any: pydantic's pairs of type and default
     for name, kind in TRAININGS.items():
         if name not in record.model_fields:
@@ -110,7 +110,7 @@ class Config(Record):
 
     @property
     def evaluation_engine(self) -> EngineConfig:
-        """The engine that completes prompts for comparing checkpoints."""
+        """The engine that generates the completions by which checkpoints are compared."""
         engine = self.rollout.engine
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
@@ -219,12 +219,12 @@ def _batch_rules(config: Config) -> Iterator[str]:
         if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
             yield (
                 f'the filter "{name}" keeps prompts whose completions have different rewards, but '
-                "rollout.n_samples_per_prompt is 1: remove the filter, or sample 2 or more"
+                "rollout.n_samples_per_prompt is 1: remove the filter, or set it to 2 or more"
             )
     shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
     penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
     if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
-        # A preset's buffer may be longer than all completions here.
+        # The buffer of a preset may be longer than all completions of this run.
         smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
         yield (
             f"training.rl.reward_shaping applies above {penalty_start} tokens (max_response_tokens - "
@@ -241,7 +241,7 @@ def _colocated_rules(config: Config) -> Iterator[str]:
     if config.rollout.max_staleness:
         yield (
             "with deployment.colocated the engines stop during training, but with rollout.max_staleness "
-            f"{config.rollout.max_staleness} they would generate meanwhile: set one of them to its default"
+            f"{config.rollout.max_staleness} they would generate during training: remove one of the two settings"
         )
     if config.training.rl.sync_every > 1:
         yield (

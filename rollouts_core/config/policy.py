@@ -29,8 +29,8 @@ class PolicyConfig(Record):
     """How the model computes in training."""
 
     backend: Literal["pytorch", "jax"] = "pytorch"
-    """The training library. Both give the same losses up to rounding. jax supports the Llama, Qwen2 and Qwen3 families
-    and needs pip install 'rollouts[jax]'."""
+    """The training library. Both libraries give the same losses up to rounding. jax supports the Llama, Qwen2 and Qwen3
+    families and needs pip install 'rollouts[jax]'."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen weights
     use this format too."""
@@ -53,7 +53,7 @@ class PolicyConfig(Record):
 
     @property
     def takes_dense_masks(self) -> bool:
-        """True if the mask has a number for each pair of positions in a row."""
+        """True if the kernel takes a mask with a number for each pair of positions in a row."""
         return self.attention in ("auto", "sdpa", "eager")
 
     @property
@@ -62,7 +62,7 @@ class PolicyConfig(Record):
         return self.attention not in ("auto", "sdpa", "eager")
 
     def without_places(self) -> Self:
-        """Use "auto" in place of sdpa and varlen, which it may resolve to: they differ only by rounding."""
+        """Replace sdpa and varlen by "auto", which chooses between them: their results differ only by rounding."""
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
 
     def _broken_rules(self) -> Iterator[str]:

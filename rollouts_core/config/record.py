@@ -23,10 +23,12 @@ from pydantic_core import PydanticKnownError
 from rollouts_core.config.secret_addresses import refuse_secrets
 
 PLACEMENT: JsonDict = {"affects_result": False}
-"""Marks a field that cannot change a result (paths, intervals, sizes of portions); it stays out of fingerprints."""
+"""Marks a field that cannot change a result (paths, intervals, micro-batch sizes), so fingerprints leave the field
+out."""
 
 SELECTION: JsonDict = {"affects_weights": False}
-"""Marks a field for the length of training or the kept checkpoints; a resumed training may change it."""
+"""Marks a field that sets the length of training or the number of checkpoints. A resumed training may change this
+field."""
 
 CALLS_FUNCTION: JsonDict = {"needs_trust": "function"}
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
@@ -100,7 +102,7 @@ def _scalar_of(annotation: object) -> object:
 
 
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-"""JSON schema's names, used by forms, for pydantic's bounds."""
+"""Names of pydantic's bounds in JSON schema, which forms use."""
 
 
 def _name_bounds(schema: JsonDict) -> None:
@@ -108,7 +110,7 @@ def _name_bounds(schema: JsonDict) -> None:
     properties = schema.get("properties")
     assert isinstance(properties, dict), "a record has fields"
     for field in properties.values():
-        assert isinstance(field, dict), "a field has its own schema"
+        assert isinstance(field, dict), "schemas are changed in place, so each field needs its own schema"
         for own, name in BOUNDS.items():
             if own in field:
                 field[name] = field.pop(own)
@@ -153,5 +155,5 @@ class Record(BaseModel):
         if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
             raise PydanticKnownError(kind)
         if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
-            raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger one")
+            raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger number")
         return value

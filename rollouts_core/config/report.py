@@ -1,6 +1,6 @@
-"""`report`: what the page at the end of a run holds. Nothing here changes a result.
+"""`report`: content of the page at the end of a run. Nothing here changes a result.
 
-Not here: the page (rollouts_core/report/).
+The page is made in rollouts_core/report/.
 """
 
 from __future__ import annotations

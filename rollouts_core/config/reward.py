@@ -42,7 +42,8 @@ def is_asked_in_tokens(url: object) -> bool:
 
 
 def has_model_folder(kind: object, url: object) -> bool:
-    """True if `model` of such a reward is a folder; for other judges it is a name at their endpoint."""
+    """True if the setting `model` of such a reward is a folder. For other judges, `model` is the model's name at the
+    endpoint."""
     return kind in GRADING_MODELS or (kind == "judge" and is_asked_in_tokens(url))
 
 
@@ -63,8 +64,9 @@ class RewardConfig(Record):
     """Address of the service or judge. For a reward model: the server's address without a path. For a judge: the
     address before `/chat/completions`, or one that ends in `/generate`."""
     model: str = ""
-    """Folder of the classifier, or of a reward model's tokenizer and config.json. For a judge its name at the endpoint,
-    or for `/generate` the folder of its tokenizer. Folders are relative to the configuration's file."""
+    """Folder of the classifier, or of a reward model's tokenizer and config.json. For a judge: the model's name at the
+    endpoint, or with `/generate` the folder of the model's tokenizer. Folders are relative to the configuration's
+    file."""
     label: str = ""
     """The score of a reward model with several labels to use as reward: the label's name in its config.json
     (`id2label`), or its number, from 0."""
@@ -75,7 +77,7 @@ class RewardConfig(Record):
     batch_size: int = Field(default=32, ge=1, json_schema_extra=PLACEMENT)
     """Samples per request to the service, classifier or reward model."""
     max_concurrent: int = Field(default=32, ge=1, json_schema_extra=PLACEMENT)
-    """Highest number of concurrent requests to the service or judge; further ones wait."""
+    """Highest number of concurrent requests to the service or judge; further requests wait."""
     timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=60.0, json_schema_extra=PLACEMENT)
     """Seconds for one request to a service or judge."""
     max_retries: int = Field(default=3, ge=0, json_schema_extra=PLACEMENT)
@@ -96,7 +98,7 @@ class RewardConfig(Record):
             if not getattr(self, field):
                 yield f'a reward of the kind "{self.kind}" needs {field}'
         if self.label and self.kind != "reward_model":
-            yield f'label is for a reward of the kind "reward_model", but this one is a "{self.kind}"'
+            yield f'label is a setting of the kind "reward_model", but this reward is a "{self.kind}"'
         if self.url and not _is_address(self.url):
             yield f'url {self.url!r} is not the address of a service: write it as "http://host:port"'
 

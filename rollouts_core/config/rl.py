@@ -32,7 +32,7 @@ class RLTrainingConfig(Record):
 
     algorithm: AlgorithmName = Field(default="", json_schema_extra=PLACEMENT)
     """A system's algorithm by name, for example "verl-dapo". Fills in the missing settings of advantage,
-    reward_shaping, loss and num_minibatches, and is then emptied, because the settings are complete."""
+    reward_shaping, loss and num_minibatches. The saved configuration has these settings and an empty `algorithm`."""
     num_steps: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -71,20 +71,21 @@ class RLTrainingConfig(Record):
     log_every: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints. Selection chooses among these and the last. Each is also published."""
+    """Steps between two checkpoints. Selection chooses among these and the last checkpoint. The weights of each
+    checkpoint are also published to the engines."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Number of newest checkpoints to keep on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints to keep besides those: by mean reward since the previous checkpoint, including groups
-    that a filter dropped."""
+    """Number of best checkpoints to keep besides the newest: by mean reward since the previous checkpoint, including
+    groups that a filter dropped."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
     folder, or its stage's folder for the newest one."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which `resume_from` may differ from this run, by the names in the refusal."""
+    """Settings in which `resume_from` may differ from this run, with the names from the error message."""
     replicate: int = Field(default=0, ge=0)
-    """Another number trains the same settings with other random numbers (order of prompts, sampling, new adapters,
-    dropout). 0 uses `rollout.seed` itself."""
+    """Number of a repetition with the same settings and other random numbers (order of prompts, sampling, new adapters,
+    dropout). 0: random numbers of `rollout.seed`."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()
@@ -113,7 +114,7 @@ class RLTrainingConfig(Record):
 
     @property
     def baseline(self) -> float:
-        """The neutral reward, for the estimator `constant`."""
+        """The baseline of the estimator `constant`."""
         return self.advantage.baseline
 
     @property
@@ -123,7 +124,7 @@ class RLTrainingConfig(Record):
 
     @property
     def shares_prompts(self) -> bool:
-        """True if completions of one prompt share its positions in a row, which needs a mask."""
+        """True if the completions of a prompt share the tokens of the prompt in a row, which needs a mask."""
         return self.packing and self.policy.takes_masks
 
     @property
@@ -138,7 +139,7 @@ class RLTrainingConfig(Record):
 
     @property
     def functions_named(self) -> dict[str, str]:
-        """A user's loss, or an installed package's objective with its loss, as `package.module:name`."""
+        """The user's loss, or the loss of an installed package's objective, as `package.module:name`."""
         if self.loss_fn:
             name = name_of_function(self.loss_fn)
             return {"training.rl.loss_fn": name} if ":" in name else {}
@@ -158,7 +159,7 @@ class RLTrainingConfig(Record):
 
     @property
     def corrects_for_age(self) -> bool:
-        """True if the loss weighs a token by its probability now relative to sampling."""
+        """True if the loss weighs each token by the ratio of its probability now to its probability at sampling."""
         has_ratio_to_rollout = self.objective_spec.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
@@ -199,8 +200,8 @@ def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:
 def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
     """Fill missing settings in `given` from `usual`, section by section.
 
-    Settings with all fields of their record come from a form or a saved record: only those that differ from their
-    defaults count as given.
+    If all fields of a record are set, the settings come from a form or a saved record. Then only fields that differ
+    from their defaults count as given.
     """
     said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
     if said.keys() >= record.model_fields.keys():

@@ -67,7 +67,7 @@ class RolloutConfig(Record):
     max_refills: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """How often a step may request further prompts before the run ends with an error."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Prompts longer than this are an error that names the row."""
+    """Highest number of tokens of a prompt. A longer prompt is an error that names its row."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of completions."""
     engine: EngineConfig = EngineConfig()
@@ -76,18 +76,18 @@ class RolloutConfig(Record):
     """The environment that replies to the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
     tasksets: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
-    """With the environment `verifiers`: the tasksets that rows may name. A taskset is code, which is imported."""
+    """Tasksets that rows may name, for the environment `verifiers`. A taskset is Python code, which is imported."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, for environments that reply to the policy."""
     max_environment_retries: int = Field(default=3, ge=0)
     """How often a conversation is repeated after a failure of the environment, with growing pauses. After that its
     group is dropped, counted and not graded."""
     max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """The run pauses if more than this share of the last 50 groups had such a failure, and ends after
-    `max_outage_minutes`."""
+    """The run pauses if the environment or a reward was unavailable for more than this share of the last 50 groups, and
+    ends after `max_outage_minutes`."""
     max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(default=30.0, json_schema_extra=PLACEMENT)
-    """Minutes of all such pauses together before the run ends; 0 ends it at the first. Each pause is longer than the
-    one before. Selection and evaluation drop nothing, and wait this long for a prompt."""
+    """Total minutes of pauses in an outage after which the run ends. 0: the run ends instead of the first pause. Pauses
+    grow from 15 s to 5 min. Selection and evaluation drop no prompt: they pause up to this long for each."""
     generate_fn: FunctionName = ""
     """Function that takes the pending samples of a group and returns them finished, with log-probs of the sampled
     tokens. Empty: the engines sample. Selection and evaluation always use an engine."""
@@ -112,9 +112,9 @@ class RolloutConfig(Record):
     """Limit on a token's age when it is trained on, counted in publications of weights. Above 0, this many batches are
     generated ahead during training. 0: generate and train in turns."""
     max_partial_staleness: int = Field(default=0, ge=0)
-    """For completions that over-sampling or a filter leaves unfinished when a batch is full, with max_staleness 0. 0:
-    start them again in the next step. Above 0: the next weights continue from their tokens, of which the oldest may be
-    this many publications behind."""
+    """Treatment of completions that over-sampling or a filter leaves unfinished when a batch is full; only with
+    max_staleness 0. 0: start them again in the next step. Above 0: continue them with the next weights, until their
+    oldest token is this many publications old."""
     in_flight: InFlight = "finish"
     """Treatment of running completions at a publication of weights. finish: the publication waits for them. abort: they
     stop, and the new weights continue from their tokens. continue: the engine pauses, loads the weights, recomputes the
@@ -126,8 +126,8 @@ class RolloutConfig(Record):
     silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=120.0, json_schema_extra=PLACEMENT)
     """Seconds after which a busy engine counts as dead: no request finished and no liveness probe was answered. Engines
     answer probes between decoding steps, also with a full queue and while paused. Until the first request has finished,
-    rollout.engine.start_timeout_s counts if it is longer. Raise it if one step takes longer, for example because the
-    engine compiles during a run."""
+    rollout.engine.start_timeout_s counts if it is longer. Raise the value if one decoding step takes longer, for
+    example because the engine compiles during a run."""
 
     @field_validator("reward_fn", mode="before")
     @classmethod
@@ -155,8 +155,8 @@ class RolloutConfig(Record):
             )
         if self.max_partial_staleness and self.over_sampling_factor == 1 and not self.is_filtered:
             yield (
-                f"max_partial_staleness {self.max_partial_staleness} keeps groups left over from a full batch, but "
-                "there are none: set over_sampling_factor above 1, or a filter"
+                f"max_partial_staleness {self.max_partial_staleness} keeps groups left over from a full batch, but no "
+                "groups are left over: set over_sampling_factor above 1, or a filter"
             )
         if self.in_flight == "continue" and not self.engine.spec.can_continue:
             yield (
@@ -175,7 +175,7 @@ class RolloutConfig(Record):
         return max(self.max_staleness, self.max_partial_staleness)
 
     def engine_context(self, num_prompt_tokens: int) -> int:
-        """Tokens of a prompt and its completion or conversation that the engine must have room for."""
+        """Context length that an engine needs: tokens of a prompt and its completion or conversation."""
         if self.engine.context_length:
             return self.engine.context_length
         longest = num_prompt_tokens + self.sampling.max_new_tokens + self.engine.spec.reserved_tokens

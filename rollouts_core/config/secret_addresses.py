@@ -3,9 +3,9 @@
     https://user:PASSWORD@host    https://host/v1?api_key=SECRET    https://host/x?X-Amz-Signature=SECRET
     https://hooks.slack.com/services/T0/B0/SECRET    https://dl.host/SECRET/python/simple/
 
-A part of a path counts as a secret if it mixes lower-case letters, capitals and digits as keys do. Hexadecimal ids look
-like account numbers and commits and are permitted, unless addresses of this kind are always secret. Paths of buckets
-and folders, and other queries, such as `?api-version=2024-06-01`, are permitted too.
+A part of a path counts as a secret if it mixes lower-case letters, capitals and digits as keys do. Hexadecimal ids are
+permitted, because account numbers and commits have the same form, unless addresses of this kind are always secret.
+Paths of buckets and folders, and other queries, such as `?api-version=2024-06-01`, are permitted too.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ WEBHOOK = re.compile(
     r"|hooks\.zapier\.com/\S|maker\.ifttt\.com/\S+/key/\S|events\.pagerduty\.com/integration/\S)",
     re.IGNORECASE,
 )
-"""Addresses that are secret as a whole: knowing one permits sending."""
+"""Addresses of webhooks, which are secret as a whole: they accept messages without a key."""
 TOKEN_PREFIX = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|pypi-|AKIA|ASIA|AIza|eyJ)[\w.~+=-]{12,}")
 """Prefixes of keys of well-known services."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")
-"""A word with a query, with or without a scheme."""
+"""A word with a query, as in `host/path?name=value`, with or without a scheme."""
 _ADVICE = (
     "but settings are stored with runs and shown in reports: remove it, and name the environment variable with the "
     "key in api_key_variable if the setting has one"

@@ -25,11 +25,12 @@ class SFTTrainingConfig(Record):
     """Tokens per row."""
     on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
     """For demonstrations of more than `max_length` tokens. cut: truncate, with an error if no trained token is left.
-    cut_or_drop: truncate, and drop those without a trained token. drop: drop all of them."""
+    cut_or_drop: truncate, and drop demonstrations without a trained token. drop: drop all demonstrations of this
+    length."""
     packing: bool = True
     """Fill each row with several demonstrations, without attention between them."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
-    """Tokens that enter the loss."""
+    """Tokens that enter the loss: of the last assistant turn, of all assistant turns, or of the whole conversation."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of demonstrations, of new adapters and of dropout."""
     eval_every: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
@@ -41,18 +42,18 @@ class SFTTrainingConfig(Record):
     log_every: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(default=200, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints. Selection chooses among these and the last."""
+    """Steps between two checkpoints. Selection chooses among these and the last checkpoint."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Number of newest checkpoints to keep on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints to keep besides those: by their loss on `data.sft_eval`, or without such rows by the
-    training loss since the previous checkpoint. With `data.sft_eval`, `eval_every` must divide
+    """Number of best checkpoints to keep besides the newest: by their loss on `data.sft_eval`, or without such rows by
+    the training loss since the previous checkpoint. With `data.sft_eval`, `eval_every` must divide
     `checkpoint_every`."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
     folder, or its stage's folder for the newest one."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which `resume_from` may differ from this run, by the names in the refusal."""
+    """Settings in which `resume_from` may differ from this run, with the names from the error message."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()

@@ -1,1 +1,1 @@
-"""From rows of files to samples in the order of training: reading, chat templates, mixtures, packing, cursors."""
+"""Turn rows of files into samples in the order of training: reading, chat templates, mixtures, packing, cursors."""

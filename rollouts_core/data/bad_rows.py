@@ -10,7 +10,7 @@ from rollouts_core.errors import DataError
 MAX_REASONS = 3
 MAX_NUMBERS = 5
 MAX_KEPT = 1000
-"""Limit of kept errors: a wrong file may have an error in each of its millions of rows."""
+"""Highest number of collected errors: a wrong file may have an error in each of its millions of rows."""
 
 
 class BadRows:
@@ -36,7 +36,7 @@ class BadRows:
             self.note(number, error)
 
     def note(self, number: int, error: DataError) -> None:
-        """Collect the error of a row; only a row's first error is kept."""
+        """Collect the error of a row, if it is the row's first error."""
         self.num_rows = max(self.num_rows, number)
         if number in self._errors:
             return
@@ -45,17 +45,17 @@ class BadRows:
             self._errors[number] = error
 
     def has(self, number: int) -> bool:
-        """True if an error of the row is kept."""
+        """True if an error of the row was collected."""
         return number in self._errors
 
     def __bool__(self) -> bool:
         return self._num_bad > 0
 
     def check(self) -> None:
-        """Raise the collected errors: the first distinct reasons, one per line, and the number of invalid rows.
+        """Raise one error with the first distinct reasons, one per line, and the number of invalid rows.
 
         Raises:
-            DataError: of the first row's type.
+            DataError: a row was invalid; the type is that of the first row's error.
         """
         if not self._errors:
             return
@@ -70,13 +70,13 @@ class BadRows:
         lines = list(reasons.values())[:MAX_REASONS]
         if self._num_bad > 1:
             named = ", ".join(map(str, numbers[:MAX_NUMBERS])) + ", ..." * (self._num_bad > MAX_NUMBERS)
-            lines.append(f"{self._source}: {self._num_bad} of {self.num_rows} rows do not fit: {named}")
+            lines.append(f"{self._source}: {self._num_bad} of {self.num_rows} rows are invalid: {named}")
         raise type(first)("\n".join(lines)) from first
 
 
 @contextmanager
 def noted_rows(source: str, given: BadRows | None) -> Iterator[BadRows]:
-    """Use the given collection, which the caller checks; else a new one, checked at the end of the block."""
+    """Collect errors in `bad`, which the caller checks later. If `bad` is None, check at the end of the block."""
     noted = BadRows(source) if given is None else given
     yield noted
     if given is None:

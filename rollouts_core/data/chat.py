@@ -56,13 +56,14 @@ GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversation(NamedTuple):
-    """Messages, callable tools, and the number of leading messages that are given and never trained on."""
+    """Messages, tools that may be called, and the number of leading messages that are only context and never trained
+    on."""
 
     messages: Sequence[Message]
     tools: Tools = None
     num_given: int = 0
     prefill: str = ""
-    """Beginning of message `num_given` that is also given."""
+    """Beginning of message `num_given` that is also only context."""
 
 
 class Turn(NamedTuple):
@@ -72,13 +73,13 @@ class Turn(NamedTuple):
     start: int
     end: int
     text_start: int = 0
-    """First token of the text with this turn."""
+    """Index of the first token of the text that contains this turn."""
 
 
 class TokenizedConversation(NamedTuple):
     """Token ids of a whole conversation, and its assistant turns that `train_on` selects.
 
-    If turns need texts of their own, `tokens` holds the texts one after another; see `split_texts`.
+    If turns need separate texts, `tokens` has all texts one after another; `split_texts` separates them.
     """
 
     tokens: list[int]
@@ -88,7 +89,7 @@ class TokenizedConversation(NamedTuple):
 def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> list[int]:
     """Token ids of a conversation up to the assistant's next turn.
 
-    If the last message is the assistant's, the text ends with its words, so that the policy continues the turn.
+    If the last message is the assistant's, the text ends with this message, so that the policy continues it.
     """
     return encode_texts(tokenizer, [render_prompt(tokenizer, messages, tools)])[0]
 
@@ -170,7 +171,8 @@ def tokenize_conversation(
 def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, train_on: TrainOn
 ) -> list[TokenizedConversation | DataError]:
-    """`tokenize_conversation` for many, in one call of the tokenizer; an error takes its conversation's place."""
+    """`tokenize_conversation` for many conversations, in one call of the tokenizer. A conversation that fails gives its
+    error."""
     if tokenizer.chat_template is None:
         return [DataError(f"{NO_TEMPLATE}, or use rows with a `text` field") for _ in conversations]
     is_marked = train_on != "everything" and has_generation_markers(tokenizer)
@@ -191,7 +193,7 @@ def tokenize_conversations(
 
 
 def split_texts(tokenized: TokenizedConversation) -> list[TokenizedConversation]:
-    """The texts of a conversation, each with its own turns."""
+    """Split a tokenized conversation into its texts, each with its own turns."""
     starts = sorted({0, *(turn.text_start for turn in tokenized.turns)})
     ends = [*starts[1:], len(tokenized.tokens)]
     return [
@@ -230,7 +232,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
 
 
 def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
-    """The numbers of the messages to train on."""
+    """The indices of the messages to train on."""
     messages = conversation.messages
     turns = [i for i in range(conversation.num_given, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -247,7 +249,8 @@ class _Text(NamedTuple):
 
 
 def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
-    """The texts of a conversation: one, unless the template writes an earlier turn differently from a last turn."""
+    """The texts of a conversation: one text, unless the template writes an earlier turn differently from a last
+    turn."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
         return [_Text(render_text(tokenizer, messages, tools, add_generation_prompt=False), [])]
@@ -287,7 +290,9 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
         spans = _without_given(tokenizer, conversation, spans)
     spans = [(start, end) for start, end in spans if start < end]
     if not spans:
-        raise DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
+        raise DataError(
+            "the chat template's generation markers contain no token: they must surround the assistant's text"
+        )
     if conversation.prefill:
         start, end = spans[0]
         content = conversation.messages[conversation.num_given]["content"]
@@ -304,9 +309,11 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
 
 
 def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[Span]) -> list[Span]:
-    """Drop the spans of given messages: by count if there is one span per turn, else by the given text's length.
+    """Drop the spans of messages that are only context: by count if there is one span per turn, else by the length of
+    the context's text.
 
-    Templates that drop earlier thoughts keep them at the end of a text, so the given part alone is longer.
+    Templates that drop earlier thoughts keep them at the end of a text, so the context rendered without the rest is
+    longer.
     """
     given = conversation.messages[: conversation.num_given]
     num_turns, num_in_given = (
@@ -314,7 +321,7 @@ def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
     )
     if len(spans) == num_turns:
         return spans[num_in_given:]
-    # Compared as text: the first token of a turn may begin before it.
+    # Compare text positions, because the first token of a turn may begin before the turn.
     num_characters = len(render_text(tokenizer, given, conversation.tools, add_generation_prompt=False))
     return [span for span in spans if span[0] >= num_characters]
 
@@ -360,7 +367,8 @@ def _encode_with_offsets(
 
 
 def _encode_between_borders(tokenizer: PreTrainedTokenizerBase, text: _Text) -> tuple[list[int], list[Span]]:
-    """The same for a tokenizer without offsets: a token stands for all characters between two borders of spans."""
+    """`_encode` for a tokenizer without offsets: the text is split at the borders of spans, and each token gets the
+    characters of its part."""
     borders = sorted({0, *itertools.chain(*text.spans), len(text.text)})
     prefixes = encode_texts(tokenizer, [text.text[:border] for border in borders[1:]])
     tokens, offsets = prefixes[-1], list[Span]()

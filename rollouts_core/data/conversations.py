@@ -24,14 +24,14 @@ Row = Mapping[str, Any]  # Any: JSON values of a user's file
 COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
 PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
-"""Names of the prompt in other datasets, most likely first."""
+"""Names of the field for the prompt in other datasets, the most likely name first."""
 ALPACA_PROMPT = {"instruction", "input"}
 """Alpaca's two prompt fields, which belong together."""
 PREFERENCE = {"chosen", "rejected"}
 ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
-"""Names of the answer in other datasets."""
+"""Names of the field for the answer in other datasets."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
-"""Names of the completion in other datasets, besides Alpaca's."""
+"""Names of the field for the completion in other datasets, besides Alpaca's."""
 SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
 """Parts of a turn besides text."""
 SYSTEM_FIELDS = ("system", "system_prompt")
@@ -94,7 +94,8 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
 
 
 def find_said(turns: Sequence[Message]) -> set[str]:
-    """The non-empty parts of the assistant's turns by key; plus `END_OF_THOUGHTS` if their text contains thoughts."""
+    """The keys of non-empty parts of the assistant's turns, and `END_OF_THOUGHTS` if a turn's text contains
+    thoughts."""
     found = {key for key in ("content", *SAID_BESIDE_CONTENT) if any(turn.get(key) for turn in turns)}
     return found | ({END_OF_THOUGHTS} if any(END_OF_THOUGHTS in turn["content"] for turn in turns) else set())
 
@@ -105,7 +106,8 @@ def says_nothing(turn: Message) -> bool:
 
 
 def find_unread(fields: Mapping[str, Any], messages: Sequence[Message]) -> set[str]:  # Any: JSON
-    """Fields of a row that other systems read and this one ignores, unless the system message is also in messages."""
+    """Fields of a row that other systems read, but this project does not; without system fields if messages contain a
+    system message."""
     has_system = any(message["role"] == "system" for message in messages)
     told = set() if has_system else {name for name in SYSTEM_FIELDS if isinstance(fields.get(name), str)}
     return {name for name in (*told, TEMPLATE_FIELD) if fields.get(name)}
@@ -132,11 +134,11 @@ def describe_keys(row: Row) -> str:
             "conversation, else to completion"
         )
     if ALPACA_PROMPT.issubset(keys):
-        return f"{found}; Alpaca's `instruction` and `input` must be put together as `prompt`; `output` is `completion`"
+        return f"{found}; join Alpaca's `instruction` and `input` to `prompt`, and rename `output` to `completion`"
     if not {"prompt", "messages", "text"}.intersection(keys):
         for name in PROMPT_ELSEWHERE:
             if name in keys:
-                return f"{found}; did you mean prompt? rename {name}"
+                return f"{found}; did you mean prompt? rename {name} to prompt"
     hints = (closest_name(key, KNOWN_KEYS) for key in keys if key not in KNOWN_KEYS)
     return (found or "no field at all") + next((hint for hint in hints if "did you mean" in hint), "")
 
@@ -146,7 +148,7 @@ def find_answer_elsewhere(row: Row) -> str:
     named = next((name for name in ANSWER_ELSEWHERE if row.get(name) is not None), "")
     if not named and isinstance(row.get("reward_model"), Mapping):
         named = "ground_truth of reward_model"
-    return f"; did you mean {named}? call it answer" if named else ""
+    return f"; did you mean {named}? rename it to answer" if named else ""
 
 
 def _find_completion_elsewhere(row: Row) -> str:
@@ -155,7 +157,7 @@ def _find_completion_elsewhere(row: Row) -> str:
     if not is_asked or row.keys() >= ALPACA_PROMPT or row.keys() >= PREFERENCE:
         return ""
     named = next((name for name in COMPLETION_ELSEWHERE if row.get(name) is not None), "")
-    return f"; {named} is called completion in demonstrations" if named else ""
+    return f"; {named} may be the completion: rename it to completion" if named else ""
 
 
 def _join(prompt: list[Message], completion: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:  # JSON
@@ -197,7 +199,7 @@ def _as_list(calls: object, number: int) -> Sequence[object]:
 
 
 def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
-    """A tool call with its arguments as an object: templates would quote arguments given as text."""
+    """A tool call with its arguments as an object, because chat templates would quote arguments given as text."""
     call = _without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -216,7 +218,7 @@ def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
 
 
 def _without_nulls(value: Any) -> Any:  # Any: JSON
-    """Remove null keys: tables give each object the keys of all others in its column.
+    """Remove null keys, because a table gives each object the keys of all objects in its column.
 
     JSON text is left unchanged.
     """
@@ -229,7 +231,7 @@ def _join_parts(parts: list[object], number: int) -> str:
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(
-            f"message {number} has content other than text, and only text can be trained on; found {_show(parts)}"
+            f"message {number} has content other than text, but only text can be trained on; found {_show(parts)}"
         )
     return "".join(str(text) for text in texts)
 

@@ -1,4 +1,4 @@
-"""Hand out prompts over epochs in a seeded order, with a cursor that survives restarts."""
+"""Choose prompts over epochs in a seeded order, with a cursor that checkpoints save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DataBuffer:
         """Prompts handed out since the start; the next group's index."""
         self._order = self._shuffled(0)
         self._other_order: dict[int, list[int]] = {}
-        """The order of one other epoch: usually the previous one, whose groups may still be generated."""
+        """Cached order of one other epoch: usually the previous epoch, because its groups may still be generated."""
         self._digest = _digest_prompts(self.prompts)
 
     def get_prompts(self, n: int) -> list[Prompt]:
@@ -86,13 +86,13 @@ class DataBuffer:
         saved = state["prompts_digest"]
         if saved != self._digest and saved != _digest_without_metadata(self.prompts):
             raise DataError(
-                "the prompts changed since the checkpoint was written, so its position in them is meaningless: "
+                "the prompts changed since the checkpoint was written, so its position in the prompts is meaningless: "
                 "restore the file, or start a new run"
             )
         if state["seed"] != self.seed:
             raise DataError(
-                f"the checkpoint was written with seed {state['seed']}, now the seed is {self.seed}: restore the seed, "
-                "or start a new run"
+                f"the checkpoint was written with seed {state['seed']}, but now the seed is {self.seed}: restore the "
+                "seed, or start a new run"
             )
         self.epoch_id = state["epoch_id"]
         self.sample_offset = state["sample_offset"]
@@ -106,7 +106,7 @@ class DataBuffer:
 
 
 def _digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """A digest of the prompts and of everything that rewards read."""
+    """A digest of the prompts and of all their fields that rewards may read."""
     total = hashlib.sha256()
     for prompt in prompts:
         content = [prompt.id, prompt.messages, prompt.answer, dict(prompt.metadata)]

@@ -57,7 +57,7 @@ ROLLOUT_FIELDS = ("conversation", "outcomes")
 
 
 RowSamples = tuple[Sample, ...]
-"""The samples of a row: one; several if turns need texts of their own (chat.py); empty if the row is left out."""
+"""The samples of a row: one sample, several if turns need separate texts (chat.py), or empty if the row is left out."""
 
 
 class SampleRules(NamedTuple):
@@ -88,9 +88,9 @@ def load_sft_dataset(
     """Demonstrations as samples of at most `max_length` tokens, in the order of the file.
 
     Args:
-        on_overlong: for longer rows: `cut` them (an error if no trained token remains), `cut_or_drop` (drop the row in
-            that case), or `drop` them all.
-        max_rows: read only so many rows.
+        on_overlong: for longer rows: `cut` truncates, with an error if no trained token remains; `cut_or_drop` drops
+            the row in that case; `drop` drops all longer rows.
+        max_rows: highest number of rows to read.
         columns: types of CSV columns that are not text.
 
     Raises:
@@ -114,7 +114,7 @@ def iterate_samples(
 
     Args:
         source: name of the rows' origin, for messages.
-        bad: collects errors of rows, which then give no sample; without it the first error is raised.
+        bad: collects errors of rows, which then give no sample. If None, the first error is raised.
 
     Raises:
         DataError: see `load_sft_dataset`.
@@ -125,7 +125,7 @@ def iterate_samples(
 
 
 def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
-    """Open each dataset; the only check is that it has rows."""
+    """Open each dataset, and check that it has rows."""
     return [
         open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision, columns=each.columns)
         for each in datasets
@@ -140,7 +140,7 @@ def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
     """
     size = len(table) if dataset.max_samples is None else min(len(table), dataset.max_samples)
     if size * dataset.repeat < 1:
-        raise DataError(f"{table.path}: repeat {dataset.repeat} of {size} rows is less than one row: raise it")
+        raise DataError(f"{table.path}: repeat {dataset.repeat} of {size} rows is less than one row: raise repeat")
     return size
 
 
@@ -173,14 +173,14 @@ class SFTDataset:
         self._tokenizer = tokenizer
         self._rules = rules
         self.num_dropped = 0
-        """Rows left out because of their length; while streaming, visits of such rows."""
+        """Number of rows that were left out because of their length; while streaming, number of visits to such rows."""
         self.first_dropped: list[int] = []
-        """The first of these rows, numbered from 0 through all datasets."""
+        """The first dropped rows, numbered from 0 through all datasets."""
         self._kept: _CompactSamples | None = None
         if not streaming:
             self._kept = _CompactSamples(self._read_chunk(chunk) for chunk in _chunks(range(len(self))))
             if self.num_dropped == len(self):
-                raise DataError(f"all {len(self)} rows are longer than max_length {rules.max_length}: raise it")
+                raise DataError(f"all {len(self)} rows are longer than max_length {rules.max_length}: raise max_length")
 
     def __len__(self) -> int:
         """Number of rows of all datasets, including rows that are left out."""
@@ -266,11 +266,11 @@ def load_prompts_from_jsonl(
 
     Args:
         columns: types of CSV columns that are not text.
-        bad: collects errors of rows, which are left out; without it they are raised after reading all rows.
+        bad: collects errors of rows, which are left out. If None, they are raised after all rows were read.
 
     Raises:
         DataError: rows lack `prompt` and `messages`, or an id occurs twice; names the rows.
-        DemonstrationError: the first such row is a demonstration.
+        DemonstrationError: the first invalid row is a demonstration.
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}
@@ -299,7 +299,7 @@ def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: 
         if (other := seen.get(key_of(prompt))) is not None:
             raise DataError(
                 f"prompt {prompt.id!r} of {names[1]} is also prompt {other!r} of {names[0]}: "
-                "selection and evaluation need different prompts; remove it from one of them"
+                "selection and evaluation need different prompts; remove the prompt from one of the files"
             )
 
 
@@ -315,7 +315,7 @@ def find_openings(prompts: Sequence[Prompt]) -> set[str]:
 
 
 def is_opening(prompt: Prompt, openings: set[str]) -> bool:
-    """True if the prompt's conversation is one of `find_openings`."""
+    """True if the prompt's conversation is in `openings`, the result of `find_openings`."""
     return _conversation(prompt) in openings
 
 
@@ -397,7 +397,8 @@ def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -
 def _conversation_samples(
     conversation: Conversation, tokenized: TokenizedConversation | DataError, rules: SampleRules
 ) -> RowSamples:
-    """The samples of a conversation. A sample whose trained turn was cut off is dropped, unless all would be."""
+    """The samples of a conversation. A sample without its trained turn, which was cut off, is dropped, unless no sample
+    would remain."""
     if isinstance(tokenized, DataError):
         raise tokenized
     messages = conversation.messages
@@ -428,7 +429,7 @@ def _build_sample(
         if is_overlong and rules.on_overlong == "cut_or_drop" and any(loss_mask[1:]):
             return None
         reason = f"within the first {max_length} of its {len(tokens)} tokens" if any(loss_mask) else "at all"
-        raise DataError(f"nothing to train on {reason}: raise max_length or change train_on, on_overlong or the row")
+        raise DataError(f"nothing to train on {reason}: raise max_length, or change train_on, on_overlong or the row")
     return Sample(
         prompt=prompt,
         response=response,
@@ -461,7 +462,7 @@ def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     is_begun = is_prefill(messages) and row.get("messages") is None
     if messages[-1]["role"] == "assistant" and not is_begun:
         raise DemonstrationError(
-            "the prompt ends with an assistant turn, but the policy must give that turn: remove it, or move it to "
+            "the prompt ends with an assistant turn, but the policy must write this turn: remove it, or move it to "
             "`answer` for graders. If the policy is to continue the turn, name the field `prompt`"
         )
     answer, own_id = (as_text(row.get(name)) for name in TEXT_FIELDS)

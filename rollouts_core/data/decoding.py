@@ -1,4 +1,4 @@
-"""Decode sampled tokens to text, for environments, rewards and readers."""
+"""Decode sampled tokens to text, for environments, rewards and reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode_turn(
     kept = list(tokens)
     if status is Status.COMPLETED and kept and kept[-1] not in left_out:
         last = tokenizer.added_tokens_decoder.get(kept[-1])
-        # A closing tag is part of the answer, even if the user made it a stop token.
+        # Keep a closing tag, which is part of the answer even if the user set it as a stop token.
         kept = kept[:-1] if last is not None and last.special and not last.content.startswith("</") else kept
     text: str = tokenizer.decode([token for token in kept if token not in left_out], skip_special_tokens=False)
     return text

@@ -1,8 +1,8 @@
 """Parse the tool calls in a policy's turn, in the dialect of its chat template.
 
-A dialect is a `response_template` of transformers, which does the parsing. It comes from the settings, the tokenizer,
-or `DIALECTS` for common models. A probe selects it: the chat template renders a call, and the first dialect that parses
-the same call back is used.
+A dialect is a `response_template` of transformers, which does the parsing. The dialect comes from the settings, the
+tokenizer, or `DIALECTS` for common models. A test call selects the dialect: the chat template renders the call, and the
+first dialect that parses the text back to the same call is used.
 
     probe call --chat template--> <tool_call>{"name": ...}</tool_call><|im_end|> --dialect--> the same call?
 """
@@ -51,13 +51,14 @@ THINK: ResponseTemplate = {"open": "<think>", "close": "</think>", "content": "t
 
 
 def _dialect(calls: ResponseTemplate, thoughts: ResponseTemplate = THINK) -> ResponseTemplate:
-    """A response template in which everything but thoughts and calls is content; its prefix is passed already cut."""
+    """A response template in which all text besides thoughts and calls is content. `prefix` is already shortened to the
+    part that affects parsing."""
     fields = {"reasoning_content": thoughts, "tool_calls": {"repeats": True, **calls}, "content": {"content": "text"}}
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\A", "fields": fields}
 
 
 def _tagged(open_pattern: str, close_pattern: str, tag_pattern: str) -> ResponseTemplate:
-    """Calls with one tag per argument; the tools' schemas tell which arguments are not text."""
+    """Calls with one tag per argument. The tools' schemas determine which arguments are not text."""
     return {
         "open_pattern": open_pattern,
         "close_pattern": close_pattern,
@@ -147,7 +148,7 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     ),
 }
 HERMES = "hermes"
-"""The dialect that most models are trained on."""
+"""Key of the dialect that most models use."""
 
 
 class CallError(Exception):
@@ -190,7 +191,7 @@ class Dialect:
     end_id: int | None = None
     """Special token that ends a turn of calls; None if unknown."""
     closing: str = ""
-    """Text of the turn's end, if the dialect needs it to end a call: decoded turns do not contain it."""
+    """Text of the turn's end, if the dialect needs this text to end a call: decoded turns do not contain it."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -201,7 +202,7 @@ class Dialect:
         """The calls in a turn, in order; calls inside thoughts do not count.
 
         Args:
-            tools: schemas that tell numbers from text if the dialect does not.
+            tools: schemas that distinguish numbers from text if the dialect does not.
 
         Raises:
             CallError: a call cannot be parsed.
@@ -211,7 +212,7 @@ class Dialect:
 
 
 DEFAULT_DIALECT = Dialect(name=HERMES, template=DIALECTS[HERMES])
-"""Used if the chat template does not write calls."""
+"""Used if the chat template writes no calls."""
 
 
 def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Dialect:
@@ -265,7 +266,7 @@ class Probe:
     text: str
     """The turn after its generation prompt."""
     prefix: str
-    """The end of the generation prompt that the rendered turn also begins with."""
+    """The end of the generation prompt, if the rendered turn also begins with this text."""
     generation_prompt: str
     """Text before a turn of the policy."""
     behind: str
@@ -298,7 +299,7 @@ def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
     start = count_shared(asked, whole)
     tag = whole.rfind("<", 0, start)
     if len(asked) > start and tag >= 0 and ">" not in whole[tag:start]:
-        start = tag  # both continue with tags that share a beginning
+        start = tag  # the two texts continue with tags that share a beginning
     if str(PROBE_NUMBER) not in whole[start:]:
         return None
     try:
@@ -340,7 +341,8 @@ def _checked(name: str, written: str) -> Dialect:
 
 
 def _cut_prefix(dialect: Dialect, prefix: str) -> str:
-    """The part of a generation prompt that affects parsing; for built-in dialects only the start of thoughts."""
+    """The part of a generation prompt that affects parsing; for built-in dialects this is only the start of
+    thoughts."""
     if dialect.template not in DIALECTS.values():
         return prefix
     from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
@@ -386,7 +388,7 @@ class TurnReader:
 
     Args:
         dialect: how the policy writes thoughts and calls.
-        tools: their schemas tell numbers from texts where the dialect does not.
+        tools: their schemas distinguish numbers from text if the dialect does not.
     """
 
     def __init__(self, dialect: Dialect, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
@@ -405,21 +407,21 @@ class TurnReader:
         """The pieces that the next part of the text completes.
 
         Raises:
-            CallError: a call cannot be read; nothing else is lost if the part begins no earlier than the call.
+            CallError: a call cannot be parsed. Text of the same part before the call is then lost.
         """
         self._fed += text
         try:
             return self._pieces(self._parser.feed(text))
         except (ValueError, RecursionError) as error:
             raise CallError(f"the tool call is not valid JSON: {error.__cause__ or error}") from error
-        except KeyError as error:  # a name that the opening did not have
+        except KeyError as error:  # the text that opens the call has no name
             raise CallError("the tool call has no name, or not where this model's calls have it") from error
 
     def finish(self) -> list[Piece]:
         """The pieces that the end of the text completes.
 
         Raises:
-            CallError: a call cannot be read, or has no end.
+            CallError: a call cannot be parsed, or has no end.
         """
         pieces = self.feed(self._closing)
         is_closed = self._calls is None or _ends_with(self._calls.close_re, self._fed)
@@ -435,7 +437,7 @@ class TurnReader:
         return pieces + self._pieces(events)
 
     def unread(self) -> str:
-        """The text from the last call on, for a turn whose call cannot be read."""
+        """The text from the last call to the end, for a turn with a call that cannot be parsed."""
         starts = [found.start() for found in self._calls.open_re.finditer(self._fed)] if self._calls else []
         return self._fed[starts[-1] :] if starts else ""
 

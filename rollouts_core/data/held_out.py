@@ -32,15 +32,16 @@ from rollouts_core.types import Prompt
 
 Metric = Literal["accuracy", "loss"]
 MAX_LEAKED_SHARE = 0.01
-"""Permitted share of leaked rows: crawled data contain repetitions, and so few change a mean score by 1 % at most."""
+"""Permitted share of leaked rows. Crawled data contain repetitions, and this share hardly changes a mean score: by at
+most 1 %."""
 MAX_NAMED = 3
 MAX_SHOWN_CHARS = 80
 TOLD_FIRST = ("system", "developer")
-"""Roles that say how to answer, not what is asked."""
+"""Roles whose messages say how to answer, but do not ask a question."""
 
 
 class HeldOutRows:
-    """The held-out rows of one file, and which of them were found in training data.
+    """The held-out rows of one file, and the rows that were found in training data.
 
     Args:
         name: setting of the file.
@@ -58,7 +59,8 @@ class HeldOutRows:
         self._shown = {number: " ".join(said)[:MAX_SHOWN_CHARS] for number, said in texts.items()}
         self._found: dict[int, str] = {}
         self._alike: dict[int, tuple[str, str]] = {}
-        """By held-out row: a training row that shares a long run of words, and the words."""
+        """For each held-out row that shares a long run of words with a training row: the training row, and the
+        words."""
         self._phrases = LongPhrases()
         for number, said in texts.items():
             for text in said:
@@ -90,8 +92,8 @@ class HeldOutRows:
         return [
             Caution(
                 f"{len(alike)} of {self._num_rows} rows of {self.name} ({len(alike) / self._num_rows:.0%}) share a "
-                f"long run of words with a training row: row {number} and {place} both have {words!r}. Check whether "
-                "they ask the same (such rows are not left out)"
+                f"long run of words with a training row: row {number} and {place} both have {words!r}. Check if both "
+                "rows ask the same question; such rows are still used"
             )
         ]
 
@@ -104,7 +106,8 @@ class HeldOutRows:
         sentence = (
             f"{len(self._found)} of {self._num_rows} rows of {self.name} are also trained on "
             f"({', '.join(places[:MAX_NAMED])}{more}): {len(self._found) / self._num_rows:.0%} of them, for example "
-            f"{self._shown[first]!r}. Memorized rows say nothing about other rows: remove them from one of the files"
+            f"{self._shown[first]!r}. Scores on memorized rows do not predict scores on other rows: remove the rows "
+            "from one of the files"
         )
         if len(self._found) > MAX_LEAKED_SHARE * self._num_rows:
             raise DataError(sentence)
@@ -148,7 +151,7 @@ def watch_rows(
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows of demonstrations unchanged, after comparing each with the held-out rows."""
     for number, row in rows:
-        with suppress(DataError):  # the caller reports invalid rows
+        with suppress(DataError):  # the caller reports the invalid row
             read = read_demonstration(row) if held_out else ""
             for each in held_out:
                 keys = [_whole_of(read)] if each.metric == "loss" else _prompts_of(read)
@@ -157,17 +160,17 @@ def watch_rows(
 
 
 def key_of_prompt(prompt: Prompt) -> bytes:
-    """Equal for prompts whose users say the same."""
+    """A key that is equal for prompts with the same user turns."""
     return _digest(key_of_turns(said_by_user(prompt.messages)))
 
 
 def key_of_task(prompt: Prompt) -> bytes:
-    """Equal for prompts with the same conversation and the same task."""
+    """A key that is equal for prompts with the same conversation and the same task."""
     return hashlib.sha256(key_of_prompt(prompt) + describe_task(prompt).encode()).digest()
 
 
 def key_of_demonstration(row: Row) -> bytes:
-    """Equal for demonstrations with the same content, whatever other fields the rows have.
+    """A key that is equal for demonstrations with the same content; other fields of the rows do not count.
 
     Raises:
         DataError: the row is not a demonstration.

@@ -9,7 +9,7 @@ An interrupted download is resumed.
 It runs in a process of its own, because the hub's library reads its address and token when it is imported. A
 mistake is one sentence on standard error.
 
-Not here: where the folder lies, and whether the disk has room (tasks/hub_models.py).
+tasks/hub_models.py chooses the folder and checks the disk space.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_wanted(file: str) -> bool:
 
 
 def fetch_model(name: str, commit: str, folder: Path) -> None:
-    """Download the files of a model; those that are whole in the folder are kept."""
+    """Download the files of a model. Files that are complete in the folder are not downloaded again."""
     from huggingface_hub import snapshot_download
 
     allowed, left_out = [*PATTERNS], [*LEFT_OUT]
@@ -59,7 +59,7 @@ def fetch_model(name: str, commit: str, folder: Path) -> None:
 
 
 def main() -> int:
-    """Carry out one verb; see the head of this file."""
+    """Run the command in the arguments; the head of this file lists the commands."""
     verb, name, revision = sys.argv[1:4]
     try:
         if verb == "fetch":
@@ -67,7 +67,7 @@ def main() -> int:
         else:
             found = find_model(name, revision) if verb == "find" else find_dataset(name, revision)
             sys.stdout.write(json.dumps(found) + "\n")
-    except Exception as error:  # the hub's own errors, and those of the HTTP library that its version has
+    except Exception as error:  # errors of the hub's library, and of the HTTP library that it uses
         raise SystemExit(explain_hub_error("dataset" if verb == "dataset" else "model", name, error)) from error
     return 0
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 def epoch_order(sizes: Sequence[int], repeats: Sequence[float], *, seed: int, epoch: int) -> array[int]:
     """The rows of an epoch, shuffled, numbered over all datasets. 8 bytes per visit.
 
-    Each row of a dataset is visited once before any is visited again; an epoch continues where the previous one ended.
+    Each row of a dataset is visited once before any row is visited again. An epoch continues at the row after the last
+    visit of the previous epoch.
     """
     assert len(sizes) == len(repeats), f"{len(sizes)} sizes, {len(repeats)} repeats"
     order = array("q")

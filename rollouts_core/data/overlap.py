@@ -1,4 +1,4 @@
-"""Compare texts as a reader would: without case and spaces, by the user's turns, and by long runs of words."""
+"""Compare texts without regard to case and spaces: whole texts, the user's turns, and long runs of words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def said_by_user(messages: Sequence[Message]) -> list[str]:
 
 
 def key_of_turns(turns: Iterable[str]) -> str:
-    """Equal for conversations whose turns say the same."""
+    """A hash that is equal for conversations with the same turns."""
     return json.dumps([fold(turn) for turn in turns])
 
 
@@ -60,7 +60,8 @@ class LongPhrases:
 
     def __init__(self) -> None:
         self._number_of: dict[int, dict[int, int]] = {}
-        """By length in words: run's hash -> number of the text with the run, or 0 if several texts have it."""
+        """For each length in words: hash of a run -> number of the text with this run, or 0 if several texts contain
+        it."""
 
     def add(self, number: int, text: str) -> None:
         words = WORDS.findall(text.casefold())

@@ -41,7 +41,7 @@ def pack_lengths(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     num = len(lengths)
     rows: list[list[int]] = []
     # Space and number of each open row as one integer: the smallest value >= `length * num` is the tightest fit, and
-    # the oldest row among equals.
+    # the oldest row if several rows fit equally.
     open_rows: list[int] = []
     for i in sorted(range(num), key=lambda i: -lengths[i]):
         place = bisect_left(open_rows, lengths[i] * num)
@@ -53,6 +53,6 @@ def pack_lengths(lengths: Sequence[int], max_length: int) -> list[list[int]]:
             rows.append([i])
         if space > lengths[i]:
             insort(open_rows, (space - lengths[i]) * num + row)
-    # Not in the order of the stream: among equal samples the later ones start the last, short rows.
+    # Shuffle, because the last rows are short and contain the later samples of the stream.
     random.Random(",".join(map(str, lengths))).shuffle(rows)
     return [sorted(row) for row in rows]

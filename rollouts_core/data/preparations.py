@@ -4,7 +4,7 @@
 
 A function of the user's has the same form: `def prepare(read, **settings)`, named as `package.module:function`.
 
-Not here: reading and writing the rows (preparing.py), when that is done (tasks/preparing.py).
+preparing.py reads and writes the rows. tasks/preparing.py decides when to do this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]  # Any: columns of every type
 GSM8K_ASK = "\n\nThink step by step, and end with #### and the number."
 MATH_ASK = "\n\nReason step by step, and put the final answer within \\boxed{}."
 CALCULATION = re.compile(r"<<.*?>>")
-"""The notes of GSM8K for a calculator."""
+"""Matches the calculator annotations in GSM8K's solutions."""
 MAX_MATH_PROMPT_CHARS = 2000
 MAX_OPENING_CHARS = 6000
 """Characters of a conversation before its first answer ends. A longer opening would fill a whole training row."""
@@ -37,13 +37,12 @@ class ReadRows(Protocol):
 
 
 PrepareFn = Callable[..., Mapping[str, Iterable[Row]]]
-"""(read, settings as keyword arguments) -> the rows of each data file, by the settings `data.NAME` that it stands
-for."""
+"""(read, settings as keyword arguments) -> the rows of each data file, by the name of its setting `data.NAME`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """How one public dataset becomes data files."""
+    """A preparation: makes data files from one public dataset."""
 
     title: str
     """The dataset in a few words."""
@@ -51,7 +50,7 @@ class Preparation:
     source: str
     """Name of the dataset on the hub."""
     revision: str
-    """The commit that the preset was made for."""
+    """The commit for which the preparation was written."""
 
 
 def prepare_gsm8k(
@@ -92,7 +91,7 @@ def prepare_math(
 
 
 def _math_row(row: Row) -> Row | None:
-    """None for a problem without an integer as its answer, and for a very long one."""
+    """The row of a problem; None if its answer is not an integer, or if the problem is very long."""
     answer = final_answer(row["solution"]) or ""
     prompt = row["problem"] + MATH_ASK
     is_kept = answer.removeprefix("-").isdigit() and len(prompt) < MAX_MATH_PROMPT_CHARS
@@ -153,4 +152,4 @@ PREPARATIONS: Mapping[str, Preparation] = {
         revision="79d93d786212f7344586290adb811d4ae6a1762c",
     ),
 }
-"""By the name that `data.prepare` has for it."""
+"""Preparations by their names in `data.prepare`."""

@@ -42,7 +42,7 @@ QUESTION_MARK = "a user asked this"
 PROBE_CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates require."""
 TODAY = datetime(2024, 7, 26)
-"""The fixed date; Llama 3's templates use it if they have no clock."""
+"""The fixed date, which Llama 3's templates also use as their default."""
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 Tools = Sequence[dict[str, Any]] | None  # Any: JSON schemas of a user's tools
@@ -127,7 +127,7 @@ def with_template_values(
 
 
 def _literal(value: Any) -> str:  # Any: JSON
-    """A JSON value as Jinja spells it."""
+    """A JSON value in the syntax of Jinja."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -179,8 +179,8 @@ def _render(
         given = len(str(list(messages))) + len(str(tools_or_none))
         if len(texts[0]) > MAX_TEMPLATE_CHARS + MAX_GROWTH * given:
             raise DataError(
-                f"the chat template writes {len(texts[0]):,} characters for a conversation of {given:,}: "
-                "use another one"
+                f"the chat template writes {len(texts[0]):,} characters for a conversation of {given:,}: use another "
+                "template"
             )
     return texts[0], spans[0] if has_spans else []
 
@@ -204,7 +204,7 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, _template: str) -> MessageFor
     content = next((form for form in contents if writes(form, answers)), MessageForm())
     for has_null, has_text in ((True, False), (True, True), (False, False), (False, True)):
         form = content._replace(has_null_content=has_null, has_text_arguments=has_text)
-        # A template that expects another form writes the word null, or an object in Python's spelling.
+        # A template that expects another form writes the word null, or an object in Python's syntax.
         if writes(form, calls, *(("None", "null") if has_null else ("{'said'",))):
             return form
     return content

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT_IN_JSON = json.dumps(SPLIT)[1:-1]
-"""SPLIT in a template's ASCII JSON output."""
+"""The form of SPLIT in ASCII JSON, which some templates write."""
 
 
 class UnseenReplyError(DataError):
@@ -70,7 +70,8 @@ def tokenize_reply(
 
 
 def _calling(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:  # Any: JSON
-    """Tool calls as chat templates take them; ids have nine letters and digits, which some templates require."""
+    """Convert tool calls to the dictionaries that chat templates read. Ids have nine letters and digits, because some
+    templates require this."""
     return [
         {"id": f"call{i:05}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for i, call in enumerate(calls)
@@ -87,7 +88,8 @@ def _render_behind(
     replies: Sequence[Message],
     sampled: Sequence[int],
 ) -> tuple[str, list[int]]:
-    """The text that a template writes after a turn with these calls, and its tokens without the sampled ones."""
+    """The text that a template writes after a turn with these calls, and its tokens except those that the policy
+    already sampled."""
     asks: Message = {"role": "user", "content": ""}
     split = split_special(tokenizer, replies)
     if not calls:
@@ -125,7 +127,7 @@ def _find_turn(turn: str, text: str, name: str) -> int:
 
 
 def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> Message:  # Any: JSON
-    """The reply with the id of its call; replies of tools come in the order of the calls."""
+    """The reply with the id of its call. Replies of tools have the order of the calls."""
     if reply["role"] != "tool":
         return reply
     call = calls[min(number, len(calls) - 1)]
@@ -133,10 +135,10 @@ def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> 
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shared: int, sampled: Sequence[int]) -> int:
-    """The position in a conversation's tokens after all that the policy sampled in a turn of calls.
+    """The position in a conversation's tokens after the tokens that the policy sampled in a turn of calls.
 
     Args:
-        shared: number of tokens of the turn alone.
+        shared: number of tokens of the turn without the text after it.
     """
 
     def is_space(start: int, end: int) -> bool:

@@ -54,10 +54,11 @@ SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SHORT_FLOATS = ("float16", "float32")
 COPY_VERSION = 1
-"""Raised when the same files are copied to other rows than before."""
+"""Version of the copying. Increase it if the same files are copied to other rows than before."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEPT_BESIDE = frozenset({"__pycache__", ".git", ".cache"})
-"""Folders that Python, git and the hub's client add to a folder, for example when a model is downloaded."""
+"""Names of folders that Python, git and the hub's client create inside a folder, for example during the download of a
+model."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of files with weights or training state."""
 
@@ -73,10 +74,10 @@ class RowTable(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
-        """The rows at these places from 0, each with its number from 1 for messages.
+        """The rows at places counted from 0, each with its number from 1 for messages.
 
         Args:
-            bad: collects errors of rows, which are left out; without it the first error is raised.
+            bad: collects errors of rows, which are left out. If None, the first error is raised.
         """
         ...
 
@@ -84,7 +85,7 @@ class RowTable(Protocol):
 class _Watch:
     """Detects changes of a file, or of the files in a folder.
 
-    A dataset of the hub needs no watching: its commit fixes its content.
+    A dataset of the hub is not watched, because its commit fixes its content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +99,7 @@ class _Watch:
             return
         if not stamps or digest_path(self._path) != digest:
             raise DataError(f"{self._path} changed while it was in use: start again")
-        self._stamps = stamps  # only touched, copied back, or moved to another disk
+        self._stamps = stamps  # the files have new times or places, but the same content
 
 
 class JsonlRows:
@@ -158,7 +159,7 @@ class JsonlRows:
 class TableRows:
     """The rows of a table of the `datasets` library by number.
 
-    Images and audio are not decoded, which needs packages and time and may fail without being needed. Their place holds
+    Images and audio are not decoded, because decoding needs packages and time and may fail. Their value is replaced by
     the column's type.
 
     Args:
@@ -202,7 +203,8 @@ class TableRows:
         ]
 
     def _as_stored(self, name: str, value: Any) -> Any:  # Any: a column's value
-        """The value with the digits of its column's format: float32's 0.1 arrives as 0.10000000149011612."""
+        """The value rounded to the digits of its column's format, because 0.1 in float32 is read as
+        0.10000000149011612."""
         dtype = getattr(self._table.features[name], "dtype", "")
         if dtype not in SHORT_FLOATS or value is None:
             return value
@@ -252,7 +254,7 @@ def load_rows(
 
     Args:
         columns: types of CSV columns that are not text.
-        bad: collects errors of lines, which are left out; without it the first error is raised.
+        bad: collects errors of lines, which are left out. If None, the first error is raised.
 
     Raises:
         DataError: the file is missing, a line is not a JSON object, or there are no rows.
@@ -280,8 +282,8 @@ def load_rows(
 def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...] = ()) -> str:
     """sha256 of a file, or of the names and contents of all files in a folder, as hex.
 
-    Folders of `KEPT_BESIDE` are left out, so a second download or clone of a model has the same digest. A hub id (no
-    such path) has no content here; its digest covers its name and revision.
+    Folders of `KEPT_BESIDE` are left out, so a second download or clone of a model has the same digest. If the path
+    does not exist, it is a hub id, and the digest covers its name and revision.
 
     Args:
         without: suffixes of files to leave out of a folder.
@@ -307,14 +309,14 @@ def digest_files(files: Mapping[Path, Path]) -> str:
     total, names = hashlib.sha256(), sorted(files)
     paths = [files[name] for name in names]
     for name, digest in zip(names, read_each(_digest_file, paths, num_bytes=_count_bytes(paths)), strict=True):
-        total.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))  # names need not be UTF-8
+        total.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))  # names may be invalid UTF-8
     return total.hexdigest()
 
 
 def _count_bytes(files: Sequence[Path]) -> int:
     total = 0
     for file in files:
-        with suppress(OSError):  # removed meanwhile: the reader reports it
+        with suppress(OSError):  # the file was removed meanwhile; the next read reports this
             total += file.stat().st_size
     return total
 
@@ -333,7 +335,7 @@ def resolve_revision(path: str, revision: str) -> str:
     """The current commit of a hub dataset; files and folders keep `revision`.
 
     Raises:
-        DataError: the hub does not know the dataset, or is unreachable.
+        DataError: the hub has no such dataset, or is unreachable.
     """
     if Path(path).exists() or Path(path).is_absolute() or COMMIT.fullmatch(revision):
         return revision
@@ -341,7 +343,7 @@ def resolve_revision(path: str, revision: str) -> str:
 
     try:
         commit: str | None = HfApi().dataset_info(path, revision=revision or None).sha
-    except Exception as error:  # the library's errors, and those of its HTTP client
+    except Exception as error:  # errors of the library and of its HTTP client
         raise DataError(
             f"{path} is not a file or folder, and its commit on the hub is unknown ({first_line(error)}): correct the "
             "path, set `revision` to a commit, or start again when the hub is reachable"
@@ -350,7 +352,7 @@ def resolve_revision(path: str, revision: str) -> str:
 
 
 class _Source(NamedTuple):
-    """Origin of rows that are not read in place."""
+    """Origin of rows that are read through a copy or table."""
 
     path: Path
     digest: str
@@ -439,7 +441,7 @@ def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of dataset
 
     path, cache = source.path, str(source.cache) if source.path.exists() else None
     if path.suffix == ".parquet":
-        name = glob.escape(str(path))  # otherwise rows[1].parquet would match rows1.parquet
+        name = glob.escape(str(path))  # without escapes, rows[1].parquet would match rows1.parquet
         return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=cache)
     chosen = {"revision": source.revision or None, "cache_dir": cache}
     builder = datasets.load_dataset_builder(str(path), source.subset or None, **chosen)
@@ -487,7 +489,8 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     files: list[TextFile] = []
     for name in splits[source.split]:
         separator, field = (builder.config.sep, "") if kind == "csv" else ("", builder.config.field or "")
-        if find_kind(name)[1]:  # unpacked while reading, also formats that `datasets` lacks a package for
+        # Compressed files are unpacked while they are read, also in formats for which `datasets` lacks a package.
+        if find_kind(name)[1]:
             files.append(TextFile(Path(manager.download(name)), kind, str(name), separator, field))
             continue
         for file in manager.iter_files([manager.download_and_extract(name)]):
@@ -496,7 +499,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
 
 
 def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets has no types
-    """Raise DataError for CSV options in the dataset's README that are not supported here."""
+    """Raise DataError for unsupported CSV options in the dataset's README."""
     usual = type(config)()
     own = ("name", "version", "data_dir", "data_files", "description", "sep", "delimiter", "features", "chunksize")
     for field in dataclasses.fields(config):
@@ -512,7 +515,7 @@ def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
     import datasets
 
     path = source.path
-    if not path.exists():  # errors come from several HTTP libraries
+    if not path.exists():  # the library raises errors of several HTTP libraries
         return DataError(
             f"{path} is not a file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
             "path, `split`, `subset` or `revision`, or start again when the hub is reachable"
@@ -552,7 +555,7 @@ def _is_empty(path: str | Path) -> DataError:
 
 
 class _NoLinesError(DataError):
-    """The file is not JSONL at all."""
+    """The file as a whole is not JSONL."""
 
 
 def _is_array(path: str) -> DataError:
@@ -648,7 +651,8 @@ _SPELLED_JSON = json.JSONDecoder(parse_float=SpelledNumber, parse_int=SpelledNum
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value
-    """Remove null keys, which a table adds to every struct of a column; a missing number may be NaN instead of null."""
+    """Remove null keys, which a table adds to every struct of a column. NaN also counts as null, because tables write
+    it for missing numbers."""
     if isinstance(value, dict):
         cleaned = {key: _without_nulls(each) for key, each in value.items()}
         return {key: each for key, each in cleaned.items() if each is not None}

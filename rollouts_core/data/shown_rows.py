@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNCUT = 1 << 40
-"""Tokens of a row that is never too long."""
+"""Length limit for rows without a limit."""
 OPEN, CLOSE = "[[", "]]"
 """Marks around trained text."""
 
@@ -35,7 +35,7 @@ class ShownRow:
     outcome: str
     """trained, cut, dropped, prompt (RL trains on no token of it), or error."""
     reason: str = ""
-    """The cut part, or why the row was left out or refused."""
+    """A sentence about the cut part, or the reason why the row was dropped or is an error."""
     text: str = ""
     """Decoded tokens with special tokens; trained text is between `[[` and `]]`."""
     num_tokens: int = 0
@@ -89,7 +89,7 @@ def describe_row(shown: ShownRow) -> str:
 def show_demonstrations(
     rows: Iterable[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
 ) -> Iterator[ShownRow]:
-    """Demonstrations as SFT sees them, with dropped and unreadable ones."""
+    """Demonstrations as SFT sees them, including dropped and invalid rows."""
     for number, row in rows:
         try:
             [samples] = iterate_samples([(number, row)], source, tokenizer, rules)
@@ -100,9 +100,9 @@ def show_demonstrations(
             continue
         if not samples:
             longest = max(len(each.tokens) for each in uncut)
-            reason = f"{longest} tokens are more than training.sft.max_length {rules.max_length}"
+            reason = f"{longest} tokens exceed training.sft.max_length {rules.max_length}"
             yield ShownRow(source=source, row=number, outcome="dropped", reason=reason)
-        for sample in samples:  # several if turns need separate texts
+        for sample in samples:  # a row has several samples if turns need separate texts
             num_kept = len(sample.tokens)
             num_tokens = next(len(each.tokens) for each in uncut if each.tokens[:num_kept] == sample.tokens)
             yield show_sample(sample, tokenizer, source=source, row=number, num_cut=num_tokens - num_kept)

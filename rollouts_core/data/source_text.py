@@ -32,7 +32,7 @@ class JsonText(str):
 
 
 def as_text(value: Any) -> str | None:  # Any: a value of JSON or of a table
-    """The text of a value; None for a missing one.
+    """The text of a value; None for a missing value.
 
     Floats get the shortest text that reads back as the same number, without ".0".
     """

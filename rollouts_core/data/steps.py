@@ -27,11 +27,11 @@ class Cursor(NamedTuple):
     position: int = 0
     """Visits of the epoch before the current window."""
     num_rows: int = 0
-    """Rows already taken from the window."""
+    """Number of rows already taken from the window."""
 
 
 Visit = Sample | Sequence[Sample] | None
-"""Result of visiting a row: one sample, several, or none (also None) if the row is left out."""
+"""Result of visiting a row: one sample, a sequence of samples, or an empty sequence or None if the row is left out."""
 
 
 @runtime_checkable
@@ -44,13 +44,14 @@ class EpochSource(Protocol):
 
 
 Samples = EpochSource | Sequence[Sample] | Iterable[Sample]
-"""Demonstrations. A sequence is shuffled each epoch; a stream is read once in its order."""
+"""Demonstrations. A sequence is shuffled each epoch. A stream is read once, in its own order."""
 
 
 class SFTSteps:
     """The rows of each step; `cursor` is the position of the next step.
 
-    They depend only on samples, settings and the first cursor. At the end of a stream an incomplete step is dropped.
+    The rows depend only on samples, settings and the first cursor. At the end of a stream an incomplete step is
+    dropped.
 
     Raises:
         DataError: an epoch has no samples.
@@ -97,7 +98,7 @@ class _ShuffledSequence:
 
 def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) -> Iterator[tuple[list[Sample], Cursor]]:
     if not isinstance(samples, EpochSource | Sequence):
-        assert start.epoch == 0, f"a stream has one epoch, the cursor is in epoch {start.epoch}"
+        assert start.epoch == 0, f"a stream has only one epoch, but the cursor is in epoch {start.epoch}"
         yield from _pack_epoch(itertools.islice(samples, start.position, None), config, start)
         return
     source = samples if isinstance(samples, EpochSource) else _ShuffledSequence(samples)
@@ -110,7 +111,7 @@ def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) ->
             is_empty = False
             yield row
         if is_empty:
-            raise DataError("there is no sample to train on: every row of an epoch is left out for its length")
+            raise DataError("there is no sample to train on, because every row of an epoch is too long")
         cursor = Cursor(cursor.epoch + 1)
 
 

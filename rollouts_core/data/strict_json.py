@@ -36,7 +36,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value; write null or leave the field out")
+    raise ValueError(f"{name} is not a JSON value: write null, or leave the field out")
 
 
 STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

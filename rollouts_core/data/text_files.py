@@ -44,7 +44,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BOOLEANS = {"true": True, "false": False}
 _DECODER = json.JSONDecoder()
 ONE_LINE = str.maketrans("\r\n", "  ")
-"""JSON line breaks outside of strings have no meaning; inside strings they are escaped as \\n."""
+"""Line breaks in JSON: they have no meaning outside of strings, and are written as \\n inside strings."""
 
 
 class TextFile(NamedTuple):
@@ -73,7 +73,7 @@ def find_separator(path: str | Path) -> str:
 
 
 def is_array(path: Path) -> bool:
-    """True if a JSON file is one array instead of a row per line."""
+    """True if a JSON file is an array; False if it has one row per line."""
     with open_file(path) as file:
         return file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
@@ -280,7 +280,7 @@ def _check_header(file: TextFile, header: list[str], columns: Mapping[str, Colum
 
 
 def _typed(file: TextFile, number: int, name: str, cell: str, kind: ColumnType) -> Any:  # Any: JSON
-    """The value of a cell; fields that are compared as text get the value's text."""
+    """The value of a cell, as text for fields that are compared as text."""
     try:
         value = _READERS[kind](cell)
     except (ValueError, KeyError) as error:

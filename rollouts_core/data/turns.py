@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_THOUGHTS = "</think>"
-"""Follows thoughts at the beginning of a turn's text; many templates search for it, and some cut there."""
+"""Tag after the thoughts at the beginning of a turn's text. Many templates search for this tag, and some cut the text
+there."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of different templates for thoughts outside of the text."""
 OPENS_THOUGHTS = re.compile(r"([<\[])([\w:]+)([>\]])\s*\Z")
@@ -46,11 +47,11 @@ class TurnForm(NamedTuple):
     is_known: bool = False
     """True if the template writes the assistant's text, so that it can be tested."""
     cue: str = ""
-    """The end of the generation prompt that turns inside a conversation lack."""
+    """The end of the generation prompt, if turns inside a conversation are written without this text."""
     rest: str = ""
     """Text after the assistant's words at the end of a conversation."""
     surplus: str = ""
-    """The end of `rest` that is written only at the end of a conversation, after the turn's end."""
+    """The part of `rest` after the turn's end, which the template writes only at the end of a conversation."""
     end_within: str = ""
     """Special token that ends a turn inside a conversation; empty if the next turn's header ends it."""
     end_of_call: str = ""
@@ -58,7 +59,7 @@ class TurnForm(NamedTuple):
     header: str = ""
     """Special token of a user's turn, if nothing else ends an assistant's turn."""
     header_of_answer: str = ""
-    """The same for a tool's answer."""
+    """Special token of a tool's answer, if nothing else ends an assistant's turn."""
 
 
 class RenderedTurn(NamedTuple):
@@ -67,7 +68,7 @@ class RenderedTurn(NamedTuple):
     before: str
     """The conversation before the turn, with the generation prompt."""
     turn: str
-    """The rest: the words and the end of the turn."""
+    """The message and the end of the turn."""
 
 
 def find_turn_form(tokenizer: PreTrainedTokenizerBase) -> TurnForm:
@@ -129,7 +130,7 @@ def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: st
         DataError: the template writes other words.
     """
     form = find_turn_form(tokenizer)
-    # Searched from the end: a header may contain the same letters as a short beginning.
+    # Search from the end, because a header may contain the same letters as a short beginning.
     body = turn.removesuffix(form.rest.removesuffix(form.surplus))
     for words, beginning in ((content, given), (content.strip(), given.lstrip())):
         start = len(body) - len(words) if body.endswith(words) else body.rfind(words)
@@ -148,10 +149,9 @@ def find_header(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> st
 
 
 def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str) -> str:
-    """The turn's text after a generation prompt whose cue the template leaves out of turns.
-
-    After a cue that opens thoughts come the message's thoughts, or none, and their closing tag: a model must close its
-    thoughts before it can answer.
+    """The turn's text after the generation prompt, for a template that ends the prompt with a cue and writes turns
+    without it. If the cue opens thoughts, the text has the message's thoughts (possibly empty) and the closing tag,
+    because a model must close its thoughts before it can answer.
     """
     opening = OPENS_THOUGHTS.search(cue)
     if not opening:
@@ -162,7 +162,7 @@ def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str
             turn = turn.lstrip("\n")
         return turn
     closing = f"{opening[1]}/{opening[2]}{opening[3]}"
-    if turn.lstrip().startswith(opening[0].strip()):  # the template writes the tag with other spacing
+    if turn.lstrip().startswith(opening[0].strip()):  # the template writes other spaces around the tag
         return turn.lstrip().removeprefix(opening[0].strip()).lstrip("\n")
     if closing in turn:
         return turn
@@ -188,7 +188,7 @@ def _render_beginning(tokenizer: PreTrainedTokenizerBase, tools: Tools, written:
 
 
 def _not_behind(before: str, written: str) -> DataError:
-    """Error for a turn that the template does not write after its generation prompt."""
+    """The error for a template that does not write a turn after its generation prompt."""
     place = len(_common_prefix(before, written))
     shown, found = (repr(text[place : place + 60]) for text in (before, written))
     return DataError(
@@ -234,7 +234,7 @@ def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tok
     question = render(asks)
     if not rest.strip():
         header = find_header(tokenizer, middle, 0)
-        # A token that also begins assistant turns does not show that a turn is over.
+        # Leave out a token that also begins assistant turns, because it does not show that a turn has ended.
         if header == find_header(tokenizer, asked.removeprefix(question), 0):
             return TurnForm(True, cue, rest)
         behind = behind_call[len(_common_prefix(behind_call, rest_of_call)) :]
@@ -243,14 +243,14 @@ def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tok
     between = render(asks, cast(Message, {**calls, "tool_calls": calls["tool_calls"] * 2})).split(TURN_MARK)[1:-1]
     surplus = rest[_end_of_turn(tokenizer, rest, middle) :]
     end_of_call = _end_of_call(tokenizer, rest_of_call, "".join(between))
-    # gpt-oss ends the last turn with another token than earlier turns, which end like questions.
+    # gpt-oss ends the last turn with its own token, and earlier turns with the token that also ends questions.
     behind_question = question.rpartition("?")[2]
     end, *known = (find_header(tokenizer, each.lstrip(), 0) for each in (middle, rest, behind_question))
     return TurnForm(True, cue, rest, surplus, end if end in known else "", end_of_call)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, rest: str, middle: str) -> int:
-    """Length of a last turn's end without special tokens that only the end of a conversation has."""
+    """Length of a last turn's end, without special tokens that occur only at the end of a conversation."""
     end = 0
     for found in _special_pattern(tokenizer).finditer(rest):
         if not middle.startswith(rest[: found.end()]):

@@ -1,4 +1,5 @@
-"""The built-in environments by name, and those of installed packages. `protocol.py` explains environments."""
+"""The built-in environments and the environments of installed packages, by name. `protocol.py` explains
+environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addition with or without shown work: the task of the quickstart, easy to check by program and by eye.
+"""Addition with or without written steps: the task of the quickstart. Answers are easy to check.
 
 prompt     415+298=?
 worked     5+8+0=13,1+9+1=11,4+2+1=07:713     column by column with the carry, then the answer
@@ -38,12 +38,12 @@ class Addition:
 
 
 class ArithmeticEnvironment:
-    """Rewards a completion that ends by itself with the right number after its last colon."""
+    """Rewards a completion that is not truncated and has the right number after its last colon."""
 
     row_fields = ("answer",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError if the answer is not in the only form that is graded as right."""
+        """Raise ValueError if the answer is not a number in the form that grading accepts."""
         if not NUMBER.fullmatch(row["answer"]):
             raise ValueError(f"expected a number as `answer`, like 713, found {row['answer']!r}")
 
@@ -82,7 +82,7 @@ def write_blurted_answer(problem: Addition) -> str:
 
 
 def write_guessed_answer(problem: Addition, rng: random.Random) -> str:
-    """Only a number that differs from the answer in one digit."""
+    """A completion that is only a number, and differs from the answer in one digit."""
     digits = list(problem.answer)
     place = rng.randrange(len(digits))
     digits[place] = rng.choice([digit for digit in "0123456789" if digit != digits[place]])

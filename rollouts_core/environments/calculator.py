@@ -51,7 +51,7 @@ CALCULATOR = Tool(
 
 
 class CalculatorEnvironment:
-    """Answers calls of the calculator; rewards a last turn whose number is the answer."""
+    """Replies to calls of the calculator. Rewards a conversation if the number in its last turn is the answer."""
 
     row_fields = ("answer",)
     tools = (CALCULATOR,)
@@ -61,7 +61,7 @@ class CalculatorEnvironment:
         read_reference(row["answer"])
 
     async def respond(self, conversation: Conversation) -> Reply:
-        """The result of the calls in the policy's turn; no message without a call."""
+        """One message per call in the policy's turn, with its result; no message if the turn has no call."""
         text = conversation.text
         called = await answer_tool_calls(text, self.tools)
         if called.messages:
@@ -77,13 +77,13 @@ class CalculatorEnvironment:
             return _answer(f"error: {error}", Outcome.TOOL_ERROR)
 
     def grade(self, sample: Sample) -> float:
-        """1 if the number after the last colon, or the marked answer, is the reference, else 0.
+        """1 if the number after the last colon, or the marked answer, equals the reference; else 0.
 
-        Accepted are a single number, the reference as written, and its reduced fraction. A sum is not accepted: the
-        policy could repeat the one in its prompt.
+        Accepted are a single number, the reference as written, and its reduced fraction. A sum is not accepted, because
+        the policy could repeat the sum in its prompt.
 
         Raises:
-            RewardError: the reference is not a number.
+            RewardError: the row's answer is not a number.
         """
         reference = str(sample.metadata.get("answer", ""))
         try:
@@ -105,7 +105,7 @@ def read_reference(answer: str) -> Fraction:
     """The number in a row's answer.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: the answer is not a number.
     """
     try:
         return evaluate(final_answer(answer) or normalise_answer(answer))

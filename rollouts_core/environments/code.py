@@ -1,8 +1,8 @@
 """Python programs that must pass tests, run in a sandbox (`sandbox.py`).
 
 A row has `tests`: a list of `{"stdin": ..., "stdout": ...}`, or Python code that checks the program's definitions and
-raises on errors. The first kind cannot be cheated, because the expected output is never inside the sandbox. With the
-second kind program and tests share a process, so a policy may learn to trick them.
+raises on errors. A program cannot cheat the first kind, because the expected output is never inside the sandbox. With
+the second kind, program and tests share a process, so a policy may learn to manipulate the tests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*
 LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
 """Matches a line that opens a block after words, as in "Here it is: ```python"."""
 MAX_GRADING_S = 600.0
-"""Time limit of a program for all tests of its row, seconds; each of hundreds of tests has its own limit too."""
+"""Time limit of a program for all tests of its row, seconds. Each test also has its own limit, but a row may have
+hundreds of tests."""
 MAX_PROGRAM_BYTES = 1 << 20
-"""Space for the program besides a test's input; real programs are shorter."""
+"""Bytes reserved for the program besides a test's input; real programs are shorter."""
 PYTHON = {"python", "python3", "py"}
 """Names of the language in blocks, in lower case."""
 
@@ -48,11 +49,11 @@ class CodeEnvironment:
 
     @cached_property
     def _slots(self) -> anyio.CapacityLimiter:
-        """Limit of concurrent programs: more than processors would only run into their time limits."""
+        """Limit of concurrent programs: with more programs than processors, programs would exceed their time limits."""
         return anyio.CapacityLimiter(count_processors())
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for tests that all programs pass, or none can."""
+        """Raise ValueError for tests that every program passes, or that no program can pass."""
         check_tests(row["tests"], self.limits or SandboxLimits())
 
     async def grade(self, sample: Sample) -> float:
@@ -67,13 +68,14 @@ class CodeEnvironment:
             check_tests(tests, self.limits or SandboxLimits())
         except ValueError as error:
             raise RewardError(str(error)) from error
-        with uncounted():  # a policy's program must not end a run, and every program has its own limit
+        # A slow program of the policy must not end the run, and each program has its own time limit.
+        with uncounted():
             if isinstance(tests, str):
                 return float(await self._passes_code(program, tests))
             return await self._grade_tests(sample, program, tests)
 
     async def _passes_code(self, program: str, tests: str) -> bool:
-        # The mark proves that the tests were reached and passed: a program could exit with code 0 before them.
+        # The printed mark proves that the tests passed, because a program could exit with code 0 before the tests.
         mark = secrets.token_hex(16)
         async with take_turn(self._slots):
             result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
@@ -86,7 +88,7 @@ class CodeEnvironment:
         tests: Sequence[dict[str, Any]],  # Any: JSON
     ) -> float:
         left_s = self.grading_limit.seconds
-        # One after another: most failing programs fail early, and the remaining tests need not run.
+        # Run tests one after another: most wrong programs fail an early test, so the remaining tests need not run.
         for test in tests:
             async with take_turn(self._slots):
                 began = anyio.current_time()
@@ -109,7 +111,7 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
     if isinstance(tests, str):
         _check_python(tests)
         return
-    # The program is in the same folder as the input.
+    # The program takes part of the same limit, because it is in the same folder as the input.
     most = {"stdin": (limits.file_mb << 20) - MAX_PROGRAM_BYTES, "stdout": limits.output_bytes}
     for number, test in enumerate(tests, start=1):
         if not isinstance(test, dict) or not most.keys() <= test.keys():
@@ -137,7 +139,7 @@ def _check_python(tests: str) -> None:
 def extract_program(text: str) -> str:
     """The last fenced block marked as Python, else the last block, else the whole text.
 
-    An unmarked block beside a program usually contains its output.
+    An unmarked block after a marked one usually contains the program's output.
     """
     return find_last_block(text, PYTHON)
 
@@ -150,7 +152,7 @@ def find_last_block(text: str, languages: Collection[str]) -> str:
 
 
 def find_blocks(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of a Markdown text: each one's language and lines.
+    """The language and lines of each fenced block in a Markdown text.
 
     As in CommonMark, a fence of the same marks without a language, or the end of the text, closes a block. In addition,
     marks at the end of a line open and close a block. If a whole block is indented, as in a list, the indentation is

@@ -1,4 +1,5 @@
-"""Countdown: reach a target with every given number exactly once, by + - * / and parentheses.
+"""Countdown: write an expression with the target as value, with each given number exactly once, + - * / and
+parentheses.
 
 A row has `numbers` and `target`. The answer is the expression between the last <answer> and </answer>.
 """
@@ -30,7 +31,7 @@ class CountdownEnvironment:
         answers = find_marked(sample.response, "answer")
         if not answers:
             return 0.0
-        # Policies often mention the mark before they use it, and write the result after the expression.
+        # Policies often write the tag before they answer with it, and write the result after the expression.
         expression = answers[-1].rpartition("<answer>")[2].partition("=")[0]
         given = sorted(map(_read_number, sample.metadata["numbers"]))
         try:

@@ -23,7 +23,7 @@ class ExpressionError(ValueError):
 
 def find_marked(text: str, tag: str) -> list[str]:
     """The texts between each `<tag>` and the next `</tag>`, in order."""
-    # Not a pattern, which would search for the end after each of the thousands of openings that a policy may write.
+    # A regular expression would search for the end after each opening tag, and a policy may write thousands of them.
     opening, closing = f"<{tag}>", f"</{tag}>"
     parts = [part.partition(opening) for part in text.split(closing)[:-1]]
     return [body for _, found, body in parts if found]
@@ -33,7 +33,7 @@ def evaluate(text: str) -> Fraction:
     """The exact value of an expression.
 
     Raises:
-        ExpressionError: it is too long, unreadable, or divides by zero.
+        ExpressionError: the expression is too long, invalid, or divides by zero.
     """
     return _Parser(text).value
 

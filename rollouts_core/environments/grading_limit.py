@@ -1,6 +1,6 @@
-"""Limit the time to grade a completion that is hard to check: it gets reward 0 and is counted.
+"""Limit the time to grade a completion. A completion that takes too long to check gets reward 0 and is counted.
 
-Limits of a user's own functions, which end a run: `system/time_limits.py`.
+`system/time_limits.py` has the limits of users' functions, which end a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class GradingLimit:
     """A time limit for grading one completion, and the number of completions that exceeded it.
 
     Args:
-        seconds: far more than an honest completion needs.
+        seconds: time limit, far longer than normal completions need.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -27,7 +27,7 @@ class GradingLimit:
         self._num_over = 0
 
     def call(self, sample: Sample, function: Callable[..., float], *arguments: Any) -> float:  # Any: the function's
-        """The function's reward; 0 if it computes for too long."""
+        """The reward of a function; 0 if the function exceeds the time limit."""
         try:
             with interrupt_after_computing(self.seconds):
                 return function(*arguments)

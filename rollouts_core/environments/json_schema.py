@@ -1,4 +1,4 @@
-"""Write JSON that matches a schema. A row has `schema`, and optionally `answer`, the only right JSON."""
+"""Write JSON that matches a schema. A row has `schema`. With the optional `answer`, only JSON equal to it is right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOOLEANS = {"True": True, "False": False}
 
 
 def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
-    """The keyword `multipleOf` in decimal arithmetic: as floats, 19.99 is not a multiple of 0.01."""
+    """The keyword `multipleOf` in decimal arithmetic, because 19.99 as a float is not a multiple of 0.01."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return
     is_finite = number not in (math.inf, -math.inf)
@@ -40,7 +40,7 @@ def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[Va
 
 
 def _check_unique(_: Any, is_unique: bool, items: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
-    """The keyword `uniqueItems` in one pass: pairwise comparison takes minutes for thousands of objects."""
+    """The keyword `uniqueItems` in one pass, because pairwise comparison takes minutes for thousands of objects."""
     if is_unique and isinstance(items, list):
         keys = [json.dumps(_with_equal_numbers(item), sort_keys=True) for item in items]
         if len(set(keys)) < len(keys):
@@ -103,7 +103,7 @@ class JSONSchemaEnvironment:
 
     def _grade(self, sample: Sample) -> float:
         schema, answer = sample.metadata["schema"], sample.metadata.get("answer")
-        # An empty registry prevents fetching a `$ref` from a URL.
+        # The empty registry prevents that a `$ref` is fetched from a URL.
         Draft202012Validator.check_schema(schema)
         validator = SchemaValidator(schema, registry=Registry())
         try:
@@ -117,7 +117,8 @@ class JSONSchemaEnvironment:
 
 
 def _check_references(schema: Any) -> None:  # Any: JSON
-    """Raise ValueError for an unresolvable reference, which a validator would notice only when it gets there."""
+    """Raise ValueError for an unresolvable reference. A validator would raise only when a completion reaches the
+    reference."""
     root = DRAFT202012.create_resource(schema)
     pending = [(root, SPECIFICATIONS.combine(Registry()).resolver_with_root(root))]
     while pending:
@@ -128,16 +129,17 @@ def _check_references(schema: Any) -> None:  # Any: JSON
                 resolver.lookup(reference)
             except Unresolvable as error:
                 raise ValueError(
-                    f"`schema` refers to {reference!r}, which it does not contain, and references are not fetched"
+                    f"`schema` refers to {reference!r}, but does not contain it: include the definition, because "
+                    "references are not fetched"
                 ) from error
         pending += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
-    """Parse a text's last fenced block marked as JSON, else its last block, else the whole text.
+    """The JSON value in a text's last fenced block marked as JSON, else in its last block, else in the whole text.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     return json.loads(find_last_block(text, ["json"]), parse_constant=_refuse_constant)
 

@@ -1,6 +1,6 @@
-r"""Problems with one final answer, as in GSM8K and MATH, marked by `\boxed{}` or `####`.
+r"""Problems with one final answer, as in GSM8K and MATH. A completion marks its answer by `\boxed{}` or `####`.
 
-The environment's name decides how answers are compared, not the installed packages:
+The name of the environment decides how answers are compared; installed packages change nothing:
 
     math           equal as text or as decimal number; needs nothing
     math_verify    equal as mathematics (1/2 is 0.5, x+1 is 1+x), by the package math-verify
@@ -21,7 +21,8 @@ from rollouts_core.types import Sample
 TIMEOUT_S = 2
 """Time limits for parsing an answer and for comparing it, seconds; a slower answer is wrong."""
 MAX_ANSWER_CHARS = 2000
-"""Longest answer that is read as mathematics. Longer ones use up the time limit, and math-verify logs them whole."""
+"""Longest answer that is read as mathematics. A longer answer would use up the time limit, and math-verify would log it
+as a whole."""
 MAX_EXPONENT = 1000
 """Numbers with more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
@@ -45,7 +46,7 @@ class MathEnvironment:
         check_reference(row["answer"])
 
     def grade(self, sample: Sample) -> float:
-        """1 for the right final answer, 0 for a wrong or missing one."""
+        """1 for the right final answer, 0 for a wrong or missing answer."""
         found = final_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
         expected = final_answer(reference) or normalise_answer(reference)
@@ -116,13 +117,13 @@ def check_reference(answer: str) -> None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""`marked_answer` in normalised form; None without one."""
+    r"""`marked_answer` in normalised form; None without a marked answer."""
     answer = marked_answer(text)
     return None if answer is None else normalise_answer(answer)
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The last answer in `\boxed{}`, or number after `####`, as written; None without one.
+    r"""The last answer in `\boxed{}` or number after `####`, as written; None if there is no answer.
 
     Other text after `####` may be a heading, so it only counts without any other answer.
     """
@@ -154,7 +155,7 @@ def normalise_answer(answer: str) -> str:
     number = _read_number(answer)
     if number is None:
         return _strip_noise(answer).lower()
-    # In full, 1e999999 would have a million digits.
+    # Written in full, 1e999999 would have a million digits.
     is_short = number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT
     return format(number or Decimal(0), "f") if is_short else _strip_noise(answer).lower()
 
@@ -163,7 +164,7 @@ def _read_number(answer: str) -> Decimal | None:
     """The number in an answer, without units and marks; None for other text."""
     text = _strip_noise(answer)
     try:
-        # The default context rounds to 28 digits, which would make two longer numbers equal.
+        # The default context rounds to 28 digits, so two different longer numbers could become equal.
         return Context(prec=len(text) + 1).normalize(Decimal(text))
     except (InvalidOperation, Overflow):
         return None

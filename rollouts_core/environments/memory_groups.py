@@ -15,7 +15,7 @@ from pathlib import Path
 
 NAME = "rollouts-*"
 MAX_AGE_S = 3600.0
-"""Older cgroups are leftovers of killed processes: no program runs this long. Seconds."""
+"""Age in seconds from which a cgroup counts as a leftover of a killed process, because no program runs this long."""
 
 
 @cache
@@ -26,7 +26,7 @@ def find_group_parent() -> str:
         own = re.search(r"^0::(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
     except OSError:
         return ""
-    if mount is None or own is None or ".." in own[1]:  # outside of the mounted part
+    if mount is None or own is None or ".." in own[1]:  # the cgroup is outside of the mounted part
         return ""
     top = Path(mount[1])
     path = top / own[1].lstrip("/")
@@ -40,7 +40,8 @@ def find_group_parent() -> str:
 
 
 def _is_parent(folder: Path) -> bool:
-    """True if a cgroup with a memory limit can be created here, and a process of this user moved into it."""
+    """True if this process can create a cgroup with a memory limit in the folder, and move a process of this user into
+    it."""
     try:
         if "memory" not in _read(folder / "cgroup.subtree_control").split():
             return False
@@ -58,7 +59,7 @@ def _is_parent(folder: Path) -> bool:
 
 def _remove_old_groups(parent: Path) -> None:
     for folder in parent.glob(NAME):
-        with suppress(OSError):  # the cgroup has members
+        with suppress(OSError):  # a cgroup with processes cannot be removed
             if time.time() - folder.stat().st_mtime > MAX_AGE_S:
                 folder.rmdir()
 

@@ -1,4 +1,5 @@
-r"""Questions with lettered choices, as in MMLU and ARC: the letter is in `\boxed{}`, after "answer", or alone.
+r"""Questions with lettered choices, as in MMLU and ARC. A completion gives the letter in `\boxed{}`, after "answer", or
+alone.
 
 In a box or alone, the choice's text may follow: "B. Paris".
 """
@@ -17,7 +18,7 @@ BOXED = re.compile(
 )
 REASON = r"because|since|as"
 OTHER = r"[ \t]*[,/&+][ \t]*(?:(?:and|or)[ \t]+)?\(?[A-J]\b(?!['’]|[ \t]+(?!(?:and|or)\b)\w)"
-"""A second letter, unless it begins a remark about the first, as in "C, A is wrong"."""
+"""Matches a second letter, except at the beginning of a remark about the first letter, as in "C, A is wrong"."""
 # A word after the letter makes it part of a sentence ("I think") or of a list; a reason may follow. A lower-case letter
 # may be a word itself, but not at the end of a line. Marks of Markdown, TeX and XML may stand between. Possessive
 # quantifiers (`+`) avoid backtracking, because a policy may write thousands of marks.
@@ -40,7 +41,7 @@ class MultipleChoiceEnvironment:
             raise ValueError(f"expected a letter from A to J as `answer`, found {row['answer']!r}")
 
     def grade(self, sample: Sample) -> float:
-        """1 for the right letter, 0 for a wrong or missing one."""
+        """1 for the right letter, 0 for a wrong or missing letter."""
         return float(chosen_letter(sample.response) == _read_letter(str(sample.metadata.get("answer", ""))))
 
     def vote(self, sample: Sample) -> str | None:
@@ -53,7 +54,7 @@ def _read_letter(answer: str) -> str:
 
 
 def chosen_letter(text: str) -> str | None:
-    r"""The last letter in `\boxed{}`, else the last one after "answer", else a letter that is the whole text."""
+    r"""The last letter in `\boxed{}`, else the last letter after "answer", else a letter that is the whole text."""
     for pattern in (BOXED, NAMED):
         if found := pattern.findall(text):
             return str(found[-1]).upper()

@@ -1,12 +1,12 @@
 """Run an untrusted program in its own process, without network and with limits on every resource.
 
-On Linux the program runs in its own namespaces. It sees no network, no other processes, only a read-only view of the
-interpreter's folders, and a small temporary folder that is deleted at the end. It has no privileges. Memory, processor
-time, processes, open files and output are limited. System calls that reach memory beyond these limits, or rarely used
-parts of the kernel, are refused. When its time is over, all its processes are killed.
+On Linux the program runs in its own namespaces. The program has no network and sees no other processes. It can read the
+interpreter's folders, and write to a small temporary folder that is deleted at the end. It has no privileges. Memory,
+processor time, processes, open files and output are limited. System calls that reach memory beyond these limits, or
+rarely used parts of the kernel, are refused. When its time is over, all its processes are killed.
 
-This protects the machine from an exploring policy. It is not a defence against attacks on the kernel itself. The child
-process: `sandbox_child.py`.
+This protects the machine from an exploring policy. The sandbox does not protect against attacks on the kernel itself.
+The child process: `sandbox_child.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PREFIX_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
 FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 """Error numbers of a system that does not permit or support namespaces."""
 BEGUN = b"+"
-"""Written by the child process once only the program itself can fail."""
+"""The child process writes this mark when all preparations have succeeded, so that later failures are the program's."""
 BEGIN_TIMEOUT_S = 120.0
 """Time limit for starting the sandbox, seconds; normally a fraction of a second."""
 DEFAULT_SOCKET_KB = 208
@@ -59,10 +59,10 @@ class SandboxLimits:
     """The resources of a program."""
 
     wall_s: float = 10.0
-    """Seconds from its first instruction to its end."""
+    """Time limit in seconds, from the program's first instruction to its end."""
     cpu_s: int = 5
     memory_mb: int = 512
-    """Address space of each process, and total memory of all processes."""
+    """Limit in MB of the address space of each process, and of the memory of all processes together."""
     file_mb: int = 16
     """Size of the temporary folder."""
     num_processes: int = 16
@@ -77,7 +77,8 @@ class SandboxResult:
     outcome: Outcome
     """OK for exit code 0, TIMEOUT, or TOOL_ERROR for any other end."""
     exit_code: int
-    """128 plus the signal's number if a signal ended it; negative if it was stopped for its time or output."""
+    """Exit code of the program: 128 plus the signal's number if a signal ended it; negative if it exceeded its time or
+    output limit."""
     stdout: str
     stderr: str
 
@@ -111,7 +112,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
     async def write() -> None:
         assert process.stdin is not None
-        # The program may end before it has read everything; its exit code shows the reason.
+        # The program may end before it has read all of its input; its exit code shows the reason.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             await process.stdin.send(program)
             await process.stdin.aclose()
@@ -135,7 +136,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
     was_stopped = time.cancelled_caught or is_too_much
     if exit_code < 0 and not was_stopped:
         raise EnvironmentUnavailableError(
-            f"this machine killed a program (signal {-exit_code}), but not for its limits: look for the "
+            f"this machine killed a program (signal {-exit_code}), although it was within its limits: look for the "
             "out-of-memory killer in the machine's log, and use more memory or fewer programs at a time"
         )
     # Only the machine can send SIGKILL to the first process of a namespace; too much memory gives an exit code.
@@ -150,7 +151,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
 
 async def _start(limits: SandboxLimits) -> tuple[Process, int]:
-    """Start the process that watches a program, and return it with a file of its problems, which ends at the start."""
+    """Start the process that watches a program. Also returns a file with the problems of its start."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         raise RewardError(
             "this process ignores SIGCHLD (inherited from its parent), so the end of a program would go unnoticed: "
@@ -202,10 +203,10 @@ async def _wait_until_gone(process: Process) -> int:
 
 
 def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
-    """Raise if the program was not started."""
+    """Raise an error if the program was not started."""
     problem = status.removeprefix(BEGUN).decode(errors="replace")
     if problem:
-        # Missing permissions are permanent; a reached limit or a lack of memory may be temporary.
+        # Missing permissions are permanent, but a reached limit or a lack of memory may be temporary.
         is_forbidden = any(os.strerror(number) in problem for number in FORBIDDEN)
         raise (RewardError if is_forbidden else EnvironmentUnavailableError)(
             f"this machine cannot start a sandbox ({problem}): run where Linux namespaces are permitted, "
@@ -223,7 +224,7 @@ def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
 
 @cache
 def visible_folders() -> tuple[str, ...]:
-    """The read-only parts of the file system that a program sees: what Python needs to run."""
+    """The parts of the file system that a program can read: the files that Python needs."""
     prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
     own = [f"{prefix}/{part}" for prefix in prefixes for part in PREFIX_PARTS]
     chosen: list[str] = []
@@ -243,7 +244,7 @@ def _follow_links(path: Path) -> Iterator[str]:
 
 @cache
 def _describe_machine() -> dict[str, object]:
-    """The machine's part of the sandbox settings."""
+    """The sandbox settings that depend on the machine."""
     try:
         socket_kb = int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="utf-8")) >> 10
     except (OSError, ValueError):
@@ -262,7 +263,7 @@ def _find_too_large(code: str, stdin: str, limits: SandboxLimits) -> SandboxResu
 
 
 def _end(process: Process) -> None:
-    """Let the watching process kill the program, which may leave its process group but not its namespace."""
+    """Let the watching process kill the program: a program can leave its process group, but not its namespace."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
 

@@ -6,11 +6,12 @@ namespaces --> fork --> [1] new root, read-only folders, no privileges, limits -
                 |
                 +----- waits, and ends with the exit code of [1]. It kills [1] on SIGTERM, when the parent dies, when
                        all processes inside together use too much memory, or when one has used up its processor time.
-                       With [1], the first process of its namespace, the kernel kills everything inside. If the machine
-                       kills [1], or watching fails, it ends itself by a signal
+                       When [1], the first process of its namespace, is killed, the kernel kills all processes in the
+                       namespace. If the machine kills [1], or watching fails, it ends itself by a signal
 
-A program cannot kill [1] with SIGKILL: no process of a namespace can kill its first one, [1] has no limit at which the
-kernel would kill it, and a program cannot change its limits. SIGKILL therefore comes from the machine.
+A program cannot kill [1] with SIGKILL: no process of a namespace can kill the namespace's first process, [1] has no
+limit at which the kernel would kill it, and a program cannot change its limits. SIGKILL therefore comes from the
+machine.
 
 Only the standard library is used. Every import costs each program milliseconds, so files are read with `os`, not
 pathlib.
@@ -57,29 +58,30 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 NUM_CAPABILITIES = 64
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
-"""Candidates for the mount point of the new root; they are covered only in this mount namespace."""
+"""Candidates for the mount point of the new root. The mount hides the folder's content only in this mount namespace."""
 DEVICES = ("null", "urandom", "random", "full")
 """Without `zero`: its shared mappings are memory that stays after unmapping and counts for no process."""
 CHECK_S = 0.05
 """Seconds between checks of a program's memory and processor time."""
 CPU_GRACE_S = 1.0
-"""Extra seconds for processes that the kernel ends at their limit, which are all except the first."""
+"""Extra seconds for all processes except the first, because the kernel itself ends them at their limit."""
 CPU_LIMIT_SHARE = 0.5
-"""A program killed before it used this share of the machine's own limit of processor time was not killed for that: the
-kernel's two ways of counting time differ by less than half."""
+"""If a program was killed before it used this share of the machine's own limit of processor time, the limit was not the
+reason: the kernel's two ways of counting time differ by less than half."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PIPE_KB, MAPPING_KB = 64, 0.5
 """Kernel memory that a pipe and a mapping may take, kB."""
 MAX_LOCKS, MAX_LOCKS_BYTES = 2000, 256 << 10
-"""Highest number of file locks of all processes together, and bytes read from the list of all locks: reading it takes
-the kernel longer with each part."""
+"""Highest number of file locks of all processes together, and bytes read from the list of all locks. The read is
+limited, because the kernel takes longer for each further part of the list."""
 NUM_SIGNALS = 128
 """Highest number of pending signals and timers for all processes of a program."""
 
 MEMORY = re.compile(rb"^(?:Rss(?:Anon|Shmem)|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB", re.MULTILINE)
 """In /proc/PID/status: memory of a process, also swapped out, and the kernel's page tables."""
 BEGUN = b"+"
-"""Sent before problems, of which there are none when the program starts. Without it the program did not start."""
+"""Sent before the problems of the start; no problem follows if the program started. If the mark is missing, the program
+did not start."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -97,7 +99,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def enter_namespaces() -> None:
-    """Leave the machine's network, processes and mounts, as root or without being root."""
+    """Move this process into separate namespaces for network, processes and mounts, as root or as another user."""
     uid, gid = os.getuid(), os.getgid()
     spaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     if uid == 0:
@@ -141,7 +143,7 @@ def build_root(folders: list[str], file_mb: int) -> None:
 
 
 def make_read_only(folder: str) -> None:
-    """Make a mount and all mounts below it read-only; a plain remount would skip those below."""
+    """Make a mount and all mounts below it read-only; a plain remount would skip the mounts below."""
     flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     arguments = (AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
@@ -189,7 +191,8 @@ def drop_privileges(settings: dict[str, Any]) -> None:
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    end_with_parent(signal.SIGKILL)  # changing the user cleared it, and the filter prevents the program from doing so
+    # The change of the user cleared this setting. The filter prevents the program from clearing it.
+    end_with_parent(signal.SIGKILL)
     put_filter_on(bytes.fromhex(settings["filter"]))
 
 
@@ -221,9 +224,9 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 
 def lower_limit(kind: int, limit: int, *, is_hard: bool) -> None:
-    """Lower a limit of this process, optionally for good; an already lower limit stays."""
+    """Lower a limit of this process, optionally so that it cannot be raised again. An already lower limit stays."""
     _, hard = resource.getrlimit(kind)
-    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # raising is not permitted
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # this process may not raise its limits
     resource.setrlimit(kind, (lower, lower if is_hard else hard))
 
 
@@ -233,7 +236,7 @@ def become_program(settings: dict[str, Any], program: dict[str, str], status: in
     os.setsid()
     build_root(settings["folders"], settings["file_mb"])
     for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
-        # Halves of surrogate pairs are the program's fault, not the machine's.
+        # `surrogatepass`, because half of a surrogate pair must be an error of the program instead of the machine.
         write_file(f"/tmp/{name}", content.encode("utf-8", "surrogatepass"))
     given = os.open("/tmp/stdin", os.O_RDONLY)
     os.dup2(given, 0)
@@ -250,9 +253,8 @@ def end_with_parent(number: int) -> None:
 
 
 def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
-    """Make SIGTERM end the program with all its processes, and then this process.
-
-    The namespace cannot prevent it: from outside, even its first process can be killed.
+    """Make SIGTERM end the program with all its processes, and then this process. From outside of the namespace, even
+    its first process can be killed.
     """
 
     def end(number: int, _: object) -> None:
@@ -268,13 +270,13 @@ def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
 
 
 class MemoryGroup:
-    """A cgroup that limits memory including the kernel's; it is removed at the end of the program.
+    """A cgroup that limits the memory of the program, including kernel memory. The cgroup is removed at the end.
 
     Args:
         parent: cgroup to create it in.
 
     Raises:
-        OSError: it cannot be created there.
+        OSError: the cgroup cannot be created there.
     """
 
     def __init__(self, parent: str, max_bytes: int) -> None:
@@ -287,7 +289,7 @@ class MemoryGroup:
             with contextlib.suppress(OSError):  # these files need swap, or Linux 4.19
                 self._write(name, value)
         self.members = os.open("cgroup.procs", os.O_WRONLY, dir_fd=self._folder)
-        """A process joins by writing 0 to this file."""
+        """A process joins the cgroup by writing 0 to this file."""
 
     def _write(self, name: str, value: str) -> None:
         file = os.open(name, os.O_WRONLY, dir_fd=self._folder)
@@ -297,7 +299,7 @@ class MemoryGroup:
             os.close(file)
 
     def has_killed(self) -> bool:
-        """True if the kernel killed processes for the group's limit."""
+        """True if the kernel killed processes because of the group's memory limit."""
         file = os.open("memory.events", os.O_RDONLY, dir_fd=self._folder)
         try:
             found = re.search(rb"^oom_kill (\d+)", os.read(file, 4096), re.MULTILINE)
@@ -312,9 +314,9 @@ class MemoryGroup:
 
 
 def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None) -> int:
-    """Wait for the program; returns its exit code. It is killed if its processes exceed their limits.
+    """Wait for the program, and kill it if its processes exceed their limits; returns its exit code.
 
-    SIGCHLD must be blocked. Does not return if the program ended for another reason than its limits or itself.
+    SIGCHLD must be blocked. If the machine killed the program, this process ends itself instead of returning.
     """
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard_s = hard if hard != resource.RLIM_INFINITY else float("inf")
@@ -379,11 +381,12 @@ def count_locks() -> int:
             listed += part
     finally:
         os.close(file)
-    return listed.count(b"\n") - listed.count(b": OFDLCK ")  # OFD locks belong to the whole machine; refused inside
+    # OFD locks are listed for the whole machine; programs in the sandbox cannot create any.
+    return listed.count(b"\n") - listed.count(b": OFDLCK ")
 
 
 def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
-    """Total memory of the sandbox's processes in kB, and whether one has used up its processor time.
+    """Total memory of the sandbox's processes in kB, and True if a process has used up its processor time.
 
     Kernel memory counts at its maximum. Shared pages count for each process.
     """
@@ -404,7 +407,8 @@ def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
 
 def read_cpu_s(pid: str) -> float:
     """Processor time of a process in seconds, without its children."""
-    fields = read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # a name of arbitrary bytes comes before
+    # The name before the bracket has arbitrary bytes.
+    fields = read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
 
@@ -440,11 +444,12 @@ def write_file(path: str, content: bytes) -> None:
 
 
 def create_group(settings: dict[str, Any]) -> MemoryGroup | None:
-    """A cgroup for the program; None if impossible, then only measuring limits its memory."""
+    """A cgroup for the program. None if this is impossible; the program's memory is then limited only by measuring
+    it."""
     if not settings["group_parent"]:
         return None
     try:
-        # Files in the temporary folder count too.
+        # Files in the temporary folder count as memory, too.
         return MemoryGroup(settings["group_parent"], settings["memory_mb"] + settings["file_mb"] << 20)
     except OSError:
         return None
@@ -465,13 +470,13 @@ def main() -> int:
         enter_namespaces()
         end_with_parent(signal.SIGTERM)
         if os.getppid() != starter:  # the parent has died
-            raise ProcessLookupError("the process that wanted it has ended")
-        # Blocked until the child's id is known; the program's end is polled.
+            raise ProcessLookupError("the process that requested the program has ended")
+        # Block signals until the child's id is known. The program's end is polled.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         child = os.fork()
         if child == 0:
             if group is not None:
-                with contextlib.suppress(OSError):  # not permitted: only measuring limits its memory
+                with contextlib.suppress(OSError):  # if not permitted, memory is limited only by measuring it
                     os.write(group.members, b"0")
             become_program(settings, program, status)
     except BaseException as error:  # noqa: BLE001 - an unreported problem would be lost
@@ -483,7 +488,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
     code = wait_for_end(child, settings, group)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the child's id may be reused from now on
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another process may get the child's id from now on
     if group is not None:
         group.remove()
     return code

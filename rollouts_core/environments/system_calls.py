@@ -3,8 +3,8 @@
     REFUSED, CHANGES_NOTHING, RULES --build_filter--> BPF instructions --sandbox_child.py--> the kernel
 
 A call is refused for one of three reasons: it gives a program memory that no limit counts, it changes a limit, or it
-leads to a rarely used part of the kernel, where attacks begin. Calls that Linux got after this list was written are
-refused too.
+reaches a rarely used part of the kernel, which attacks may use. Calls that were added to Linux after this list was
+written are refused too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFUSED: dict[str, dict[str, int]] = {
         **{"memfd_create": 319, "memfd_secret": 447, "vmsplice": 278, "splice": 275, "tee": 276, "io_setup": 206},
         # waiting sockets and sockets that carry open files hold memory that no descriptor counts
         **{"sendmsg": 46, "sendmmsg": 307, "setsockopt": 54, "bind": 49, "listen": 50},
-        # watches and rules, of which the kernel keeps any number
+        # watches and rules: the kernel does not limit their number
         **{"inotify_init": 253, "inotify_init1": 294, "fanotify_init": 300, "landlock_create_ruleset": 444},
         # rarely used parts of the kernel
         **{"add_key": 248, "request_key": 249, "keyctl": 250, "perf_event_open": 298, "bpf": 321},
@@ -67,7 +67,8 @@ CHECKED: dict[str, dict[str, int]] = {
 FIRST_UNKNOWN = 463
 """Calls from here on are newer than Linux 6.10, or (on x86_64) second numbers (x32) of all calls."""
 RLIMIT_STACK = 3
-"""The only limit that a program may change: deeply recursive programs do, and the address space bounds it."""
+"""The stack is the only limit that a program may change, because deeply recursive programs need this. The limit of the
+address space also limits the stack."""
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 F_SETPIPE_SZ, F_OFD_SETLK, F_OFD_SETLKW = 1031, 37, 38
@@ -80,7 +81,7 @@ CALL_NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
 
 Instruction = tuple[int, int, int, int]
-"""Operation, instructions to skip if a test is true and if it is false, value."""
+"""Operation, number of instructions to skip if a test is true and if it is false, and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,12 @@ class Condition:
     value: int
     mask: int = ALL_BITS
     is_equal: bool = True
-    """Whether the masked argument must equal the value, or differ from it."""
+    """True if the masked argument must equal the value; False if it must differ."""
     is_upper_half: bool = False
 
 
 RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
-    # Shared memory has no owner: unmapped parts stay and count for no process.
+    # Shared memory has no owner, so unmapped parts stay allocated and count for no process.
     ("mmap", (Condition(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),), errno.EPERM),
     ("mmap", (Condition(3, MAP_HUGETLB, MAP_HUGETLB),), errno.EPERM),
     # These families cannot leave the program's network. Some others can: AF_VSOCK leads from a virtual machine to its
@@ -107,10 +108,10 @@ RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
     # Locks without a process; the kernel lists them for the whole machine.
     ("fcntl", (Condition(1, F_OFD_SETLK),), errno.EPERM),
     ("fcntl", (Condition(1, F_OFD_SETLKW),), errno.EPERM),
-    # These succeed without an effect. A limit lowered by the program would look like the machine's kill, and harmless
-    # programs set limits too.
+    # These calls succeed without an effect. Harmless programs also set limits, but a kill at a limit that the program
+    # lowered would look like a kill by the machine.
     ("prctl", (Condition(0, PR_SET_PDEATHSIG),), 0),
-    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # otherwise a process's descriptors could not be counted
+    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # a process that is not dumpable hides its open files
     ("setrlimit", (Condition(0, RLIMIT_STACK, is_equal=False),), 0),
     ("prlimit64", (Condition(1, RLIMIT_STACK, is_equal=False), Condition(2, 0, is_equal=False)), 0),
     (
@@ -145,12 +146,13 @@ def build_filter(machine: str) -> bytes:
 
 
 def _return_if(test: Instruction, error: int) -> list[Instruction]:
-    """A test of the call's number; the filter ends if it is true."""
+    """A test of the call's number; the filter ends if the test is true."""
     return [test, (RETURN, 0, 0, FAIL_WITH | error)]
 
 
 def _render_rule(number: int, conditions: tuple[Condition, ...], error: int) -> list[Instruction]:
-    """The instructions of a rule, built from last to first; a false condition skips the rest."""
+    """The instructions of a rule. They are built from last to first, because a false condition skips all later
+    instructions."""
     steps = [(RETURN, 0, 0, FAIL_WITH | error)]
     for condition in reversed(conditions):
         rest = len(steps)

@@ -33,12 +33,13 @@ SCHEMA_TYPES = "array, boolean, integer, null, number, object or string"
 
 
 _dialect: ContextVar[Dialect] = ContextVar("dialect", default=DEFAULT_DIALECT)
-"""The dialect of calls for environments in this task."""
+"""The dialect of tool calls in the current asyncio task."""
 
 
 @contextmanager
 def reading_calls_in(dialect: Dialect) -> Iterator[None]:
-    """Parse calls in this dialect inside the block, also in environments, which do not know the dialect."""
+    """Use this dialect for tool calls inside the block, also in environments, which do not get the dialect as an
+    argument."""
     before = _dialect.set(dialect)
     try:
         yield
@@ -53,8 +54,8 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
     `<tool_call>` and `</tool_call>`.
 
     Args:
-        timeout_s: time limit of each tool. A plain function blocks all other conversations while it runs. After this
-            total time no further tool is called, because a policy may write hundreds of calls in a turn.
+        timeout_s: time limit of each tool. A plain function blocks all other conversations while it runs. No further
+            tool of the turn is called after this total time, because a policy may write hundreds of calls in a turn.
     """
     try:
         calls = parse_tool_calls(text, tools)
@@ -76,8 +77,8 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
 
 
 def find_schema_problem(tool: Tool) -> str:
-    """Why a tool's `parameters` are not a JSON Schema of an object, with the place; "" if they are."""
-    schema: object = tool.parameters  # whatever a user wrote
+    """The reason why a tool's `parameters` are not a JSON Schema of an object, with the place; "" if they are valid."""
+    schema: object = tool.parameters  # the user may have written any value
     if not isinstance(schema, dict):
         return f": expected an object, found {schema!r}"
     try:
@@ -126,7 +127,8 @@ def _write_answer(answer: Any) -> str:  # Any: text or another JSON value
     """A tool's result as text for a template and a tokenizer.
 
     Raises:
-        ToolError: the result is too long or too deep to write, which depends on the policy's request.
+        ToolError: the result is too long or too deep to write. The policy gets the message, because its request is the
+            cause.
     """
     try:
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
@@ -149,7 +151,8 @@ def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON; the schem
 
 
 def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON that the policy wrote
-    """Why a tool cannot take these arguments, with the place, for the policy; "" if it can.
+    """The reason, for the policy, why a tool cannot take these arguments, with the place; "" if the arguments are
+    valid.
 
     A schema permits unknown arguments unless it sets `additionalProperties`, and missing ones unless it sets
     `required`. Many schemas set neither, so the function's signature is checked too.
@@ -159,7 +162,7 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
             problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
     except RecursionError as error:  # nested too deeply to check
         return f": they cannot be checked: {error}"
-    except OutOfTimeError:  # a pattern of the schema takes years for some texts
+    except OutOfTimeError:  # a pattern of the schema may take years for some texts
         return f": they cannot be checked within {MAX_CHECK_S:g} s"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"
@@ -167,7 +170,7 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
         taken = inspect.signature(tool.function).parameters
     except ValueError:  # a C function without a signature
         return ""
-    # A name in only one of schema and function is a bug of the tool, which calling it shows.
+    # A name that only the schema or only the function has is a bug of the tool; the call of the tool will report it.
     named = tool.parameters.get("properties", {})
     wanted = [name for name, each in taken.items() if each.default is each.empty and name in named]
     if missing := [name for name in wanted if name not in arguments]:

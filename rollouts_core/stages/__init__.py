@@ -1,4 +1,5 @@
-"""The stages of a run and their order in each mode. A new stage is a file or folder here and a row of STAGES.
+"""The stages of a run and their order in each mode. A new stage is a file or folder in this package and a row of
+STAGES.
 
 The jobs of stages: `jobs/`. This package must not import torch.
 """
@@ -79,7 +80,7 @@ def trainings_of(mode: str) -> tuple[StagePlace, ...]:
 
 
 def kind_of(name: str) -> StageKind:
-    """The kind of a run's stage.
+    """The kind of the stage with this name.
 
     Raises:
         KeyError: unknown stage.
@@ -94,12 +95,12 @@ def is_selection(name: str) -> bool:
 
 
 def is_training(name: str) -> bool:
-    """True if the stage trains. Stores of other versions may contain unknown stages."""
+    """True if the stage is a known training. Stores of other versions may contain unknown stages."""
     return name in TRAININGS
 
 
 def label_of(model: str) -> str:
-    """The label of a model in an evaluation: the label of its training. Unknown models keep their names."""
+    """The label of a model in an evaluation: the label of its training, or the name of an unknown model."""
     if model == BASE:
         return "Base"
     return kind_of(model).label if is_training(model) else model
@@ -111,7 +112,7 @@ def capitalized(title: str) -> str:
 
 
 def describe_mode(mode: str) -> str:
-    """The trainings of a mode as text. Modes of other versions keep their names."""
+    """The trainings of a mode as text. A mode of another version is returned unchanged."""
     if mode not in PIPELINES:
         return mode
     return ", then ".join(place.kind.title for place in trainings_of(mode))

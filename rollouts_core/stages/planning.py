@@ -1,4 +1,4 @@
-"""Build the jobs of trainings from settings: start model and inputs with their digests.
+"""Build the jobs of trainings from settings. A job names its start model and its inputs with their digests.
 
 `tasks/plan.py` chooses a job's directory and node, and plans the jobs that score.
 """
@@ -68,8 +68,8 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
     """The digest of the user's code and models that sampling, grading, filtering and the loss use.
 
-    It covers `digest_plugins` of the names and the local folders of reward models. Only the tokenizer of a judge's
-    folder counts: nothing else there is read.
+    The digest covers `digest_plugins` of the functions' names, and the local folders of reward models. In a judge's
+    folder only the tokenizer counts, because no other file of the folder is read.
     """
     own_loss = training.functions_named if training else {}
     tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]

@@ -33,14 +33,16 @@ RL = StageKind(
         Curve(
             "reward_unfiltered",
             "Reward before the filter",
-            "Includes dropped groups. If the filter drops solved prompts, only this curve shows the progress.",
+            "Mean reward including dropped groups. If the filter drops solved prompts, only this curve shows the "
+            "progress.",
             is_from_zero=False,
         ),
         Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
         Curve(
             "kl_rollout_policy",
             "KL(rollout ‖ policy)",
-            "Between the engine and the policy before each update; 0 if they agree and there is one update per step.",
+            "KL divergence between the engine and the policy before each update; 0 if their log-probs agree and a "
+            "step has one update.",
             min_high=0.001,
         ),
         Curve(
@@ -57,19 +59,22 @@ RL = StageKind(
         Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
         Curve("tool_error_share", "Tool errors", "Share of turns with a tool call that failed.", min_high=0.1),
         Curve(
-            "parse_failure_share", "Parse failures", "Share of turns that the environment could not read.", min_high=0.1
+            "parse_failure_share",
+            "Parse failures",
+            "Share of turns that the environment could not parse.",
+            min_high=0.1,
         ),
         Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
         Curve(
             "update_arrived_share",
             "Update in engines",
-            "Share of the weight changes that survive rounding to the engines' number format.",
+            "Share of the weight changes that are not lost by rounding to the engines' number format.",
             min_high=1.0,
         ),
         Curve(
             "signal_share",
             "Signal share",
-            "Share of groups whose rewards differ; only these are learned from.",
+            "Share of groups whose rewards differ. Only these groups carry a learning signal.",
             min_high=1.0,
         ),
     ),

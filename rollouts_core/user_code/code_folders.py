@@ -1,7 +1,7 @@
 """Folders, besides those on PYTHONPATH, from which the user's modules can be imported.
 
-They come last on sys.path, in this process and in jobs that it starts, so that a file named like an installed package
-does not hide the package. PYTHONPATH would put them before the standard library.
+These folders come last on sys.path, in this process and in jobs that it starts, so that a file named like an installed
+package does not hide the package. PYTHONPATH would put them before the standard library.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "ROLLOUTS_CODE_PATH"
-"""Passes the folders to processes that this one starts."""
+"""Environment variable with these folders for the processes that this process starts."""
 
 
 def add_code_folders(folders: Iterable[str | Path]) -> None:
-    """Make modules in these folders importable; they come before folders that were added earlier."""
+    """Make modules in these folders importable. These folders come before folders that were added earlier."""
     known = _listed()
     first = list(dict.fromkeys(str(Path(each).resolve()) for each in folders))
     os.environ[VARIABLE] = os.pathsep.join([*first, *(each for each in known if each not in first)])

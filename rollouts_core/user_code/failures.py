@@ -42,7 +42,7 @@ def check_generated(
     function: Callable[..., Any],  # Any: a user's function made it
     pending: Sequence[Sample],
 ) -> list[Sample]:
-    """Check the result of a generation function for some groups: it must have samples for all of their places only.
+    """Check that the result of a generation function has samples for each place of some groups, and for no other place.
 
     Raises:
         RewardError: the result is wrong; names the function and the first prompt.
@@ -55,8 +55,8 @@ def check_generated(
 
 def _find_problem(generated: object, pending: Sequence[Sample]) -> str:
     if not isinstance(generated, Sequence) or not all(isinstance(each, Sample) for each in generated):
-        return f"{_describe_type(generated)}: a list of Sample is expected"
-    derive = "derive each from one that it was given, by dataclasses.replace"
+        return f"{_describe_type(generated)}: expected a list of Sample"
+    derive = "make each sample from a given sample with dataclasses.replace"
     groups = {sample.group_index for sample in pending}
     if foreign := [sample.group_index for sample in generated if sample.group_index not in groups]:
         return f"a sample of group {foreign[0]} for group {pending[0].group_index}: {derive}"
@@ -66,10 +66,10 @@ def _find_problem(generated: object, pending: Sequence[Sample]) -> str:
         first = _name_place(missing[0], groups)
         return f"no sample for {len(missing)} of {len(places)} places, {first} first: {derive}"
     if other := sorted(filled - places):
-        return f"a sample for the place {_name_place(other[0], groups)}, which it was not asked for: {derive}"
+        return f"a sample for the place {_name_place(other[0], groups)}, which was not requested: {derive}"
     turns = [(sample.group_index, sample.index, sample.turn) for sample in generated]
     if len({*turns}) < len(turns):
-        return "two samples for one place: number them by `turn` if each is a turn of a conversation"
+        return "two samples for one place: if each sample is a turn of a conversation, number them by `turn`"
     return ""
 
 
@@ -87,7 +87,7 @@ def _describe_type(value: object) -> str:
 def find_user_place(error: BaseException) -> str:
     """` (file, line n)` of the innermost frame in the user's files; empty without such a frame.
 
-    Syntax errors name their place themselves.
+    The message of a syntax error already has the place.
     """
     if isinstance(error, SyntaxError):
         return ""
@@ -97,7 +97,7 @@ def find_user_place(error: BaseException) -> str:
 
 
 def is_raised_by_user_code(error: BaseException) -> bool:
-    """True if one of an error's causes was raised in the user's code, so that its traceback helps the user."""
+    """True if the error or one of its causes was raised in the user's code, so that the traceback helps the user."""
     cause = error.__cause__
     return cause is not None and (bool(find_user_place(cause)) or is_raised_by_user_code(cause))
 

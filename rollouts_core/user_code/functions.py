@@ -41,8 +41,8 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         own = "" if hint.endswith("?") else f"{', or' if hint else ';'} give package.module:function"
         raise ConfigError(f"{setting}: unknown name {name!r}{hint}{own}")
     if not module_name:
-        raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
-    found: Any = (module := _import(module_name, setting=setting))  # Any: whatever the name leads to
+        raise ConfigError(f"{setting}: {name!r} has no module name: give package.module:function")
+    found: Any = (module := _import(module_name, setting=setting))  # Any: the object behind the name
     for part in function_name.split("."):
         is_entered = (found is module or inspect.isclass(found)) and not part.startswith("__")
         found = getattr(found, part, None) if is_entered else None
@@ -56,8 +56,8 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
     if home := find_foreign_home(found, module):
         own = module_name if module_name.startswith(f"{OWN_PACKAGE}.") else module_name.partition(".")[0]
         raise ConfigError(
-            f"{setting}: {name!r} is not defined in {own} but in {home}: give the name that it has there, or define a "
-            "function that calls it"
+            f"{setting}: {name!r} is not defined in {own} but in {home}: use its name in that package, or define your "
+            "own function that calls it"
         )
     function: FunctionT = found
     return function
@@ -66,9 +66,9 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
 def find_foreign_home(found: object, module: ModuleType) -> str:
     """The module that defines the object, if it belongs to another package than `module`, else "".
 
-    Otherwise trust in a package would reach everything that it imports, such as `os.abort`. Objects and inner functions
-    that the package built from parts of others are its own, unless they are also names of the other package. Single
-    modules of this project are trusted, not the whole package.
+    Without this check, trust in a package would include everything that it imports, such as `os.abort`. Objects and
+    inner functions that the package built from parts of another package are its own, unless they are also names of the
+    other package. Single modules of this project are trusted, not the whole package.
     """
     is_defined = inspect.isroutine(found) or inspect.isclass(found)
     home = str(getattr(found if is_defined else type(found), "__module__", None) or "builtins")
@@ -89,7 +89,7 @@ def _say_no_file(name: str, *, setting: str) -> str:
     path, _, function_name = name.partition(":")
     module_name = path.rpartition("/")[2].removesuffix(".py").lstrip(".") or "package.module"
     return (
-        f"{setting}: {name!r} names a file or a place beside one: give the module's name as Python imports it "
+        f"{setting}: {name!r} is a file name or a path: give the module's name as in an import statement "
         f"({module_name}:{function_name or 'function'}), with its folder beside the configuration or in PYTHONPATH"
     )
 
@@ -101,7 +101,7 @@ def _import(module_name: str, *, setting: str) -> ModuleType:
     except ImportError as error:
         is_itself_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         place = "" if is_itself_missing else find_user_place(error)
-        remedy = IS_MISSING if is_itself_missing else ": install what it imports, or repair the import"
+        remedy = IS_MISSING if is_itself_missing else ": install the missing package, or repair the import"
         raise ConfigError(
             f"{setting}: {module_name!r} cannot be imported ({first_line(error)}){place}{remedy}"
         ) from error

@@ -1,6 +1,6 @@
 """Find the files of the user's own code that settings name as `package.module:function`.
 
-They are part of a stage's identity (fingerprint.py) and are copied to other machines (tasks/upload_inputs.py).
+These files are part of a stage's identity (fingerprint.py) and are copied to other machines (tasks/upload_inputs.py).
 
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files
@@ -28,7 +28,8 @@ from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OF_PROJECT = (__name__.partition(".")[0], "rollouts")
-"""This project's core is sent separately, and jobs do not import its other packages."""
+"""This project's packages are not searched: rollouts_core is sent separately, and jobs import no other package of the
+project."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -50,12 +51,12 @@ class OwnCode:
 
     @property
     def sent(self) -> dict[str, Path]:
-        """All files that another machine needs to import it and to find its entry points."""
+        """All files that another machine needs to import the code and to find its entry points."""
         return {**self.files, **self.about}
 
     @property
     def files(self) -> dict[str, Path]:
-        """Its files by their names below the folder that is to be on sys.path elsewhere."""
+        """The files of the code, by their names below the folder that will be on sys.path on another machine."""
         if self.file is not None:
             return {self.file.name: self.file.resolve()}
         if self.package is not None:
@@ -84,7 +85,7 @@ def find_code(name: str) -> OwnCode | None:
 
 
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
-    """The user's own code behind these modules, and everything of the same kind that it imports, sorted by name.
+    """The user's code in these modules, and all user code that it imports, sorted by name.
 
     This project, and installed packages without entry points for us, are neither returned nor searched.
     """
@@ -156,7 +157,7 @@ def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
 
 
 def _is_followed(folder: Path, top: Path) -> bool:
-    """False for a link that Python would not import from, such as one to data, or one back to an enclosing folder.
+    """False for a link without importable code, such as a link to data, or a link back to an enclosing folder.
 
     Args:
         top: the outermost folder of the search.

@@ -102,7 +102,7 @@ def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: obj
 @pytest.mark.parametrize("kernel", ["varlen", "flex", "flash_attention_2"])
 def test_a_kernel_for_gpus_is_refused_on_a_machine_without_one(folder: Path, kernel: str) -> None:
     config = write_config(folder, training__rl__policy={"attention": kernel, "precision": "bfloat16"})
-    assert_refused(config, f'training.rl.policy.attention "{kernel}" needs a GPU, and torch finds none on the machine')
+    assert_refused(config, f'training.rl.policy.attention "{kernel}" needs a GPU, but torch finds none on the machine')
 
 
 def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(folder: Path) -> None:
@@ -175,7 +175,7 @@ BROKEN_RULES = "RolloutConfig(reward_fn='f', rewards=({'name': 'f'},), max_stale
         (MISFITS, ["SFTTrainingConfig.num_steps: I", "SFTTrainingConfig.batch_size: I"]),
         (
             BROKEN_RULES,
-            ["RolloutConfig: reward_fn and rewards exclude each other", "RolloutConfig: over_sampling_factor 2 is"],
+            ["RolloutConfig: reward_fn and rewards exclude each other", "RolloutConfig: over_sampling_factor 2 has"],
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_an_own_function_that_does_not_fit_is_named(
             "'rollouts_core.rewards'; known are exact_match, last_number",
         ),
         ("reward_fn", "no_such_package:f", "named 'no_such_package'); is it beside the configuration, "),
-        ("reward_fn", ":f", "':f' names no module: give package.module:function"),
+        ("reward_fn", ":f", "':f' has no module name: give package.module:function"),
         ("filter_fn", "any_sucess", "unknown name 'any_sucess'; did you mean any_success?"),
         ("environment", "arithmetics", "unknown name 'arithmetics'; did you mean arithmetic?"),
         ("generate_fn", "mine", "unknown name 'mine'; give package.module:function"),

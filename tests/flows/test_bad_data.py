@@ -106,7 +106,7 @@ def test_a_demonstration_that_does_not_fit_is_named_by_its_row(
         ([{"prompt": "1", "answer": "1"}, {"question": "x"}], "row 2: expected `prompt` or `messages`; found question"),
         ([{"prompt": "1", "answer": "1"}, {"prompt": "1" * 40, "answer": "1"}], "row 2: the prompt 'prompts-2' has 43"),
         ([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}], "row 2: id 'a' is also that of row 1"),
-        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic grades by"),
+        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic needs"),
         ([{"id": None, "prompt": "1", "answer": None}], "prompt 'prompts-1' has no `answer`"),
     ],
 )
@@ -119,14 +119,14 @@ def test_a_prompt_of_the_selection_among_the_heldout_ones_is_named(folder: Path)
     row = json.loads((folder / "selection.jsonl").read_text().splitlines()[3])
     write_rows(folder / "heldout.jsonl", [{"prompt": "1+1=?", "answer": "2"}, {**row, "id": "other"}])
     words = f"prompt 'other' of data.heldout is also prompt '{row['id']}' of data.selection"
-    assert_refused(write_config(folder), words, "remove it from one of them")
+    assert_refused(write_config(folder), words, "remove the prompt from one of the files")
 
 
 def test_a_demonstration_of_the_selection_among_the_heldout_ones_is_named(folder: Path) -> None:
     write_rows(folder / "selection.jsonl", [GOOD_ROW])
     write_rows(folder / "heldout.jsonl", [{"text": "1"}, GOOD_ROW])
     config = write_config(folder, mode="sft", evaluation__metric="loss")
-    assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove it from one of them")
+    assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove the row from one of the files")
 
 
 @pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, GOOD_ROW, {"text": "1+1=2"}])
@@ -256,23 +256,23 @@ def leave_adapters(model: Path) -> None:
         (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
         (cut_weights, "model.safetensors was cut or is damaged"),
         (clone_without_lfs, "model.safetensors is a pointer of Git LFS in place of the weights: fetch them"),
-        (lose_a_shard, "base_model lacks model-00001-of-00002.safetensors of the 2 files of weights that model.safe"),
+        (lose_a_shard, "base_model lacks model-00001-of-00002.safetensors of the 2 weight files listed in model.safe"),
         (break_the_index, "model.safetensors.index.json cannot be read ("),
         (pickle_weights, "are pickled (pytorch_model.bin)"),
-        (leave_adapters, "base_model holds adapters of PEFT without their model"),
+        (leave_adapters, "base_model contains only adapters of PEFT, without the model"),
         (delete("chat_template*"), "the tokenizer has no chat template: add one"),
         (write_template("{% for %}"), "the chat template refuses the turns user"),
         (write_template("{{ raise_exception('no user') }}"), ": no user"),
         (change_json("tokenizer_config.json", eos_token=None), "has no eos_token"),
         (change_json("config.json", vocab_size=10), "do not match its config.json: lm_head.weight has shape (29,"),
-        (forget_tokens, "has 29 tokens but the model embeds 10"),
+        (forget_tokens, "has 29 tokens, but the model has only 10 embeddings"),
         (
             change_json("config.json", architectures=["GPT2LMHeadModel"]),
             "does not support architecture GPT2",
         ),
         (
             change_json("config.json", max_position_embeddings=40),
-            "(rollout.sampling.max_new_tokens) need 63 positions, the model at",
+            "(rollout.sampling.max_new_tokens) need 63 positions, but the model at",
         ),
         (lambda model: (model / "config.json").write_text("{"), "config.json"),
     ],
@@ -315,7 +315,7 @@ def test_a_model_that_jax_does_not_train_is_named_before_sft(folder: Path) -> No
 def test_prompts_without_a_chat_template_are_not_told_to_be_texts(folder: Path) -> None:
     delete("chat_template*")(folder / "base_model")
     [said, counted] = refusal(write_config(folder)).splitlines()
-    assert said.endswith("use rows with a `text` field") and "300 of 300 rows do not fit: 1, 2, 3, 4, 5, ..." in counted
+    assert said.endswith("use rows with a `text` field") and "300 of 300 rows are invalid: 1, 2, 3, 4, 5, " in counted
     sentence = refusal(write_config(folder, mode="rl"))
     assert sentence.endswith("the tokenizer has no chat template: add one to the model's folder")
 
@@ -359,7 +359,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(folder: Path) ->
         f"data.sft: {folder}/missing.jsonl does not exist",
         f"data.prompts: {folder}/prompts.jsonl, row 2: not valid JSON",
         f"data.prompts: {folder}/prompts.jsonl, row 3: `prompt` must be text",
-        f"data.prompts: {folder}/prompts.jsonl: 2 of 3 rows do not fit: 2, 3",
+        f"data.prompts: {folder}/prompts.jsonl: 2 of 3 rows are invalid: 2, 3",
         f"data.heldout: {folder}/heldout.jsonl, row 1: expected `prompt`",
         f"{config}: unknown key training.sft.num_stepz; did you mean num_steps?",
         "rollout.reward_fn: 'no_such_package' cannot be imported",

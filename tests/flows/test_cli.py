@@ -190,7 +190,7 @@ def test_what_somebody_should_look_at_is_said_last_and_is_no_refusal(folder: Pat
     outcome = CliRunner().invoke(app, ["validate", str(folder / "doubtful.json"), "--store", str(tmp_path / "store")])
     assert outcome.exit_code == 0, outcome.output
     assert [line.partition("  ")[2] for line in outcome.stderr.splitlines() if not line.startswith("ok  ")] == [
-        "training.sft.optim.lr is 0: nothing is learned",
+        "training.sft.optim.lr is 0, so the model does not change",
         "training.sft.policy.lora.alpha does nothing without lora.rank: all weights are trained",
         "2 warnings in all; a run starts in spite of them",
     ]

@@ -235,7 +235,7 @@ def test_rewards_are_taken_from_the_settings() -> None:
         ({"kind": "judge", "url": "http://x"}, 'the kind "judge" needs model'),
         ({"kind": "classifier"}, 'the kind "classifier" needs model'),
         ({"kind": "reward_model", "model": "m"}, 'the kind "reward_model" needs url'),
-        ({"kind": "classifier", "model": "m", "label": "good"}, 'label is for a reward of the kind "reward_model"'),
+        ({"kind": "classifier", "model": "m", "label": "good"}, 'label is a setting of the kind "reward_model"'),
         ({"kind": "http", "url": "10.0.0.7:9000"}, "url '10.0.0.7:9000' is not the address of a service: write it as"),
         ({"kind": "http", "url": "http://10.0.0.7:90000"}, "is not the address of a service"),
         ({"kind": "http", "url": "https://me:secret@judge/x"}, r"(?s)url.*contains a user or password"),

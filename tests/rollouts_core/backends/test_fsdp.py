@@ -606,7 +606,7 @@ def test_a_tokenizer_of_another_model_is_refused_by_every_rank(
     tokenizer.add_tokens(["a word", "another"])
     tokenizer.save_pretrained(tmp_path / "model")
     refusals = pair.run(refuse, ModelConfig(path=str(tmp_path / "model")))
-    assert ["they do not belong together" in refusal for refusal in refusals] == [True, True]
+    assert ["use the tokenizer that belongs to the model" in refusal for refusal in refusals] == [True, True]
 
 
 def create_slowly(ranks: Ranks, model: ModelConfig) -> int:

@@ -29,14 +29,14 @@ def test_so_few_rows_that_no_difference_could_count_are_refused(max_p_value: flo
     check_num_rows(enough, max_p_value, source="data.heldout", setting="evaluation.max_p_value")
     if max_p_value < 1:
         assert compare_paired([0.0] * (enough - 1), [1.0] * (enough - 1)).p_value > max_p_value
-        with pytest.raises(ConfigError, match=rf"data\.heldout gives {enough - 1} rows .* give {enough} rows or more"):
+        with pytest.raises(ConfigError, match=rf"data\.heldout has only {enough - 1} rows .* provide {enough} rows or"):
             check_num_rows(enough - 1, max_p_value, source="data.heldout", setting="evaluation.max_p_value")
 
 
 def test_a_p_value_that_no_comparison_has_is_refused() -> None:
     least = compare_paired([0.0] * 50, [1.0] * 50).p_value
     check_num_rows(50, least, source="data.heldout", setting="evaluation.max_p_value")
-    with pytest.raises(ConfigError, match=r"max_p_value 4\.9995e-05 lets nothing count: .* below 0\.0001: raise it"):
+    with pytest.raises(ConfigError, match=r"max_p_value 4\.9995e-05 accepts no result: .* below 0\.0001; raise it"):
         check_num_rows(50, least / 2, source="data.heldout", setting="evaluation.max_p_value")
 
 
@@ -48,19 +48,19 @@ def with_heldout_rows(tmp_path: Path, num_rows: int, **rollout: Any) -> Config: 
 
 
 def test_rows_that_can_never_show_a_better_model_are_refused_and_others_say_what_it_takes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.heldout gives 6 rows .* retrain\.max_p_value .* give 7 rows or more"):
+    with pytest.raises(ConfigError, match=r"data\.heldout has only 6 rows .* retrain\.max_p_value .* provide 7 rows"):
         check_promotion(with_heldout_rows(tmp_path, 6), margin=0.0, max_p_value=0.01)
     [sentence] = check_promotion(with_heldout_rows(tmp_path, 7), margin=0.0, max_p_value=0.01)
     assert "at least 7 of 7 held-out prompts" in sentence
     [sentence] = check_promotion(with_heldout_rows(tmp_path, 200), margin=0.05, max_p_value=0.01)
-    assert "at least 20 of 200 held-out prompts right that the other gets wrong" in sentence
+    assert "at least 20 of 200 held-out prompts right that the other model gets wrong" in sentence
     assert check_promotion(with_heldout_rows(tmp_path, 1), margin=5.0, max_p_value=1.0) == [], "everything counts"
 
 
 def test_of_a_long_file_only_the_rows_that_are_compared_count(tmp_path: Path) -> None:
     config = with_heldout_rows(tmp_path, 200)
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"max_prompts": 6})})
-    with pytest.raises(ConfigError, match=r"data\.heldout gives 6 rows"):
+    with pytest.raises(ConfigError, match=r"data\.heldout has only 6 rows"):
         check_promotion(few, margin=0.0, max_p_value=0.01)
 
 
@@ -72,7 +72,7 @@ def test_held_out_rows_that_are_there_twice_are_told(tmp_path: Path) -> None:
     once = heldout.read_text()
     heldout.write_text(once + '{"id": "another", "answer": "9", "prompt": "9"}\n{"prompt": "9", "answer": "10"}\n')
     [warning] = warn_of_repeated_rows(config)
-    assert warning.startswith("data.heldout: 1 of 12 rows say the same as one before them (row 11 is row 10): each")
+    assert warning.startswith("data.heldout: 1 of 12 rows are duplicates of an earlier row (row 11 is row 10). Each")
     heldout.write_text(once * 2)
     [warning] = warn_of_repeated_rows(config)
     assert "10 of 20 rows" in warning and "(row 11 is row 1, row 12 is row 2, row 13 is row 3, ...)" in warning
@@ -97,7 +97,7 @@ def test_demonstrations_that_say_the_same_are_the_same_whatever_else_their_rows_
         }
     )
     [warning] = warn_of_repeated_rows(config)
-    assert warning.startswith("data.heldout: 1 of 4 rows say the same as one before them (row 3 is row 2)")
+    assert warning.startswith("data.heldout: 1 of 4 rows are duplicates of an earlier row (row 3 is row 2)")
 
 
 def test_a_margin_that_rewards_cannot_differ_by_is_refused_only_where_that_is_known(tmp_path: Path) -> None:

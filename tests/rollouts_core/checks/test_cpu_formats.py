@@ -31,7 +31,7 @@ def config_with(precision: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [({"avx2"}, "neither AVX512-BF16 nor AMX"), ({"amx_bf16"}, "as far as torch")]
+    ("flags", "words"), [({"avx2"}, "neither AVX512-BF16 nor AMX"), ({"amx_bf16"}, "although it has instructions")]
 )
 def test_slow_bfloat16_is_told_with_its_factor(flags: set[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

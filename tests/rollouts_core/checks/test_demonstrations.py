@@ -74,7 +74,11 @@ def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, toke
         (1, {"packing": False, "batch_size": 1}, "training.sft.num_steps 1 is about 0.25 epochs of about 4 rows"),
         (30, {}, "training.sft.num_steps 30 is about 30 epochs of about 2 packed rows"),
         (10, {"max_length": 400}, "training.sft.num_steps 10 is about 20 epochs of about 1 packed rows"),
-        (100_000, {}, "training.sft.num_steps 100,000 is about 100,000 epochs of about 2 packed rows: a model learns"),
+        (
+            100_000,
+            {},
+            "training.sft.num_steps 100,000 is about 100,000 epochs of about 2 packed rows: a model memorizes",
+        ),
     ],
 )
 def test_what_a_number_of_steps_means_is_said_and_warned_of_where_it_is_absurd(
@@ -121,9 +125,9 @@ def test_rows_in_which_the_assistant_says_nothing_are_told(
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [SUM, row, row])
     found, *told = check_demonstrations(make_config(path, train_on=train_on, max_length=40, packing=False), tokenizer)
-    told = [each for each in told if isinstance(each, Caution) and "says nothing" in each]
+    told = [each for each in told if isinstance(each, Caution) and "message is empty" in each]
     assert found.startswith(f"{path}: 3 demonstrations")
-    words = f"{path}: in 2 of 3 rows (row 2 first) the assistant says nothing, which teaches"
+    words = f"{path}: in 2 of 3 rows (row 2 first) the assistant's message is empty, which teaches"
     assert [each.startswith(words) for each in told] == [True] * is_empty
 
 
@@ -179,12 +183,12 @@ def test_a_step_of_more_rows_than_an_epoch_has_is_said(
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [SUM] * 4)  # 40 tokens: two rows of 20
     config = make_config([{"path": path, "repeat": repeat}], packing=packing, batch_size=4)
-    said = [finding for finding in check_demonstrations(config, tokenizer) if "a step sees demonstrations" in finding]
+    said = [finding for finding in check_demonstrations(config, tokenizer) if "several times" in finding]
     assert (
         said
         == [
-            "training.sft.batch_size 4 is more than the about 2 rows of 20 tokens of an epoch: "
-            "a step sees demonstrations several times"
+            "training.sft.batch_size 4 exceeds the about 2 rows of 20 tokens in an epoch, so a step trains on the same "
+            "demonstrations several times: lower it, or add demonstrations"
         ]
         * is_said
     )
@@ -228,13 +232,13 @@ def test_messages_that_the_chat_template_leaves_out_are_told(tmp_path: Path, bas
     assert not any("leaves out" in each for each in check_demonstrations(config, own_tokenizer))
     own_tokenizer.chat_template = KNOWS_USERS
     [told] = [each for each in check_demonstrations(config, own_tokenizer) if "leaves out" in each]
-    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
+    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the chat template leaves out")
     [told] = [
         each
         for each in check_compared_demonstrations("sft_eval", compared(config, path), own_tokenizer)
         if "leaves out" in each
     ]
-    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
+    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the chat template leaves out")
 
 
 def test_thoughts_are_told_whatever_they_are_called(tmp_path: Path, base_model: ModelConfig) -> None:
@@ -269,8 +273,8 @@ def test_turns_that_rows_mark_as_not_to_be_trained_on_are_told(
     rows = [turns({"content": "1", **each}, {"content": "2", "weight": 1}) for each in marks]
     path = write_rows(tmp_path / "a.jsonl", rows)
     found = check_demonstrations(make_config(path, train_on=train_on, max_length=40), tokenizer)
-    expected = [f"{path}: in {rows} the `{key}` of a turn would leave it out" for key, rows in told.items()]
-    warned = [each for each in found if "leave it out" in each]
+    expected = [f"{path}: in {rows} `{key}` excludes a turn from training" for key, rows in told.items()]
+    warned = [each for each in found if "excludes a turn" in each]
     assert [each.startswith(words) for each, words in zip(warned, expected, strict=True)] == [True] * len(told)
 
 
@@ -290,6 +294,6 @@ def test_fields_that_other_systems_read_are_told(tmp_path: Path, tokenizer: PreT
         check_demonstrations(config, tokenizer),
         check_compared_demonstrations("sft_eval", compared(config, path), tokenizer),
     ):
-        kwargs, system = (each for each in found if "is not told" in each)
+        kwargs, system = (each for each in found if ", which the model does not see" in each)
         assert kwargs.startswith(f"{path}: 1 of 5 rows (row 4 first) have `chat_template_kwargs`, which the model")
-        assert system.startswith(f"{path}: 1 of 5 rows (row 2 first) have `system_prompt`, which the model is not told")
+        assert system.startswith(f"{path}: 1 of 5 rows (row 2 first) have `system_prompt`, which the model does")

@@ -42,7 +42,7 @@ TEXTS_ALONE = f"{__name__}:scores_texts_alone"
 
 
 @pytest.mark.parametrize(
-    ("mode", "end"), [("rl", r'number, or training\.rl\.advantage\.unscored = "exclude" where .*'), ("sft", "number")]
+    ("mode", "end"), [("rl", r'number, or training\.rl\.advantage\.unscored = "exclude" if .*'), ("sft", "number")]
 )
 def test_of_several_rewards_the_one_without_a_score_is_named(
     mode: str, end: str, tokenizer: PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ def test_that_an_evaluation_needs_scores_which_rl_does_without_is_warned_of(toke
     rl = config.training.rl.model_copy(update={"advantage": excluding})
     config = config.model_copy(update={"mode": "rl", "training": config.training.model_copy(update={"rl": rl})})
     [warning] = [said for said in check_functions(config, make_prompts(1), tokenizer) if isinstance(said, Caution)]
-    assert "an evaluation ends where a row of data.selection or data.heldout has one" in warning
+    assert "they end an evaluation on data.selection or data.heldout" in warning
 
 
 def reads_the_level(sample: Sample) -> float:
@@ -138,7 +138,7 @@ def test_a_reward_that_does_not_tell_right_from_wrong_is_warned_of(
     prompts = [replace(p, answer=answer, metadata={"numbers": [1], "target": 1}) for p in make_prompts(2)]
     said = check_functions(with_rollout(**rollout), prompts, tokenizer)
     cautions = [each for each in said if isinstance(each, Caution)]
-    assert ["gave every completion that was tried the reward of an empty one" in each for each in cautions] == (
+    assert ["gave every tried completion the reward of an empty one" in each for each in cautions] == (
         [True] * is_warned
     )
 
@@ -223,8 +223,14 @@ class LooksForAnotherField(Answers):
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        (AnswersText, r"^environment AnswersText on prompt .* answered 'again': expected a Reply .*; it was told '"),
-        (LooksForAnotherField, r"raised KeyError: 'hint' \(test_function_checks.py, line \d+\); it was told '"),
+        (
+            AnswersText,
+            r"^environment AnswersText on prompt .* answered 'again': expected a Reply .*; the assistant's ",
+        ),
+        (
+            LooksForAnotherField,
+            r"raised KeyError: 'hint' \(test_function_checks.py, line \d+\); the assistant's message ",
+        ),
         (AnswersBareText, r"answered Reply\(messages=\('again',\).*: expected a Reply whose messages have role"),
     ],
 )
@@ -243,4 +249,4 @@ class IsAway(Answers):
 def test_an_environment_that_cannot_be_reached_is_warned_of(tokenizer: PreTrainedTokenizerBase) -> None:
     said = check_functions(with_rollout(environment=f"{__name__}:IsAway"), make_prompts(1), tokenizer)
     assert isinstance(said[-1], Caution)
-    assert said[-1].startswith("environment IsAway on prompt '") and "failed: nobody listens; where it" in said[-1]
+    assert said[-1].startswith("environment IsAway on prompt '") and "failed: nobody listens; if it also" in said[-1]

@@ -69,7 +69,7 @@ def test_the_defaults_are_not_warned_of_whatever_the_model() -> None:
 def test_adapters_with_what_all_weights_take_are_a_remark_and_no_warning(kind: str, lr: float, is_said: bool) -> None:
     said = find("no/such-model", kind, **{kind: {"optim": {"lr": lr}, "policy": LORA}})
     assert [isinstance(each, Caution) for each in said] == [False] * is_said
-    assert all("adapters usually take more" in each for each in said)
+    assert all("adapters usually need a larger one" in each for each in said)
 
 
 def test_a_stage_that_does_not_run_is_not_looked_at() -> None:

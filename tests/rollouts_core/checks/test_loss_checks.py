@@ -109,9 +109,9 @@ def breaks_backward(scores: TokenScores, batch: TrainBatch) -> Returned:
         ("takes_places", "takes_places raised TypeError: .*missing 1 required positional argument: 'config'"),
         ("takes_one", r"takes_one raised TypeError: .*positional argument"),
         ("returns_a_number", "returns_a_number returned float: expected a tensor of one element and a dict"),
-        ("has_no_gradient", "has_no_gradient returned a loss without a gradient: compute it from scores$"),
-        ("is_infinite", "is_infinite returned -inf, or its gradient is not finite$"),
-        ("names_rows", "returned some metrics for some micro-batches only: width_"),
+        ("has_no_gradient", "has_no_gradient returned a loss without a gradient: compute the loss from scores$"),
+        ("is_infinite", "is_infinite returned -inf, with a gradient that may not be finite: "),
+        ("names_rows", "returned these metrics for some micro-batches only: width_"),
         ("breaks_backward", "the gradient of the loss function .*breaks_backward raised RuntimeError: "),
         ("no_such_package:loss", "'no_such_package' cannot be imported"),
         (f"{__name__}:absent", "has no 'absent'"),
@@ -125,7 +125,7 @@ def test_what_is_wrong_with_a_loss_is_one_sentence(function: str, said: str) -> 
 
 def test_a_loss_whose_micro_batches_do_not_add_up_is_warned_of() -> None:
     [told] = check_loss_fn(with_loss("takes_means"))
-    assert "would change the result; divide sums over tokens by batch.num_loss_tokens" in told
+    assert "would change the result: divide sums over tokens by batch.num_loss_tokens" in told
     assert check_loss_fn(with_loss("reinforces")) == []
 
 
@@ -144,8 +144,8 @@ def test_a_loss_of_rows_adds_up_if_completions_are_not_packed() -> None:
 
 def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
     [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1, "kl_coef": 0.1, "ratio_penalty": 0.1}))
-    assert told.startswith("no effect of training.rl.loss.clip_low, training.rl.loss.ratio_penalty: ")
-    assert told.endswith("reinforces has no parameter `config` to read")
+    assert told.startswith("training.rl.loss.clip_low, training.rl.loss.ratio_penalty has no effect: ")
+    assert told.endswith("reinforces has no parameter `config`, by which it would get these settings")
     config = Config.model_validate(
         {
             "mode": "rl",

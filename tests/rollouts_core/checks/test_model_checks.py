@@ -122,9 +122,9 @@ def config_of(model: Path, mode: str, **settings: object) -> Config:
     [
         (
             "org/small",
-            "; one of the hub is downloaded by: hf download org/small --local-dir org/small",
+            "; to download it from the hub: hf download org/small --local-dir org/small",
         ),
-        ("Qwen3-0.6B", "; one of the hub is downloaded by: hf download ORGANISATION/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        ("Qwen3-0.6B", "; to download it from the hub: hf download ORGANISATION/Qwen3-0.6B --local-dir Qwen3-0.6B"),
         ("/models/Qwen3-0.6B", ""),
     ],
 )
@@ -231,10 +231,10 @@ def test_a_length_that_changes_how_shorter_samples_are_rotated_is_warned_of(
     [
         (LlamaConfig(), "", ""),
         (Gemma3Config(), "", ""),  # trained with what sees images
-        (Qwen3_5Config(), "", "of the qwen3_5 model at .* the language model alone is trained"),
-        (Qwen3VLConfig(), "a qwen3_vl model, and transformers has no language model of this kind", ""),
-        (T5Config(), "a t5 model, and transformers has no language model of this kind", ""),
-        (MusicgenConfig(), "a musicgen model, and transformers has no language model of this kind", ""),
+        (Qwen3_5Config(), "", "only the language model inside the qwen3_5 model at .* is trained"),
+        (Qwen3VLConfig(), "a qwen3_vl model, which transformers cannot load as a language model", ""),
+        (T5Config(), "a t5 model, which transformers cannot load as a language model", ""),
+        (MusicgenConfig(), "a musicgen model, which transformers cannot load as a language model", ""),
     ],
 )
 def test_what_is_no_language_model_is_refused_and_what_is_more_than_one_warned_of(
@@ -362,7 +362,7 @@ def test_experts_that_transformers_puts_together_are_of_their_config_json(
     [
         (2, {}, ""),
         (14, {}, ""),
-        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: give each engine 2,"),
+        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: use 2 GPUs per engine,"),
         (7, {}, "7 GPUs of an engine cannot"),
         (4, {"mode": "sft"}, "4 GPUs of an engine cannot"),
         (4, {"mode": "sft", "evaluation": {"engine": "embedded"}}, ""),
@@ -416,7 +416,7 @@ def test_a_token_of_padding_that_the_model_does_not_embed_is_refused(
     """torch ends the job by an assertion about padding_idx there."""
     settings = {"model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": padding}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    refused = pytest.raises(CheckpointError, match=r"pad_token_id in .* give it that of the tokenizer, or null")
+    refused = pytest.raises(CheckpointError, match=r"pad_token_id in .* set it to the pad token of the")
     with refused if is_refused else nullcontext():
         check_model_vocabulary(ModelConfig(path=str(tmp_path)), tokenizer)
 
@@ -431,14 +431,14 @@ def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_
     config = make_config(path, max_length=max_length)
     config = config.model_copy(update={"model": ModelConfig(path=str(tmp_path))})
     num_needed = min(max_length, 41) - 1
-    found = f"a demonstration of {num_needed + 1} tokens needs {num_needed} positions, the model at {tmp_path}"
+    found = f"a demonstration of {num_needed + 1} tokens needs {num_needed} positions, but the model at {tmp_path}"
     if max_length > 17 and family in ("gpt2", "gptj", "opt", "gpt_neo", "mpt"):
         with pytest.raises(ConfigError, match=f"{found} has 16: set training.sft.max_length to 17 or less"):
             check_demonstrations(config, tokenizer)
         return
     told = [sentence for sentence in check_demonstrations(config, tokenizer) if "positions" in sentence]
     assert [sentence.partition(":")[2].strip() for sentence in told] == [
-        f"{found} was made for 16: what lies beyond teaches it little; set training.sft.max_length to 17 or less"
+        f"{found} was made for 16: tokens beyond them teach it little; set training.sft.max_length to 17 or less"
     ] * (max_length > 17 and family in ("llama", "jamba"))
 
 

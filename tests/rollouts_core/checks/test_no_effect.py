@@ -40,10 +40,13 @@ def test_usual_settings_all_do_something() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"optim": {"lr": 0.0}}, "optim.lr is 0: nothing is learned"),
-        ({"num_steps": 5, "optim": {"num_warmup_steps": 5}}, "optim.num_warmup_steps 5 are as many as all updates (5)"),
+        ({"optim": {"lr": 0.0}}, "optim.lr is 0, so the model does not change"),
+        (
+            {"num_steps": 5, "optim": {"num_warmup_steps": 5}},
+            "optim.num_warmup_steps 5 are not below the number",
+        ),
         ({"num_steps": 6, "optim": {"num_warmup_steps": 5}}, ""),
-        ({"num_steps": 6, "checkpoint_every": 7}, "checkpoint_every 7 is more than its num_steps 6: there is no"),
+        ({"num_steps": 6, "checkpoint_every": 7}, "checkpoint_every 7 is above num_steps 6, so only the last step"),
         ({"num_steps": 6, "checkpoint_every": 6}, ""),
         ({"num_steps": 5}, ""),  # a short training, of which nobody said how often it saves
         ({"allow_changed": ["optim.lr"]}, "allow_changed does nothing without resume_from"),
@@ -100,8 +103,8 @@ def test_sampling_where_nothing_is_sampled_is_told() -> None:
     ],
 )
 def test_limits_of_conversations_that_nobody_answers_are_told(rollout: dict[str, Any], is_told: bool) -> None:
-    told = [each for each in find(rollout=rollout | {"multi_turn": {"max_turns": 3}}) if "never answers" in each]
-    assert told == ['rollout.multi_turn does nothing: the environment "math" never answers'] * is_told
+    told = [each for each in find(rollout=rollout | {"multi_turn": {"max_turns": 3}}) if "never replies" in each]
+    assert told == ['rollout.multi_turn does nothing: the environment "math" never replies to the policy'] * is_told
     assert not any("multi_turn" in each for each in find(rollout=rollout))
 
 
@@ -120,12 +123,12 @@ def test_several_greedy_completions_of_a_prompt_are_told(
 ) -> None:
     """Without it an evaluation that was to be surer takes four times as long and is as sure as before."""
     found = find(mode="sft", evaluation=evaluation, rollout={"environment": environment})
-    assert any("evaluation.samples_per_prompt 4 does nothing" in sentence for sentence in found) is is_told
+    assert any("evaluation.samples_per_prompt 4 only takes longer" in sentence for sentence in found) is is_told
 
 
 def test_limits_of_conversations_without_an_environment_are_told() -> None:
     [told] = find(rollout={"reward_fn": "exact_match", "multi_turn": {"max_turns": 3}})
-    assert told == "rollout.multi_turn does nothing without a rollout.environment that answers"
+    assert told == "rollout.multi_turn does nothing without a rollout.environment that replies to the policy"
 
 
 @pytest.mark.parametrize("name", ["drift_mask", "ratio_penalty"])

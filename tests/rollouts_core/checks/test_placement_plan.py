@@ -92,9 +92,9 @@ def test_the_plan_is_a_sentence_with_the_settings() -> None:
 
 
 def test_unlike_gpus_and_too_small_ones_are_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="the GPUs have 80, 24 GiB, and a plan needs GPUs of one size"):
+    with pytest.raises(ConfigError, match="the GPUs have 80, 24 GiB, but a plan needs GPUs of one size"):
         plan_placement(config_of(), size_of("0.5B"), [80 * GIB, 24 * GIB])
-    with pytest.raises(ConfigError, match="the smallest plan that does has 2 such GPUs"):
+    with pytest.raises(ConfigError, match="the smallest plan that fits needs 2 such GPUs"):
         plan_placement(config_of(), size_of("8B"), [80 * GIB])
     with pytest.raises(ConfigError, match="nothing fits on 8 x 24 GiB, nor on 8 such GPUs"):
         plan_placement(config_of(), size_of("8B"), [24 * GIB] * 8)

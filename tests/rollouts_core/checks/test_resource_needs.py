@@ -159,7 +159,10 @@ def test_a_training_names_its_parts_and_what_lowers_them() -> None:
         assert part in str(needs)
     assert needs.least_bytes == 16 * LARGE.num_parameters < needs.expected_bytes
     warning = needs.warning("GPU 0, NVIDIA H200,", 141e9)
-    assert "GPU 0, NVIDIA H200, has 131.3 GiB and may run out of memory: lower training.sft.micro_batch_size" in warning
+    assert (
+        "GPU 0, NVIDIA H200, has only 131.3 GiB and may run out of memory: lower training.sft.micro_batch_size"
+        in warning
+    )
     assert "activation_checkpointing" in warning and "policy.lora" in warning
     assert needs.warning("GPU 0", needs.expected_bytes) == ""
 
@@ -244,7 +247,7 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
 @pytest.mark.parametrize(
     ("kind", "deployment", "arguments", "named"),
     [
-        ("vllm", {}, (), "GPU 0 and keeps it.* --gpu-memory-utilization"),
+        ("vllm", {}, (), "GPU 0 and keeps this memory.* --gpu-memory-utilization"),
         ("sglang", {"trainer_gpu_ranks": (1, 2), "engine_gpu_ranks": (2, 3)}, (), "GPU 2 .* --mem-fraction-static"),
         ("sglang", {}, ("--mem-fraction-static=0.4",), ""),
         ("vllm", {"colocated": True}, (), ""),

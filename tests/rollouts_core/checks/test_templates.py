@@ -28,7 +28,7 @@ CALLS = ("tool_calls", "function_call")
 
 @pytest.mark.parametrize(
     ("behind", "said"),
-    [("", "nothing behind what"), ("###\n", "'###\\n' behind what"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
+    [("", "nothing after an"), ("###\n", "'###\\n' after an assistant"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
 )
 def test_a_template_that_no_completion_can_end_by_is_told(
     behind: str, said: str, byte_tokenizer: PreTrainedTokenizerBase
@@ -98,7 +98,7 @@ def test_rows_of_which_the_template_leaves_out_a_message_are_counted(byte_tokeni
     for number, messages in enumerate([[asked, said], [told, said, told], [asked, said, told, said]], start=1):
         unwritten.note(number, messages)
     [warning] = unwritten.warn("a.jsonl", 3)
-    assert warning.startswith("a.jsonl: in 2 of 3 rows (row 2 first) the role 'human' says something, which the chat")
+    assert warning.startswith("a.jsonl: in 2 of 3 rows (row 2 first) the chat template leaves out the")
     byte_tokenizer.chat_template = None
     unwritten = UnwrittenRoles(byte_tokenizer)
     unwritten.note(1, [told, said])

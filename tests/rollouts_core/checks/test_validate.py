@@ -44,8 +44,8 @@ from tests.rollouts_core.make import make_prompts
     ("batch_size", "num_steps", "said", "num_cautions"),
     [
         (15, 10, ["training.rl.num_steps 10 is about 5.0 epochs of the 30 prompts"], 0),
-        (512, 4, ["training.rl.num_steps 4 is about 68 epochs of", "rollout.batch_size 512 is more than the 30"], 1),
-        (512, 100, ["training.rl.num_steps 100 is about 1,707 epochs of", "a step sees the same prompt several"], 2),
+        (512, 4, ["training.rl.num_steps 4 is about 68 epochs of", "rollout.batch_size 512 exceeds the 30"], 1),
+        (512, 100, ["training.rl.num_steps 100 is about 1,707 epochs of", "a step uses the same prompt several"], 2),
     ],
 )
 def test_how_often_rl_sees_its_prompts_is_said(
@@ -105,7 +105,7 @@ def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path
     data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
     rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
     config = Config.model_validate({"mode": "sft", "model": base_model.model_dump(), "data": data, "rollout": rollout})
-    said = f"{data['heldout']}: 1 of 2 prompts (row 2 first) have `tools`, of which the policy is not told"
+    said = f"{data['heldout']}: 1 of 2 prompts (row 2 first) have `tools`, which the policy does not see"
     for findings in (validate_config(config), validate_evaluation(config, [base_model])):
         assert [each.startswith(said) for each in findings if "`tools`" in each] == [True]
 
@@ -188,11 +188,11 @@ def test_prompts_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base
     rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
     config = Config.model_validate({"mode": "sft", "model": {"path": str(model)}, "data": data, "rollout": rollout})
     said = [
-        f"{data['heldout']}: in 2 of 3 rows (row 1 first) the role 'human' says something, which the chat template",
-        f"{data['heldout']}: 3 of 3 rows (row 1 first) have `system`, which the model is not told",
+        f"{data['heldout']}: in 2 of 3 rows (row 1 first) the chat template leaves out the messages of the role",
+        f"{data['heldout']}: 3 of 3 rows (row 1 first) have `system`, which the model does not see",
     ]
     for findings in (validate_config(config), validate_evaluation(config, [config.model])):
-        warned = [each for each in findings if "leaves out" in each or "is not told" in each]
+        warned = [each for each in findings if "leaves out" in each or ", which the model does not see" in each]
         assert [each.startswith(words) for each, words in zip(warned, said, strict=True)] == [True, True]
 
 
@@ -248,7 +248,7 @@ def test_training_on_old_completions_without_a_correction_is_said(
 @pytest.mark.parametrize(("generate_fn", "is_said"), [("", False), ("my_agents:solve", True)])
 def test_completions_that_only_rl_sees_are_told(generate_fn: str, is_said: bool) -> None:
     found = warn_of_own_generation(with_rollout(generate_fn=generate_fn))
-    told = "my_agents:solve makes the completions of RL alone: checkpoints are compared by what embedded completes"
+    told = "my_agents:solve generates only the completions of RL. Checkpoints are compared on completions of the engine"
     assert [told in sentence for sentence in found] == [True] * is_said
 
 
@@ -372,7 +372,7 @@ def test_a_checkpoint_of_a_replicate_is_gone_on_with_by_the_same_replicate(tmp_p
 @pytest.mark.parametrize("resume_from", ["", "s3://bucket/step_000010"])
 def test_what_is_allowed_to_change_has_a_name_that_there_is(name: str, meant: str, resume_from: str) -> None:
     allowing: dict[str, Any] = {"resume_from": resume_from, "allow_changed": ["optim.lr", name]}
-    with pytest.raises(ConfigError, match=rf"training\.sft\.allow_changed: there is no setting {name}{meant}"):
+    with pytest.raises(ConfigError, match=rf"training\.sft\.allow_changed: unknown setting {name}{meant}"):
         check_resumed(make_config("a.jsonl", **allowing))
 
 
@@ -406,15 +406,15 @@ def test_every_name_that_a_refusal_may_list_may_be_allowed_to_change(tmp_path: P
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}},
-            r"need 71 positions, the model at .* has 64",
+            r"need 71 positions, but the model at .* has 64",
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "n_positions"},
-            r"need 71 positions, the model at .* has 64",
+            r"need 71 positions, but the model at .* has 64",
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "max_seq_len"},
-            r"need 71 positions, the model at .* has 64",
+            r"need 71 positions, but the model at .* has 64",
         ),
     ],
 )

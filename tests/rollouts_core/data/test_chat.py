@@ -250,7 +250,7 @@ def test_markers_serve_a_template_that_is_not_prefix_stable(byte_tokenizer: PreT
 
 def test_markers_around_another_role_are_an_error(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     byte_tokenizer.chat_template = MARKED.replace("== 'assistant'", "== 'model'")
-    with pytest.raises(DataError, match="markers hold no token"):
+    with pytest.raises(DataError, match="markers contain no token"):
         tokenize_conversation(byte_tokenizer, THINKS)
 
 

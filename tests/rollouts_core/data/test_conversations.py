@@ -82,12 +82,12 @@ def test_no_tools_are_none(tools: object) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "x", "answer": "y"}, r"found answer, prompt; answer is called completion in demonstrations$"),
+        ({"prompt": "x", "answer": "y"}, r"found answer, prompt; answer may be the completion: rename it"),
         (
             {"question": "x", "answer": "y"},
-            r"did you mean prompt\? rename question; answer is called completion in demonstrations$",
+            r"did you mean prompt\? rename question to prompt; answer may be the completion: rename it",
         ),
-        ({"instruction": "x", "input": "", "output": "y"}, r"`output` is `completion`$"),
+        ({"instruction": "x", "input": "", "output": "y"}, r"rename `output` to `completion`$"),
         ({"mesages": []}, r"expected `messages`.*; found mesages; did you mean messages\?"),
         ({"prompt": "x", "completoin": "y"}, r"found completoin, prompt; did you mean completion\?"),
         (
@@ -95,7 +95,7 @@ def test_no_tools_are_none(tools: object) -> None:
             r"expected `messages`, or `prompt` and `completion`.* found conversations, id; ShareGPT's `conversations` "
             r"\(`from`, `value`\) must be converted to `messages` \(`role`, `content`\)$",
         ),
-        ({"instruction": "x", "input": "y", "output": "z"}, "`instruction` and `input` must be put together as"),
+        ({"instruction": "x", "input": "y", "output": "z"}, "join Alpaca's `instruction` and `input` to"),
         ({"prompt": "x", "chosen": "y", "rejected": "z"}, "found chosen, prompt, rejected; SFT uses the chosen"),
         ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "rename chosen to messages if it is the whole"),
         ({"prompt": "x", "completion": None}, r"found prompt, completion \(null\)"),
@@ -144,7 +144,7 @@ def test_of_a_row_of_very_many_fields_the_first_are_named() -> None:
     row = {f"k{number:05}": 1 for number in range(200)}
     first = ", ".join(f"k{number:05}" for number in range(MAX_SHOWN_KEYS))
     assert describe_keys(row) == f"{first}, 180 more"
-    assert describe_keys(row | {"question": "?"}).endswith("181 more; did you mean prompt? rename question")
+    assert describe_keys(row | {"question": "?"}).endswith("181 more; did you mean prompt? rename question to prompt")
 
 
 def test_an_empty_row_has_no_field_at_all() -> None:

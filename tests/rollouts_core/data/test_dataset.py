@@ -313,12 +313,12 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
     ("row", "reason"),
     [
         ({"question": "x"}, r"expected `prompt` or `messages`; found question; did you mean prompt\? rename question"),
-        ({"input": "", "instruction": "x"}, r"found input, instruction; Alpaca's `instruction` and `input` must be"),
+        ({"input": "", "instruction": "x"}, r"found input, instruction; join Alpaca's `instruction` and `input` to"),
         ({"instruction": "x"}, r"found instruction; did you mean prompt\? rename instruction"),
         ({"promt": "x", "query": None}, r"found promt; did you mean prompt\?$"),
         (
             {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
-            "ends with an assistant turn, but the policy must give that turn: remove it",
+            "ends with an assistant turn, but the policy must write this turn: remove it",
         ),
         ({"prompt": 3}, "`prompt` must be text or a list of messages, found int"),
         ({"prompt": []}, "at least one message"),

@@ -123,7 +123,7 @@ def test_an_epoch_of_which_everything_is_left_out_is_an_error() -> None:
         def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample | None]:
             return iter([None, None])
 
-    with pytest.raises(DataError, match="every row of an epoch is left out"):
+    with pytest.raises(DataError, match="every row of an epoch is too long"):
         take(Nothing(), 1)
 
 

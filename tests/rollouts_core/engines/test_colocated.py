@@ -295,7 +295,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         "deployment": {"colocated": True},
     }
     Config.model_validate(settings)
-    with pytest.raises(ValidationError, match=r"rollout\.max_staleness 1 they would generate meanwhile"):
+    with pytest.raises(ValidationError, match=r"rollout\.max_staleness 1 they would generate during training"):
         Config.model_validate({**settings, "rollout": {"max_staleness": 1}})
     with pytest.raises(ValidationError, match=r"training\.rl\.sync_every must be 1, found 2"):
         Config.model_validate({**settings, "training": {"rl": {"sync_every": 2}}})

@@ -88,10 +88,10 @@ def test_a_function_that_breaks_everything_off_ends_plain_batches() -> None:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda samples: None, "a NoneType: a list of Sample is expected"),
+        (lambda samples: None, "a NoneType: expected a list of Sample"),
         (lambda samples: [Sample(index=i % 2) for i in range(6)], "no sample for 4 of 6 places, 0 of group 1"),
         (lambda samples: samples[:3], "no sample for 3 of 6 places, 1 of group 1 first"),
-        (lambda samples: [*samples, samples[3]], "two samples for one place: number"),
+        (lambda samples: [*samples, samples[3]], "two samples for one place: if each"),
     ],
 )
 def test_samples_that_would_share_the_baseline_of_another_prompt_end_plain_batches(

@@ -617,13 +617,13 @@ def test_a_generation_that_does_not_return_ends_the_batch_and_names_the_prompt(g
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda group: None, r"a NoneType: a list of Sample is expected"),
-        (lambda group: ["ok", "ok"], r"a list with a str in it: a list of Sample is expected"),
-        (lambda group: [], r"no sample for 2 of 2 places, 0 first: derive each from one that it was given"),
+        (lambda group: None, r"a NoneType: expected a list of Sample"),
+        (lambda group: ["ok", "ok"], r"a list with a str in it: expected a list of Sample"),
+        (lambda group: [], r"no sample for 2 of 2 places, 0 first: make each sample from a given sample"),
         (lambda group: [answer_with(group[1])], r"no sample for 1 of 2 places, 0 first"),
-        (lambda group: [answer_with(Sample(index=i)) for i in range(2)], r"a sample of group 0 for group 1: derive"),
+        (lambda group: [answer_with(Sample(index=i)) for i in range(2)], r"a sample of group 0 for group 1: make"),
         (lambda group: [answer_with(replace(group[0], index=i)) for i in range(3)], r"a sample for the place 2, which"),
-        (lambda group: [answer_with(each) for each in (*group, group[0])], r"two samples for one place: number them"),
+        (lambda group: [answer_with(each) for each in (*group, group[0])], r"two samples for one place: if each"),
     ],
 )
 def test_what_a_generation_function_must_not_return_is_named(broken: GenerateFn, message: str) -> None:

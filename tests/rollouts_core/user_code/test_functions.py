@@ -55,7 +55,7 @@ def test_a_users_module_that_imports_what_is_not_there_is_not_sought_itself(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as caught:
         resolve("importing_rewards_of_this_test:length")
-    assert "(importing_rewards_of_this_test.py, line 2): install what it imports, or repair the import" in str(
+    assert "(importing_rewards_of_this_test.py, line 2): install the missing package, or repair the import" in str(
         caught.value
     )
     assert "PYTHONPATH" not in str(caught.value)
@@ -76,14 +76,14 @@ def test_a_users_module_that_imports_what_is_not_there_is_not_sought_itself(
         ("rollouts_core.rewards:", "has no ''"),
         ("rollouts_core.rewards:exact_mach", r"has no 'exact_mach'; did you mean exact_match\?"),
         ("rollouts_core.rewards:NUMBER", "is not a function"),
-        (":exact_match", "names no module"),
+        (":exact_match", "has no module name"),
         (
             "./own.py:length",
-            r"'./own\.py:length' names a file .* \(own:length\), with its folder beside the configuration .*$",
+            r"'./own\.py:length' is a file name .* \(own:length\), with its folder beside the configuration .*$",
         ),
-        ("rewards/own:length", r"names a file .*Python imports it \(own:length\)"),
-        ("own.py", r"names a file .*Python imports it \(own:function\)"),
-        (".rewards:exact_match", r"names a file .*Python imports it \(rewards:exact_match\)"),
+        ("rewards/own:length", r"is a file name .*import statement \(own:length\)"),
+        ("own.py", r"is a file name .*import statement \(own:function\)"),
+        (".rewards:exact_match", r"is a file name .*import statement \(rewards:exact_match\)"),
     ],
 )
 def test_a_name_that_is_no_function_is_one_sentence(name: str, sentence: str) -> None:
