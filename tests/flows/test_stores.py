@@ -121,7 +121,7 @@ def test_data_that_is_not_there_is_refused(folder: Path, bucket: str) -> None:
 
 def test_a_url_with_a_password_is_refused_and_not_repeated(folder: Path) -> None:
     sentence = refusal(write_config(folder, run__publish="s3://key:PASSWORD@bucket/x"))
-    assert "table run: publish: the address contains a user or password" in sentence and "PASSWORD" not in sentence
+    assert "run.publish: the address contains a user or password" in sentence and "PASSWORD" not in sentence
 
 
 def test_checkpoints_without_a_place_to_publish_them_are_refused(folder: Path) -> None:
