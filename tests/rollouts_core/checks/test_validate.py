@@ -397,12 +397,12 @@ def test_every_name_that_a_refusal_may_list_may_be_allowed_to_change(tmp_path: P
     [
         (
             {},
-            r"does not support architecture MistralFor.*: rollout\.engine\.kind \"sglang\" and .*\"loss\" compares any",
+            r"does not support architecture GemmaFor.*: rollout\.engine\.kind \"sglang\" and .*\"loss\" compares any",
         ),
         ({"rollout": {"engine": {"kind": "vllm"}}}, ""),
         (
             {"rollout": {"engine": {"kind": "vllm"}}, "evaluation": {"engine": "embedded"}},
-            r'MistralFor.*: leave evaluation\.engine = "embedded" out',
+            r'GemmaFor.*: leave evaluation\.engine = "embedded" out',
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}},
@@ -422,7 +422,7 @@ def test_a_model_is_compared_by_an_engine_that_can_compute_it(
     tmp_path: Path, sections: dict[str, Any], refusal: str
 ) -> None:
     name = sections.get("name", "max_position_embeddings")
-    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", name: 64}
+    settings = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", name: 64}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     rollout = {"sampling": {"max_new_tokens": 30}, **sections.get("rollout", {})}
     others = {key: section for key, section in sections.items() if key not in ("rollout", "name")}
