@@ -151,7 +151,10 @@ def test_the_other_apis_have_the_same_limits(scheduler: Scheduler, path: str, co
 @pytest.mark.parametrize("path", ["/abort_request", "/pause_generation", "/update_weight_version", "/weights_checker"])
 def test_requests_that_say_little_are_taken_little_of(scheduler: Scheduler, path: str) -> None:
     answer = ask(scheduler, "POST", path, {"rid": "x" * (1 << 20)})
-    assert (answer.status_code, f"more than the {exchange.SMALL_BODY_BYTES} bytes" in answer.text) == (400, True)
+    assert (answer.status_code, f"more than the permitted {exchange.SMALL_BODY_BYTES} bytes" in answer.text) == (
+        400,
+        True,
+    )
 
 
 def test_a_text_is_turned_into_token_ids_beside_the_event_loop(scheduler: Scheduler) -> None:

@@ -136,7 +136,7 @@ def test_a_mistake_of_the_file_still_names_the_file(config: Path) -> None:
 def test_validate_and_show_take_settings(config: Path, tmp_path: Path) -> None:
     store = ["--store", str(tmp_path / "store")]
     said = call("validate", str(config), "training.sft.optim.lr=0.0", *store).stderr
-    assert "training.sft.optim.lr is 0: nothing is learned" in said
+    assert "training.sft.optim.lr is 0, so the model does not change" in said
     shown = call("show", str(config), "training.rl.num_steps=9", "--json", *store).stdout
     settings = {each["name"]: each for each in map(json.loads, shown.splitlines())}
     assert settings["training.rl.num_steps"]["value"] == 9

@@ -27,6 +27,7 @@ class Interrupted:
 def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["rollouts", "run"])
     monkeypatch.delitem(sys.modules, "rollouts.flows.cli", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     with pytest.raises(SystemExit) as end:

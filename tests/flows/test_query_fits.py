@@ -87,7 +87,7 @@ def test_what_the_smallest_gpu_on_offer_may_not_hold_is_said(tmp_path: Path) -> 
     large = replace(small, gpu_type="H200", vram_gb=141)
     said = describe_memory(node, config, find_model_size(config.model), [large, small])
     assert said[0].startswith("training.sft takes about ") and "AdamW's moments 7.5" in said[0]
-    assert "the smallest GPU on offer, L4, has 24.0 GiB and may run out of memory: lower training.sft" in said[-1]
+    assert "the smallest GPU on offer, L4, has only 24.0 GiB and may run out of memory: lower training.sft" in said[-1]
     roomy = describe_memory(node, config, find_model_size(config.model), [large])
     assert roomy == said[:-1]
 

@@ -94,7 +94,7 @@ def test_a_gpu_that_holds_the_weights_and_little_more_is_warned_of(tmp_path: Pat
     size = ModelSize(tensors={"weight": (8_000_000, 1000)}, settings=shape)
     needs = NodeNeeds(trainer_gb=128, trainer_gpu_ranks=(1,))
     warn_of_memory(GOOD, needs, config, size, num_machines=1, say=said.append)
-    assert said and all("GPU 1, NVIDIA H200, has 131.3 GiB and may run out of memory" in each for each in said)
+    assert said and all("GPU 1, NVIDIA H200, has only 131.3 GiB and may run out of memory" in each for each in said)
     said.clear()
     warn_of_memory(GOOD, needs, config, ModelSize(tensors={"weight": (8, 1000)}), num_machines=1, say=said.append)
     sharing = NodeNeeds(trainer_gb=128, num_trainers=2)

@@ -174,11 +174,11 @@ def test_vllm_has_the_receiver_where_it_is_sent_weights() -> None:
 
 def test_a_router_is_one_of_sglang() -> None:
     assert EngineConfig(router_url="http://127.0.0.1:30100").router_url == "http://127.0.0.1:30100"
-    with pytest.raises(ValidationError, match=r"router_url is for SGLang's router, but the engine is vllm"):
+    with pytest.raises(ValidationError, match=r"router_url is a setting of SGLang's router, but the engine is vllm"):
         EngineConfig(kind="vllm", router_url="http://127.0.0.1:30100")
     with pytest.raises(ValidationError, match="router_url"):
         EngineConfig(router_url="127.0.0.1:30100")
-    with pytest.raises(ValidationError, match=r"router_python is for SGLang's router, but the engine is vllm"):
+    with pytest.raises(ValidationError, match=r"router_python is a setting of SGLang's router, but the engine is vllm"):
         EngineConfig(kind="vllm", router_python="/router/bin/python")
     with pytest.raises(ValidationError, match="remove one of them"):
         EngineConfig(router_url="http://127.0.0.1:30100", router_python="/router/bin/python")

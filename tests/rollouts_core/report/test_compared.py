@@ -172,7 +172,7 @@ def test_three_runs_are_tested_against_the_first_and_the_number_of_tests_is_said
     write_stored_run(tmp_path, "small-33333333", scores={**SCORES, "rl": [0.0] * 40}, host="node-3")
     found = compared(tmp_path, FIRST, SECOND, "small-33333333")
     assert {test.runs for test in found.tests} == {(0, 1), (0, 2)}
-    assert any(note.startswith("2 tests are made.") for note in found.notes)
+    assert any(note.startswith("The page has 2 tests.") for note in found.notes)
     facts = {fact.name: fact.values for fact in found.facts}
     assert facts["Host"] == ("node-1", "node-1", "node-3") and facts["Cost"] == ("3.00 USD",) * 3
 
