@@ -205,6 +205,7 @@ def test_every_tutorial_is_followed_and_short() -> None:
     assert {name: len(text.split()) for name, text in pages.items() if len(text.split()) > MAX_WORDS} == {}
 
 
+@pytest.mark.matrix
 def test_the_first_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_small_pipeline((folder / SMALL_QUICKSTART).parent, run__name="quickstart").rename(folder / SMALL_QUICKSTART)
     first, shown, answer, again, changed = follow("first_run.md", folder, monkeypatch).said
@@ -229,6 +230,7 @@ def test_your_model_data_and_reward(trained: Reader) -> None:
     assert "rl             step 2 of 2" in run and re.search(r"^digits-\w+ +done", shown, re.MULTILINE)
 
 
+@pytest.mark.matrix
 def test_the_use_of_the_model(trained: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     chats, asked, answered, streamed, scored, generated = follow("use_the_model.md", trained.folder, monkeypatch).said
     assert "small/base_model" in chats and streamed
@@ -239,6 +241,7 @@ def test_the_use_of_the_model(trained: Reader, monkeypatch: pytest.MonkeyPatch) 
     assert "reused from run digits-" in scored
 
 
+@pytest.mark.matrix
 def test_a_teams_server(trained: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, deployed, _, approved, models, unchanged = follow("team_server.md", trained.folder, monkeypatch).said
     assert "Deployment 'retrain/team-retrain' successfully created" in deployed
@@ -249,6 +252,7 @@ def test_a_teams_server(trained: Reader, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "finished successfully in 'Skipped'" in unchanged
 
 
+@pytest.mark.matrix
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, fine_tuned, _, improved = follow("notebook.md", tmp_path, monkeypatch).said
     first, last = re.findall(r"\d+\.\d+", fine_tuned)
