@@ -396,8 +396,8 @@ def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, pa
     """Raise DataError if the tokenizer has ids without an embedding in the model."""
     if len(tokenizer) > num_embeddings:
         raise DataError(
-            f"the tokenizer at {path} has {len(tokenizer)} tokens but the model embeds only {num_embeddings}: they do "
-            "not belong together"
+            f"the tokenizer at {path} has {len(tokenizer)} tokens, but the model has only {num_embeddings} embeddings: "
+            "use the tokenizer that belongs to the model"
         )
 
 

@@ -72,7 +72,7 @@ class Chart:
 def axis_place(axis: Axis, value: float) -> float:
     """The place of a value on the axis."""
     share = (value - axis.low) / (axis.high - axis.low)
-    return round(axis.start + share * (axis.end - axis.start), 2)
+    return round(axis.start + share * (axis.end - axis.start), 1)
 
 
 def axis_ticks(axis: Axis, *, max_ticks: int, is_whole: bool = False) -> tuple[Tick, ...]:

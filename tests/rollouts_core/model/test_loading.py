@@ -264,7 +264,7 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(
     tiny_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     tiny_model.resize_token_embeddings(10)
-    with pytest.raises(DataError, match=rf"has {len(tokenizer)} tokens but the model embeds only 10"):
+    with pytest.raises(DataError, match=rf"has {len(tokenizer)} tokens, but the model has only 10 embeddings"):
         check_vocabulary(tiny_model.get_input_embeddings().weight.shape[0], tokenizer, "folder")
 
 
