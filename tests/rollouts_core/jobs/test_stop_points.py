@@ -168,10 +168,10 @@ def same_job(straight: Path, parent: Path) -> Path:
     return directory
 
 
-MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 9)]
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 9)]
 
 
-@pytest.mark.parametrize("seed", [1, 2, *MORE_SEEDS])
+@pytest.mark.parametrize("seed", [1, *MORE_SEEDS])
 def test_sft_stopped_four_times_is_the_run_that_was_not(straight_sft: Path, tmp_path: Path, seed: int) -> None:
     stopped = same_job(straight_sft, tmp_path)
     stop_often(stopped, seed=seed, max_steps=12)
@@ -259,7 +259,7 @@ def test_before_the_first_whole_step_there_is_nothing_to_save(
     assert not list_checkpoints(directory / "checkpoints")
 
 
-@pytest.mark.parametrize("seed", [1, 2, *MORE_SEEDS])
+@pytest.mark.parametrize("seed", [1, *MORE_SEEDS])
 def test_rl_stopped_four_times_is_the_run_that_was_not(straight_rl: Path, tmp_path: Path, seed: int) -> None:
     stopped = same_job(straight_rl, tmp_path)
     stop_often(stopped, seed=seed, max_steps=5)
