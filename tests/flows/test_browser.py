@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import pytest
 from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.ssh.login_keys import read_public_key
+from tests.chromium import chromium
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
 from tests.flows.test_notify import make_run, set_state
@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CHROMIUM = shutil.which("chromium")
 PAGE_TIMEOUT_MS = 120_000
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--disable-software-rasterizer")
-"""Without the last two Chromium computes the graph's WebGL by the CPU, which takes 90 s of it in the longest test here,
+FLAGS = ("--disable-3d-apis", "--disable-software-rasterizer")
+"""Without these two Chromium computes the graph's WebGL by the CPU, which takes 90 s of it in the longest test here,
 and 16 s with them; the graph is drawn all the same."""
 PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 """What the browser saw, for whoever looks at a run of the tests; a run replaces those of the last one."""
@@ -55,15 +54,10 @@ PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 @pytest.fixture
 def page() -> Iterator[Page]:
     """A page of a headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make install")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+    with chromium(*FLAGS) as browser:
         opened = browser.new_page(viewport={"width": 1300, "height": 1000})
         opened.set_default_timeout(PAGE_TIMEOUT_MS)
         yield opened
-        browser.close()
 
 
 def open_page(page: Page, rollouts: Rollouts, path: str) -> None:

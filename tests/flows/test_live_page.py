@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 from rollouts.flows.own_server.password import own_password
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.run_directory import RunDirectory
+from tests.chromium import chromium
 from tests.rollouts_core.report.made_run import conversation, rollout, write_tokenizer
 from tests.waiting import wait_until
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-CHROMIUM = shutil.which("chromium")
 TIMEOUT_MS = 30_000
 RUN, RUN_ID = "mine-01234567", "0123456789abcdef"
 SERVE = (
@@ -84,13 +83,8 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make install")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 class Served:

@@ -7,7 +7,6 @@ reference.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -15,11 +14,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
 
 import rollouts_core
 from rollouts.flows.form import load_pipeline
 from rollouts.flows.shown_settings import settings_of
+from tests.chromium import chromium
 from tests.flows.test_cli import SURFACE
 from tests.small_pipeline import write_small_pipeline
 
@@ -96,8 +95,9 @@ def test_the_reference_has_every_public_name_and_many_errors(site: Path) -> None
 
 
 def test_the_search_works_in_a_file_of_the_disk(site: Path) -> None:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with chromium() as browser:
+        from playwright.sync_api import expect  # missing on some users' machines, where chromium() skips
+
         page = browser.new_page()
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -105,7 +105,6 @@ def test_the_search_works_in_a_file_of_the_disk(site: Path) -> None:
         page.get_by_role("button", name="Search").first.click()
         page.get_by_role("combobox").press_sequentially("over_sampling_factor")
         expect(page.get_by_role("listbox")).to_contain_text("Settings", timeout=30_000)
-        browser.close()
     assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
 
 

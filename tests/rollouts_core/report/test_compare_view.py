@@ -4,7 +4,7 @@ Without it a curve could be drawn in the colour of another run, or a view could 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,18 +13,22 @@ import pytest
 from rollouts.flows.commands.compare import load_compared
 from rollouts_core.report.compared import compare_runs
 from rollouts_core.report.compared_page import render_comparison_page
+from tests.chromium import Open, chromium, views_of
 from tests.rollouts_core.report.made_run import ATTACK
-from tests.rollouts_core.report.test_viewer import TIMEOUT_MS, browser
 from tests.tasks.stored_run import PROMPTS, SCORES, write_stored_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
-__all__ = ["browser"]  # a fixture of another file
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAMES = ("small-11111111", "small-22222222", "small-33333333")
 VIEWS = ("", "curves", "held-out", "answers/0", "sample/heldout-B-rl/0/1/0", "run")
-Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    with chromium() as launched:
+        yield launched
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +48,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_view(browser: "Browser", page_file: Path) -> Iterator[Open]:
-    """Open a view of the page; a request, an error, or a script that the policy refuses fails the test."""
-    faults: list[str] = []
-    contexts = []
-
-    def open_page(view: str = "", *, width: int = 1200, scheme: str = "light", scripts: bool = True) -> "Page":
-        context = browser.new_context(
-            viewport={"width": width, "height": 800},
-            color_scheme="dark" if scheme == "dark" else "light",
-            java_script_enabled=scripts,
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
-        page.goto(f"file://{page_file}#{view}")
-        if scripts:
-            page.locator("body[data-shown]").wait_for()
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
+    with views_of(page_file, browser) as open_page:
+        yield open_page
 
 
 def test_the_overview_has_scores_tests_and_settings_that_differ(open_view: Open) -> None:

@@ -5,8 +5,7 @@ keyboard or a screen reader.
 """
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import pytest
 
 from rollouts_core.config import ReportConfig
 from rollouts_core.report import ReportInput, render_report
+from tests.chromium import TIMEOUT_MS, Open, chromium, views_of
 from tests.rollouts_core.report.made_run import ATTACK, write_rollouts
 from tests.rollouts_core.report.test_report import full_report  # noqa: F401
 
@@ -23,22 +23,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-CHROMIUM = shutil.which("chromium")
-TIMEOUT_MS = 20_000
 VIEWS = ("", "curves", "samples", "sample/rl/1/900/0", "group/rl/2/10", "step/rl/2", "prompt/0", "held-out",
          "answers/1", "sft-rows", "sft-row/3", "run")  # fmt: skip
-Open = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make install")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
@@ -48,33 +40,10 @@ def report(full_report: ReportInput) -> ReportInput:  # noqa: F811
 
 @pytest.fixture
 def open_view(browser: "Browser", report: ReportInput, tmp_path: Path) -> Iterator[Open]:
-    """Open a view of the report; a request, an error, or a script that the policy refuses fails the test."""
     path = tmp_path / "report.html"
     path.write_text(render_report(report), encoding="utf-8")
-    faults: list[str] = []
-    contexts = []
-
-    def open_page(view: str = "", *, width: int = 1200, scheme: str = "light", scripts: bool = True) -> "Page":
-        context = browser.new_context(
-            viewport={"width": width, "height": 800},
-            color_scheme="dark" if scheme == "dark" else "light",
-            java_script_enabled=scripts,
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
-        page.goto(f"file://{path}#{view}")
-        if scripts:
-            page.locator("body[data-shown]").wait_for()
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
+    with views_of(path, browser) as open_page:
+        yield open_page
 
 
 def shown_rows(page: "Page") -> list[str]:
