@@ -3,7 +3,7 @@
 //     curves block (compared_curves.py): stages -> metrics -> values per run
 "use strict";
 (() => {
-  const { $, VIEWS, el, field, debounced, count, loadJson, curveState, smoothed, valueRange, tick, exact } = window.viewerParts;
+  const { $, VIEWS, el, count, loadJson, curveState, smoothed, valueRange, tick, exact, fillCurves } = window.viewerParts;
   const letterOf = (place) => String.fromCharCode(65 + place);
 
   const overlayView = {
@@ -13,22 +13,10 @@
       if (this.stages) return this.draw();
       this.stages = (await loadJson("curves")) || [];
       await window.runBlock("plot");
-      const set = (change) => { Object.assign(curveState, change); this.draw(); };
-      const toggle = (name, title) => el("label", { class: "check" }, el("input", { type: "checkbox", onchange: (event) => set({ [name]: event.target.checked }) }), title);
       const runs = this.stages.length ? this.stages[0].runs.length : 0;
       const shows = (place) => el("label", { class: "check" }, el("input", { type: "checkbox", checked: true, onchange: (event) => { if (event.target.checked) this.hidden.delete(place); else this.hidden.add(place); this.draw(); } }),
         el("span", { class: `letter run-${letterOf(place)}` }, letterOf(place)));
-      this.out = el("output", {}, "off");
-      this.body = el("div", {});
-      root.replaceChildren(
-        el("div", { class: "filters" },
-          field("Smoothing", el("span", { class: "range" }, el("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", "aria-label": "Smoothing", oninput: debounced((event) => { this.out.textContent = Number(event.target.value) ? event.target.value : "off"; set({ smoothing: Number(event.target.value) }); }, 60) }), this.out)),
-          field("Metric", el("input", { type: "search", placeholder: "name", size: "16", "aria-label": "Show metrics with this in the name", oninput: debounced((event) => set({ filter: event.target.value.trim().toLowerCase() }), 150) })),
-          toggle("isLog", "log axis"), toggle("isWhole", "with outliers"), Array.from({ length: runs }, (_, place) => shows(place))),
-        el("p", { class: "note" }, "Drag to zoom, double-click to reset. The crosshair is at the same step in all curves of a stage."), this.body);
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-      addEventListener("resize", debounced(() => { if (!$("view-curves").hidden) this.draw(); }, 150));
-      this.draw();
+      fillCurves(this, root, "", ...Array.from({ length: runs }, (_, place) => shows(place)));
     },
 
     draw() {

@@ -869,6 +869,23 @@
   const tick = (value) => (value === null ? "" : digits(value, 3));
   const exact = (value) => digits(value, 4);
 
+  /** Fill a view of curves: filters that change `curveState`, a note, and the body that `view.draw` draws in. */
+  function fillCurves(view, root, hint, ...filters) {
+    const set = (change) => { Object.assign(curveState, change); view.draw(); };
+    const toggle = (name, title) => el("label", { class: "check" }, el("input", { type: "checkbox", onchange: (event) => set({ [name]: event.target.checked }) }), title);
+    const out = el("output", {}, "off");
+    view.body = el("div", {});
+    root.replaceChildren(
+      el("div", { class: "filters" },
+        field("Smoothing", el("span", { class: "range" }, el("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", "aria-label": "Smoothing", oninput: debounced((event) => { out.textContent = Number(event.target.value) ? event.target.value : "off"; set({ smoothing: Number(event.target.value) }); }, 60) }), out)),
+        field("Metric", el("input", { type: "search", placeholder: "name", size: "16", "aria-label": "Show metrics with this in the name", oninput: debounced((event) => set({ filter: event.target.value.trim().toLowerCase() }), 150) })),
+        toggle("isLog", "log axis"), toggle("isWhole", "with outliers"), ...filters),
+      el("p", { class: "note" }, `Drag to zoom, double-click to reset. The crosshair is at the same step in all curves of a stage.${hint}`), view.body);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view.draw());
+    addEventListener("resize", debounced(() => { if (!$("view-curves").hidden) view.draw(); }, 150));
+    view.draw();
+  }
+
   const curvesView = {
     stages: null, plots: [],
     async show(root) {
@@ -877,19 +894,7 @@
       if (this.body) return this.draw();
       if (!this.stages.length) return root.closest("section").classList.add("no-curves");
       await window.runBlock("plot");
-      const set = (change) => { Object.assign(curveState, change); this.draw(); };
-      const toggle = (name, title) => el("label", { class: "check" }, el("input", { type: "checkbox", onchange: (event) => set({ [name]: event.target.checked }) }), title);
-      this.out = el("output", {}, "off");
-      this.body = el("div", {});
-      root.replaceChildren(
-        el("div", { class: "filters" },
-          field("Smoothing", el("span", { class: "range" }, el("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", "aria-label": "Smoothing", oninput: debounced((event) => { this.out.textContent = Number(event.target.value) ? event.target.value : "off"; set({ smoothing: Number(event.target.value) }); }, 60) }), this.out)),
-          field("Metric", el("input", { type: "search", placeholder: "name", size: "16", "aria-label": "Show metrics with this in the name", oninput: debounced((event) => set({ filter: event.target.value.trim().toLowerCase() }), 150) })),
-          toggle("isLog", "log axis"), toggle("isWhole", "with outliers")),
-        el("p", { class: "note" }, "Drag to zoom, double-click to reset. The crosshair is at the same step in all curves of a stage. A click on a step of RL, or Enter, shows its groups."), this.body);
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-      addEventListener("resize", debounced(() => { if (!$("view-curves").hidden) this.draw(); }, 150));
-      this.draw();
+      fillCurves(this, root, " A click on a step of RL, or Enter, shows its groups.");
     },
 
     /** New points for the same curves; all is drawn anew if there are other curves. */
@@ -1127,7 +1132,7 @@
 
   /** Run a script that changes views of this page, as compare.js does, with the parts that it needs. */
   async function runBeside(block) {
-    window.viewerParts = { $, VIEWS, el, field, debounced, count, loadJson, curveState, smoothed, valueRange, tick, exact };
+    window.viewerParts = { $, VIEWS, el, count, loadJson, curveState, smoothed, valueRange, tick, exact, fillCurves };
     await window.runBlock(block);
   }
 
