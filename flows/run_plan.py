@@ -1,9 +1,9 @@
-"""The plan of a run before it begins: its stages in order, and for each whether an earlier run finished the same.
+"""The plan of a run before it begins: its stages in order, and for each whether an earlier run finished it.
 
     plan: 1 of 5, sft: reused from sft-1f0c9a7d5b3e2468, finished before by run small-5793d50a
-    plan: 3 of 5, rl: 40 steps of all weights on this machine; unlike rl-...: training.rl.num_steps was 20 and is 40
+    plan: 3 of 5, rl: 40 steps, trains all weights, on this machine; unlike rl-...: training.rl.num_steps was 20 and is 40
 
-Not here: how a stage is planned (tasks/stage_order.py), whether its files are whole (tasks/artifacts.py): a run looks.
+Not here: how a stage is planned (tasks/stage_order.py), whether its files are intact (tasks/artifacts.py), which the run checks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def describe_plan(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
 
 
 def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:
-    """The stages up to the first unfinished one. Without stages in the store none: digests of large data take long."""
+    """The stages up to the first unfinished one. Empty if the store has no stages, because digests of large data take long."""
     place = store.resolve()
     first = next(iter(config.trainings))
     if not any(place.glob(f"stages/{first}-*")):
@@ -67,14 +67,7 @@ def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]
         found.append(stage)
         if (result := RunDirectory(Path(stage.run_dir)).read_result()) is None:
             raise _UnfinishedError
-        return StageRecord(
-            stage=stage.name,
-            fingerprint=stage.fingerprint,
-            run_dir=stage.run_dir,
-            how="reused",
-            seconds=0.0,
-            result=result,
-        )
+        return StageRecord.reused(stage, result)
 
     with suppress(_UnfinishedError):
         run_stages(config, scope, no_machine(str(place)), note)

@@ -82,14 +82,7 @@ def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
     result = RunDirectory(Path(stage.run_dir)).read_result() if is_finished(stage) else None
     if result is None:
         raise _UnfinishedError
-    return StageRecord(
-        stage=stage.name,
-        fingerprint=stage.fingerprint,
-        run_dir=stage.run_dir,
-        how="reused",
-        seconds=0.0,
-        result=result,
-    )
+    return StageRecord.reused(stage, result)
 
 
 def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:

@@ -119,6 +119,18 @@ class StageRecord(TaskRecord):
     result: dict[str, Any]  # Any: JSON
     """The content of result.json."""
 
+    @classmethod
+    def reused(cls, stage: Stage, result: dict[str, Any]) -> StageRecord:  # Any: JSON
+        """The record of a stage that an earlier run finished."""
+        return cls(
+            stage=stage.name,
+            fingerprint=stage.fingerprint,
+            run_dir=stage.run_dir,
+            how="reused",
+            seconds=0.0,
+            result=result,
+        )
+
 
 class EngineRecord(TaskRecord):
     """A running engine that answers requests."""
