@@ -26,14 +26,14 @@ from rollouts_core.signal_watch import SignalWatch
 logger = logging.getLogger(__name__)
 
 WINDOW = 100
-"""Rules see so many of the last steps."""
+"""Number of last steps that rules see."""
 MEAN_STEPS = 10
-"""Single steps are noisy: rules compare means of so many."""
+"""Rules compare means over this number of steps, because single steps are noisy."""
 IN_A_ROW = 3
 MIN_ENTROPY_SHARE = 0.1
 SPIKE = 10.0
 MIN_KNOWN = 20
-"""So many gradients are known before one counts as a spike."""
+"""Fewest known gradient norms before a norm can count as a spike."""
 MAX_MISMATCH = 0.05
 MAX_STALENESS = 4.0
 NOISE = 4.0
@@ -119,17 +119,19 @@ def find_gradient_spikes(series: Series) -> str:
 
 
 def find_mismatch(series: Series) -> str:
-    values = series.recent("mismatch_kl")
-    if not values or (mean := statistics.fmean(values)) <= MAX_MISMATCH:
-        return ""
-    return f"engine and trainer differ by a KL of {mean:.3g} nats per token, mean of {MEAN_STEPS} steps"
+    clause = "engine and trainer differ by a KL of {:.3g} nats per token"
+    return _describe_high_mean(series, "mismatch_kl", MAX_MISMATCH, clause)
 
 
 def find_staleness(series: Series) -> str:
-    values = series.recent("staleness_mean")
-    if not values or (mean := statistics.fmean(values)) <= MAX_STALENESS:
+    return _describe_high_mean(series, "staleness_mean", MAX_STALENESS, "tokens are {:.3g} publications of weights old")
+
+
+def _describe_high_mean(series: Series, name: str, bound: float, clause: str) -> str:
+    values = series.recent(name)
+    if not values or (mean := statistics.fmean(values)) <= bound:
         return ""
-    return f"tokens are {mean:.3g} publications of weights old, mean of {MEAN_STEPS} steps"
+    return f"{clause.format(mean)}, mean of {MEAN_STEPS} steps"
 
 
 def find_unparsed_calls(series: Series) -> str:
