@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
 
 STEP = 1e-4
-"""What is added to the weights between two versions."""
+"""Change of each weight between two versions."""
 RANK = 16
-"""Of adapters."""
+"""Rank of the adapters."""
 LINEAR = re.compile(r"(self_attn|mlp)\.\w+_proj\.weight$")
 """Weights that have adapters."""
 QWEN3 = {

@@ -1,9 +1,9 @@
 """The plan of a run before it begins: its stages in order, and for each whether an earlier run finished it.
 
     plan: 1 of 5, sft: reused from sft-1f0c9a7d5b3e2468, finished before by run small-5793d50a
-    plan: 3 of 5, rl: 40 steps, trains all weights, on this machine; unlike rl-...: training.rl.num_steps was 20 and is 40
+    plan: 3 of 5, rl: 40 steps, trains all weights, on this machine; unlike rl-...: training.rl.num_steps was 20, is 40
 
-Not here: how a stage is planned (tasks/stage_order.py), whether its files are intact (tasks/artifacts.py), which the run checks.
+Not here: how a stage is planned (tasks/stage_order.py), whether its files are intact (tasks/artifacts.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def describe_plan(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
 
 
 def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:
-    """The stages up to the first unfinished one. Empty if the store has no stages, because digests of large data take long."""
+    """The stages up to the first unfinished one.
+
+    Empty if the store has no stages, because digests of large data take long.
+    """
     place = store.resolve()
     first = next(iter(config.trainings))
     if not any(place.glob(f"stages/{first}-*")):
