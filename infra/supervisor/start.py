@@ -73,7 +73,9 @@ def _start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonOb
     with locked(internal_path(run_dir, "lock")):
         answer = detach(spec, status["attempt"] + 1, start_lock)
     if "error" in answer:
-        raise JobError(answer["error"])
+        # The failed supervisor holds the lock until its process has ended. A start before that would attach to it.
+        with locked(internal_path(run_dir, "lock")):
+            raise JobError(answer["error"])
     return read_status(run_dir)
 
 

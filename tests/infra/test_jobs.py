@@ -161,7 +161,7 @@ def test_a_job_whose_log_cannot_be_made_does_not_start_and_says_why(session: Ses
         start_or_attach(session, shell_spec(run_dir, "touch begun"))
     (run_dir / "log.txt").rmdir()
     assert not (run_dir / "begun").exists()
-    start_or_attach(session, shell_spec(run_dir, "echo up"))
+    assert not start_or_attach(session, shell_spec(run_dir, "echo up")).attached, "to the failed start"
     assert wait_for_end(session, run_dir).attempt == 1
     assert (run_dir / "log.txt").read_text() == "up\n"
 
