@@ -77,6 +77,7 @@ NOT_COMPARED = {
 }
 OURS = {
     *("memory_scope", "num_threads"),  # which segments the engine can open, and its threads
+    "takes_adapters",  # SGLang says by `enable_lora` whether it takes adapters
     *("num_running_reqs", "num_waiting_reqs", "is_paused"),  # SGLang has them at /v1/loads
 }
 NOT_OURS = {
