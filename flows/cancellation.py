@@ -43,6 +43,7 @@ from pydantic import BaseModel, TypeAdapter
 from rollouts.flows.automations import was_silent
 from rollouts.flows.credentials import run_with_credentials
 from rollouts.flows.form import HeldNode
+from rollouts.flows.short_form import held_tables
 from rollouts.flows.store import with_store
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from rollouts.infra.interrupts import interrupted_if
@@ -196,14 +197,15 @@ def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> N
 
 def release_for(flow_run: FlowRun) -> str:
     """Release what the run holds, with the run's credentials, and return a sentence about what was done."""
-    if "node" not in flow_run.parameters:  # the run of a tool holds nothing
+    tables = held_tables(flow_run.parameters)
+    if "node" not in tables:  # the run of a tool holds nothing
         return "nothing was left to give back"
-    options = with_store(flow_run.parameters.get("run", {}))
+    options = with_store(tables.get("run", {}))
     held = HeldByRun(
         run_id=str(flow_run.id),
         run_name=options.get("name", flow_run.name),
         store=str(Path(options.get("store", ".rollouts")).resolve()),
-        node=NODE_SETTINGS.validate_python(flow_run.parameters["node"]),
+        node=NODE_SETTINGS.validate_python(tables["node"]),
         stop_timeout_s=options.get("stop_timeout_s", 600.0),
     )
     if not (credentials := options.get("credentials", "")):

@@ -23,8 +23,10 @@ from rollouts.flows.assignments import ALGORITHM, assign, forget_algorithm, key_
 from rollouts.flows.flow_names import EVALUATE_FLOW as EVALUATE_FLOW
 from rollouts.flows.flow_names import FLOW as FLOW
 from rollouts.flows.flow_names import RETRAIN_FLOW as RETRAIN_FLOW
+from rollouts.flows.flow_names import SHORT_FORM as SHORT_FORM
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline, with_present_kind
 from rollouts.flows.own_server.lend import named_url
+from rollouts.flows.short_form import form_values, is_short, with_named_store
 from rollouts.flows.store import STORE_VARIABLE
 from rollouts.flows.tools import TOOLS
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
@@ -34,6 +36,8 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
 
 PRESETS = Path(__file__).resolve().parent / "presets"
+TAGS = {FLOW: "train", RETRAIN_FLOW: "retrain", EVALUATE_FLOW: "evaluate"}
+"""The first tag of a flow's deployments. Deployments of all other flows are upkeep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class Deployment:
     description: str
     """Text of the deployment's page, in Markdown."""
     parameters: dict[str, Any]  # Any: JSON
-    """Defaults of the form: config, node and run."""
+    """Defaults of the form: config, node and run, or the fields of the short form."""
     is_preset: bool = False
     flow: str = FLOW
     schedule: dict[str, Any] | None = None  # Any: JSON
@@ -55,6 +59,22 @@ class Deployment:
     code_folders: tuple[str, ...] = ()
     """Folders from which modules named in the configuration are imported: the file's folder, and the folder of the
     caller."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether this is the short form of a configuration."""
+        return is_short(self.parameters)
+
+    @property
+    def python_flow(self) -> str:
+        """The flow function's key, which differs from the flow's name in Prefect for the short form."""
+        return SHORT_FORM if self.is_short else self.flow
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags of the deployment and of its runs in Prefect."""
+        kind = TAGS.get(self.flow, "upkeep")
+        return [kind, "short-form" if self.is_short else "every-setting"] if self.flow == FLOW else [kind]
 
     @property
     def digest(self) -> str:
@@ -69,7 +89,7 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
         place = quickstart if path.stem == "quickstart" else folder
         pipeline = parse_pipeline(read_settings(path), place / path.name)
         once = _deployment(path.stem, pipeline, _leading_comment(path), is_preset=True)
-        made += [once, _evaluation(once, pipeline)]
+        made += [*_forms(once, pipeline), _evaluation(once, pipeline)]
     return made
 
 
@@ -89,7 +109,8 @@ def tool_deployments() -> list[Deployment]:
 
 
 def deployments_of(path: Path) -> list[Deployment]:
-    """The deployments of the configuration in a file: its run, named after the file, its retraining, its evaluation.
+    """The deployments of the configuration in a file: its run by the full form, named after the file, its run by the
+    short form, its retraining, its evaluation.
 
     Raises:
         ConfigError: the file cannot be read, a setting is invalid, or the file has the name of a tool.
@@ -101,8 +122,9 @@ def deployments_of(path: Path) -> list[Deployment]:
     folders = tuple(str(folder.resolve()) for folder in (path.parent, Path.cwd()))
     once = replace(_deployment(name_of(path), pipeline, description, is_preset=False), code_folders=folders)
     evaluation = _evaluation(once, pipeline)
+    full, *short = _forms(once, pipeline)
     if pipeline.retrain is None:
-        return [once, evaluation]
+        return [full, evaluation, *short]
     check_sources(watched_sources(pipeline.config, pipeline.retrain.sources))
     again = replace(
         once,
@@ -111,7 +133,7 @@ def deployments_of(path: Path) -> list[Deployment]:
         parameters=parameters_of(replace(pipeline, evaluate=None)),
         schedule=pipeline.schedule.model_dump(mode="json") if pipeline.schedule else None,
     )
-    return [once, again, evaluation]
+    return [full, again, evaluation, *short]
 
 
 def check_names(deployments: Iterable[Deployment]) -> None:
@@ -146,6 +168,11 @@ def evaluation_name(name: str) -> str:
     return f"{name}-evaluate"
 
 
+def form_name(name: str) -> str:
+    """The name of the deployment that runs the configuration `name` by the short form."""
+    return f"{name}-form"
+
+
 def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
     """Write the deployments for the serving process. A preset does not replace a user's configuration of the same name.
 
@@ -159,10 +186,11 @@ def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
     known = load_deployments(home)
     given = list(deployments)
     for each in given:
-        if not each.is_preset and (other := known.get(each.name)) is not None and other.flow != each.flow:
+        other = known.get(each.name)
+        if not each.is_preset and other is not None and other.python_flow != each.python_flow:
             raise ConfigError(
                 f"{each.name} is the name of a deployment that there is already, which does something else "
-                f"({other.flow}): rename the configuration"
+                f"({other.python_flow}): rename the configuration"
             )
     names = {each.name for each in given}
     dropped = [known.get(retraining_name(each.name)) for each in given if not each.is_preset and each.flow == FLOW]
@@ -188,7 +216,7 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
         try:
             content = json.loads(path.read_text())
             parameters = content["parameters"]
-            if "node" in parameters:  # an earlier version may have written the file
+            if "config" in parameters and "node" in parameters:  # an earlier version may have written the file
                 parameters = {**parameters, "node": with_present_kind(parameters["node"])}
             folders = tuple(content.get("code_folders", ()))
             found[path.stem] = Deployment(**{**content, "parameters": parameters, "code_folders": folders})
@@ -210,6 +238,8 @@ def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
 
 def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
     """The parameters with the present path of this store, which may have been moved."""
+    if is_short(parameters):
+        return with_named_store(parameters, store.resolve())
     return {
         name: {**section, "store": str(store.resolve())} if name == "run" or name in TOOLS else section
         for name, section in parameters.items()
@@ -223,6 +253,12 @@ _WHERE_ELSE = {
     "evaluate": "but the deployment whose name ends with -evaluate has",
     "schedule": "which belongs into the file: change it there, and call `rollouts up` again",
 }
+
+
+def check_table(flow: str, key: str) -> None:
+    """Raise ConfigError if a setting is in a table of a file that this flow does not read."""
+    if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
+        raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")
 
 
 def overridden(
@@ -245,9 +281,7 @@ def overridden(
     if ALGORITHM in map(key_of, given):
         forget_algorithm(settings)
     for assignment in given:
-        key = key_of(assignment)
-        if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
-            raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")
+        check_table(flow, key_of(assignment))
         assign(settings, assignment)
     pipeline = parse_pipeline(settings, Path("command line"))
     return parameters_of(pipeline)
@@ -266,6 +300,37 @@ def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
 def _deployment(name: str, pipeline: Pipeline, description: str, *, is_preset: bool) -> Deployment:
     parameters = parameters_of(replace(pipeline, retrain=None, evaluate=None))
     return Deployment(name=name, description=description, parameters=parameters, is_preset=is_preset)
+
+
+def _forms(once: Deployment, pipeline: Pipeline) -> list[Deployment]:
+    """The deployment with a field for every setting, and the deployment of the short form.
+
+    A pipeline with null in a setting has no short form, because TOML lacks null.
+    """
+    try:
+        values = form_values(pipeline)
+    except TypeError:
+        return [once]
+    short = replace(
+        once,
+        name=form_name(once.name),
+        parameters=values,
+        description=SHORT_DESCRIPTION.format(name=once.name, about=once.description),
+    )
+    about = f"A field for every setting. `{short.name}` has the usual ones.\n\n{once.description}"
+    return [replace(once, description=about), short]
+
+
+SHORT_DESCRIPTION = """\
+Start a run by its usual settings.
+
+- **Quick run** starts a run with these settings at once.
+- **Custom run** shows them as fields. *More settings* holds all others of the configuration as TOML: change them, or
+  add any key of a file.
+- The deployment `{name}` has a field for every setting.
+
+{about}"""
+"""Description of a short form's deployment, in Markdown."""
 
 
 def _evaluation(once: Deployment, pipeline: Pipeline) -> Deployment:

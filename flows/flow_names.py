@@ -1,6 +1,6 @@
 """The names of the flows in Prefect.
 
-Not here: the flows (pipeline.py, retrain.py, evaluate.py).
+Not here: the flows (pipeline.py, short_form_flow.py, retrain.py, evaluate.py).
 """
 
 from __future__ import annotations
@@ -8,3 +8,5 @@ from __future__ import annotations
 FLOW = "sft-rl"
 RETRAIN_FLOW = "retrain"
 EVALUATE_FLOW = "evaluate"
+SHORT_FORM = "short form of sft-rl"
+"""Key of the flow function behind the short form. In Prefect its flow is FLOW, too."""

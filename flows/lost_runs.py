@@ -48,6 +48,7 @@ from rollouts.flows.earlier_states import recall_states
 from rollouts.flows.form import RunOptions
 from rollouts.flows.own_server.lend import named_url
 from rollouts.flows.run_ends import RunEnd, forget_end, read_end, read_ends
+from rollouts.flows.short_form import held_tables
 from rollouts.infra.errors import TransientInfraError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.renting.rentals import open_rentals
@@ -182,7 +183,7 @@ class LostRuns:
 
     def _is_ours(self, run: FlowRun) -> bool:
         """Whether the run's process died in this store, or the run's parameters name this store."""
-        options = run.parameters.get("run")
+        options = held_tables(run.parameters).get("run")
         named = options.get("store", "") if isinstance(options, dict) else ""
         return self._is_lost(run) or (bool(named) and Path(named) == self._store)
 
@@ -312,7 +313,7 @@ async def _start_again(client: PrefectClient, run: FlowRun) -> None:
     if not await has_deployment(client, run):
         await _give_up_retry(client, run)
         return
-    allowed = run.parameters.get("run", {}).get("restarts", RunOptions().restarts)
+    allowed = held_tables(run.parameters).get("run", {}).get("restarts", RunOptions().restarts)
     states = await client.read_flow_run_states(run.id)
     number = 1 + sum(state.name == AGAIN and (state.message or "").startswith(STARTED_AGAIN) for state in states)
     if number > allowed:

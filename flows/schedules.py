@@ -35,12 +35,12 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
     stays paused.
 
     Registration drops the schedules, the tags and the concurrency limit that users set in Prefect, so they are passed
-    again.
+    again, after the deployment's own tags.
     """
     known = await known_deployment(deployment)
     schedules = known_schedules(known) if known else []
     of_people = [schedule for schedule in schedules if schedule.slug != SLUG]
-    kept: dict[str, Any] = {"tags": known.tags} if known else {}
+    kept: dict[str, Any] = {"tags": list(dict.fromkeys([*deployment.tags, *(known.tags if known else [])]))}
     if deployment.flow != RETRAIN_FLOW and not deployment.schedule:
         if of_people:
             kept |= {"schedules": of_people, "paused": False}

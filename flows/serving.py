@@ -34,7 +34,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, offered_name, parameters_for
+from rollouts.flows.deployments import (
+    EVALUATE_FLOW,
+    FLOW,
+    RETRAIN_FLOW,
+    SHORT_FORM,
+    load_deployments,
+    offered_name,
+    parameters_for,
+)
 from rollouts.flows.live import served_live_pages
 from rollouts.flows.own_server.lend import ServerAddress, ServerError, local_server, named_url, prefect_environment
 from rollouts.flows.store import STORE_VARIABLE, load_gpu_slots
@@ -82,15 +90,17 @@ def _load_flows(store: Path, address: ServerAddress) -> None:
 
 
 def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
-    """The flows by their names. This imports Prefect, which reads the environment once."""
+    """The flows by their keys. This imports Prefect, which reads the environment once."""
     from rollouts.flows.evaluate import evaluate_model
     from rollouts.flows.finish_flow import finish_run
     from rollouts.flows.pipeline import sft_rl
     from rollouts.flows.reap import reap_machines
     from rollouts.flows.retrain import retrain_model
+    from rollouts.flows.short_form_flow import sft_rl_short
 
     return {
         FLOW: sft_rl,
+        SHORT_FORM: sft_rl_short,
         RETRAIN_FLOW: retrain_model,
         EVALUATE_FLOW: evaluate_model,
         REAP_FLOW: reap_machines,
@@ -175,7 +185,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
     for deployment in fresh:
         offered = replace(deployment, name=offered_name(store, deployment.name))
         deployment_id = await (tools if offered.flow in TOOLS else runner).aadd_flow(
-            flows[offered.flow],
+            flows[offered.python_flow],
             name=offered.name,
             description=offered.description,
             parameters=parameters_for(store, offered.parameters),

@@ -28,6 +28,7 @@ from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
 from rollouts.flows.commands.up import check_server
 from rollouts.flows.own_server.lend import ServerAddress, local_server, named_url, prefect_environment, run_url
 from rollouts.flows.prefect_api import ask
+from rollouts.flows.short_form import held_tables
 from rollouts.infra.jobs import MAX_GRACE_S
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.renting.rentals import open_rentals
@@ -84,7 +85,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
         return _give_back_here(address, store, run)
     if not has_ended:
         _set_state(address, run["id"], "CANCELLING", force=run["state_type"] == "CRASHED")
-    wait_s = WAIT_S + float(run["parameters"].get("run", {}).get("stop_timeout_s", MAX_GRACE_S))
+    wait_s = WAIT_S + float(held_tables(run["parameters"]).get("run", {}).get("stop_timeout_s", MAX_GRACE_S))
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < wait_s:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
@@ -179,8 +180,9 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
     from rollouts.flows.cancellation import release_for
 
     # The run's parameters may have the store's path relative to another folder.
-    settings = {**run["parameters"].get("run", {}), "store": str(store)}
-    return release_for(FlowRun.model_validate({**run, "parameters": {**run["parameters"], "run": settings}}))
+    tables = held_tables(run["parameters"])
+    settings = {**tables.get("run", {}), "store": str(store)}
+    return release_for(FlowRun.model_validate({**run, "parameters": {**tables, "run": settings}}))
 
 
 def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run: DeletedRun) -> str:

@@ -23,15 +23,18 @@ from rollouts.flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
     RETRAIN_FLOW,
+    SHORT_FORM,
     Deployment,
     check_names,
     deployments_of,
 )
+from rollouts.flows.short_form import with_named_store
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.code_folders import VARIABLE as CODE_PATH
 
 ENTRYPOINTS = {
     FLOW: "rollouts.flows.pipeline.sft_rl",
+    SHORT_FORM: "rollouts.flows.short_form_flow.sft_rl_short",
     RETRAIN_FLOW: "rollouts.flows.retrain.retrain_model",
     EVALUATE_FLOW: "rollouts.flows.evaluate.evaluate_model",
 }
@@ -106,11 +109,14 @@ def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) ->
     variables = dict(work_pool.get("job_variables", {}))
     if deployment.code_folders:  # workers do not know the configuration's folder
         variables["env"] = {CODE_PATH: ":".join(deployment.code_folders), **variables.get("env", {})}
+    parameters = deployment.parameters
+    placed = {**parameters, "run": {**parameters["run"], "store": str(store)}} if "run" in parameters else None
     described: dict[str, Any] = {  # Any: YAML
         "name": deployment.name,
         "description": deployment.description,
-        "entrypoint": ENTRYPOINTS[deployment.flow],
-        "parameters": {**deployment.parameters, "run": {**deployment.parameters["run"], "store": str(store)}},
+        "tags": deployment.tags,
+        "entrypoint": ENTRYPOINTS[deployment.python_flow],
+        "parameters": placed or with_named_store(parameters, store),
         "work_pool": {**work_pool, "job_variables": variables} if variables else work_pool,
     }
     if deployment.flow == RETRAIN_FLOW:

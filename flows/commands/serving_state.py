@@ -72,14 +72,16 @@ def served_elsewhere(serving: Serving) -> str:
 
 
 def describe_deployments(serving: Serving) -> str:
-    """The names of the served deployments. The evaluations, one per pipeline, are summed up by their common ending."""
-    from rollouts.flows.deployments import evaluation_name  # loads all settings
+    """The names of the served deployments. Short forms and evaluations, one per pipeline, are summed up by their common
+    endings."""
+    from rollouts.flows.deployments import evaluation_name, form_name  # loads all settings
     from rollouts.flows.tools import TOOLS
 
-    evaluations = {evaluation_name(name) for name in serving.deployments}
-    names = [name for name in serving.deployments if name not in evaluations and name not in TOOLS]
+    others = {ending(name) for name in serving.deployments for ending in (form_name, evaluation_name)} | TOOLS.keys()
+    names = [name for name in serving.deployments if name not in others]
     tools = [name for name in serving.deployments if name in TOOLS]
-    return f"{', '.join(names)}; {evaluation_name('NAME')} scores models as NAME does; {', '.join(tools)}"
+    alike = f"{form_name('NAME')} is NAME by a short form; {evaluation_name('NAME')} scores models as NAME does"
+    return f"{', '.join(names)}; {alike}; {', '.join(tools)}"
 
 
 def describe_gpu_slots(serving: Serving) -> str:

@@ -30,6 +30,7 @@ from rollouts.flows.commands.serving_state import (
 from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit
 from rollouts.flows.flow_names import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
 from rollouts.flows.own_server.lend import ServerAddress, run_url
+from rollouts.flows.short_form import held_tables
 from rollouts.flows.store_runs import load_run, verdict_of
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_line, shown_lines
@@ -293,7 +294,7 @@ def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
 
 def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON
     """A table of a run's settings (empty for a run of another project's flow with the same name)."""
-    value = run.get("parameters", {}).get(name)
+    value = held_tables(run.get("parameters", {})).get(name)
     return value if isinstance(value, Mapping) else {}
 
 

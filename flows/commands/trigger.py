@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from rollouts.flows.commands.up import require_serving
-from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, load_deployments, offered_name, overridden
+from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, form_name, load_deployments, offered_name, overridden
 from rollouts.flows.own_server.lend import local_server, run_url
 from rollouts.flows.prefect_api import RefusedError, ask
 from rollouts.flows.tools import TOOLS, overridden_tool
@@ -28,6 +28,9 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
     require_serving(store)
     known = load_deployments(store.resolve() / "prefect")
     flow = known[name].flow if name in known else FLOW
+    if name in known and known[name].is_short:
+        full = name.removesuffix(form_name(""))
+        raise ConfigError(f"{name} is a form for Prefect's UI: rollouts run --deployment {full} takes every setting")
     with local_server(store) as address:
         try:
             deployment = ask(address, "GET", f"/deployments/name/{flow}/{offered_name(store.resolve(), name)}")

@@ -304,7 +304,7 @@ def test_what_people_gave_deployments_in_prefect_outlives_a_restart_and_a_change
     up(served, str(config))
     own = {"schedule": {"cron": "0 3 * * 1", "timezone": "Europe/Berlin"}, "active": True, "parameters": {"name": "x"}}
     of_small = {each["name"]: each["id"] for each in small_deployments(served)}
-    assert of_small.keys() == {"small", "small-retrain", "small-evaluate"}
+    assert of_small.keys() == {"small", "small-form", "small-retrain", "small-evaluate"}
     for deployment_id in of_small.values():
         api(served, "POST", f"/deployments/{deployment_id}/schedules", [own])
     given = {"tags": ["ours"], "concurrency_limit": 2, "concurrency_options": {"collision_strategy": "CANCEL_NEW"}}
@@ -319,7 +319,7 @@ def test_what_people_gave_deployments_in_prefect_outlives_a_restart_and_a_change
     kept = [schedule for each in small_deployments(served) for schedule in each["schedules"] if not schedule["slug"]]
     assert [(each["schedule"]["timezone"], each["parameters"]["name"]) for each in kept] == [("Europe/Berlin", "x")] * 3
     small = api(served, "GET", "/deployments/name/sft-rl/small")
-    assert (small["tags"], small["global_concurrency_limit"]["limit"]) == (["ours"], 2)
+    assert (small["tags"], small["global_concurrency_limit"]["limit"]) == (["train", "every-setting", "ours"], 2)
     assert small["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
 
     write_config(folder)

@@ -181,7 +181,7 @@ def test_a_bad_schedule_ends_the_command_before_anything_is_started(
 @pytest.fixture
 def retraining(folder: Path) -> Deployment:
     tables = {"retrain": {"sources": ["sft.jsonl"], "margin": 0.02}, "schedule": {"cron": "0 3 * * *"}}
-    once, again, _ = deployments_of(write(folder, **tables))
+    once, again, *_ = deployments_of(write(folder, **tables))
     assert (once.name, once.flow, once.schedule) == ("small", "sft-rl", None)
     assert "retrain" not in once.parameters
     return again

@@ -158,7 +158,7 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     serving = find_serving(served.store)
     assert first is not None and serving is not None
     assert serving.pid == first.pid
-    assert serving.deployments.keys() - first.deployments.keys() == {"small", "small-evaluate"}
+    assert serving.deployments.keys() - first.deployments.keys() == {"small", "small-form", "small-evaluate"}
 
     by_command = trigger(served, "small", "run.name=asked")
     address = address_of(served)

@@ -1,0 +1,175 @@
+"""The `sft-rl` flow with the parameters of the short form: its fields become a configuration, which sft_rl runs.
+
+Not here: the fields and how they become tables (short_form.py), the stages (pipeline.py).
+
+Prefect has one flow `sft-rl` with two kinds of deployments: those of the full form call `sft_rl`, those of the short
+form `sft_rl_short`. Runs of both are alike for notifications, Cancel, restarts and reuse of stages.
+"""
+
+# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, get_args
+from uuid import UUID
+
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.runtime import deployment
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancellation
+from rollouts.flows.deployments import FLOW, check_table
+from rollouts.flows.form import Pipeline, RunOptions, parse_pipeline
+from rollouts.flows.pipeline import sft_rl
+from rollouts.flows.short_form import FIELDS, MORE_TITLE, SOURCE, Values, check_doubled, tables_of
+from rollouts.infra.node import NODE_TYPES
+from rollouts_core.algorithms.presets import AlgorithmName
+from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts_core.engine_kinds import ENGINE_CHOICES
+from rollouts_core.environments import ALL_ENVIRONMENTS
+from rollouts_core.errors import ConfigError
+from rollouts_core.rewards import ALL_REWARDS
+from rollouts_core.stages import PIPELINES
+
+SFT, RL, ROLLOUT, RUN = SFTTrainingConfig(), RLTrainingConfig(), RolloutConfig(), RunOptions()
+
+
+def shown(name: str, help_text: str, **more: Any) -> FieldInfo:  # Any: JSON schema
+    """What the form shows of a field, with bounds and choices in `more`.
+
+    They stand only in the schema. The flow itself checks values as `rollouts validate` does, with its sentences.
+    """
+    title = FIELDS[name].title if name in FIELDS else MORE_TITLE
+    info: FieldInfo = Field(json_schema_extra={"title": title, "description": " ".join(help_text.split()), **more})
+    return info
+
+
+def _names_in(registry: Iterable[str]) -> str:
+    return f"one of {', '.join(registry)}"
+
+
+@flow(
+    name=FLOW,
+    flow_run_name="{name}",
+    persist_result=False,
+    on_cancellation=[release_after_cancellation],
+    on_crashed=[cancelled_if_asked],
+)
+def sft_rl_short(
+    name: Annotated[str, shown("name", "Name of the run in the UI, in the store and in the report.")] = RUN.name,
+    model: Annotated[
+        str, shown("model", "Folder with a Hugging Face checkpoint that training starts from, or its URL in a store.")
+    ] = "",
+    data: Annotated[
+        str,
+        shown(
+            "data",
+            """Files of rows, as TOML: sft (demonstrations), prompts (for RL), selection and heldout (prompts that
+            choose and score checkpoints), each a path or URL; or prepare, which makes them.""",
+        ),
+    ] = "",
+    mode: Annotated[
+        str, shown("mode", "Stages of the run: SFT, RL from the model, or RL after SFT.", enum=list(PIPELINES))
+    ] = "sft+rl",
+    sft_steps: Annotated[int, shown("sft_steps", "Optimizer steps of SFT.", minimum=1)] = SFT.num_steps,
+    sft_learning_rate: Annotated[
+        float, shown("sft_learning_rate", "Peak learning rate of SFT.", minimum=0)
+    ] = SFT.optim.lr,
+    sft_batch: Annotated[int, shown("sft_batch", "Rows per step of SFT.", minimum=1)] = SFT.batch_size,
+    rl_steps: Annotated[
+        int, shown("rl_steps", "Steps of RL: one batch of completions each.", minimum=1)
+    ] = RL.num_steps,
+    rl_learning_rate: Annotated[float, shown("rl_learning_rate", "Peak learning rate of RL.", minimum=0)] = RL.optim.lr,
+    rl_batch: Annotated[
+        int,
+        shown("rl_batch", "Prompts per step of RL, with rollout.n_samples_per_prompt completions each.", minimum=1),
+    ] = ROLLOUT.batch_size,
+    algorithm: Annotated[
+        str,
+        shown(
+            "algorithm",
+            """Algorithm of RL, by the system that it comes from. It fills in settings that More settings leaves out.
+            Empty: the settings in More settings, and the defaults.""",
+            enum=list(get_args(AlgorithmName)),
+        ),
+    ] = "",
+    environment: Annotated[
+        str,
+        shown(
+            "environment",
+            "Environment that replies to the model and grades it: "
+            f"{_names_in(ALL_ENVIRONMENTS)}, or package.module:Class.",
+        ),
+    ] = "",
+    reward: Annotated[
+        str,
+        shown(
+            "reward",
+            f"Function that grades completions: {_names_in(ALL_REWARDS)}, or package.module:function. "
+            "Empty: the environment grades.",
+        ),
+    ] = "",
+    engine: Annotated[
+        str,
+        shown(
+            "engine",
+            """Inference server of RL. embedded: for small models on a CPU. auto: sglang on a node with a free GPU, else
+            embedded.""",
+            enum=list(ENGINE_CHOICES),
+        ),
+    ] = ROLLOUT.engine.kind,
+    node: Annotated[
+        str,
+        shown(
+            "node",
+            """Machine of the run: this one, one over SSH (node.host and node.python stand in More settings), one that
+            you rented (node.instance), or one that the run rents and gives back.""",
+            enum=list(NODE_TYPES),
+        ),
+    ] = "local",
+    budget: Annotated[
+        float, shown("budget", "Most US dollars that the run spends on a rented node. Not read for others.", minimum=0)
+    ] = 0.0,
+    more_settings: Annotated[
+        str,
+        shown(
+            "more_settings",
+            """All settings without a field, as TOML, with the keys of a file. `rollouts explain KEY` has the meaning
+            of each.""",
+        ),
+    ] = "",
+) -> State[Any]:  # Any: PipelineResult, or the error
+    """Turn a base model and data into a trained, evaluated checkpoint, by the usual settings.
+
+    Ends as the flow of the full form does.
+    """
+    pipeline = read_values(dict(locals()))  # the parameters: nothing else is defined yet
+    result: State[Any] = sft_rl.fn(pipeline.config, pipeline.node, pipeline.run)
+    return result
+
+
+def read_values(values: Values) -> Pipeline:
+    """The pipeline that the values of the form describe.
+
+    Raises:
+        ConfigError: a line for each mistake, with the place of the setting in a file.
+    """
+    check_doubled(values, _offered_values)
+    tables = tables_of(values)
+    for table in tables:
+        try:
+            check_table(FLOW, table)
+        except ConfigError as error:
+            raise ConfigError(f"{SOURCE}: {error}") from error
+    return parse_pipeline(tables, Path(SOURCE))
+
+
+def _offered_values() -> Values:
+    """The values that the run's deployment offers, to find the fields that a user changed ({} without a deployment)."""
+    if deployment.id is None:
+        return {}
+    with get_client(sync_client=True) as client:
+        return client.read_deployment(UUID(str(deployment.id))).parameters
