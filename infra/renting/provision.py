@@ -5,7 +5,7 @@
          |                   | refused, or never usable: ended, verified, next offer
     killed at any step: the same run resumes from the row; else a run with the same settings takes it, or the reaper
         ends it
-    its run failed and keeps it: the same, but the reaper waits until that time is over
+    its run failed and keeps it: the same, but the reaper waits until the end of this time
     an error here, or Ctrl-C: `released_on_failure` releases the run's machines at any step
 
 The machines of a run form a unit: they have the same kind, region and provider. If a machine cannot be rented, or is

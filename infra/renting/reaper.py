@@ -180,7 +180,7 @@ def _judge_instance(
         except LedgerUnwritableError as error:
             end_unnoted(found, cloud, error, pace=pace)
     began = rental.rented_at or rental.intended_at
-    if rental.state.is_over:  # the ledger says that it was refused or is gone, but it exists
+    if rental.state.is_over:  # the machine exists, although its row says refused or gone
         current = cloud.get(instance.id)
         if current is not None and current.status is not InstanceStatus.GONE:  # it may have ended since the listing
             # A finished run may still count as alive. Mark the machine as expired, so that it is ended in any case.

@@ -61,7 +61,7 @@ def release_all(
     """Release machines. A machine whose creation is unconfirmed is released if it appears.
 
     Returns:
-        One sentence per released machine, and one per machine that may still be rented.
+        A sentence per released machine, and a sentence per machine that may still be rented.
     """
     known, left = [], []
     for rental in rentals:
@@ -85,7 +85,7 @@ def release_all(
 def _release_each(
     rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
 ) -> tuple[list[Rental], list[InfraError]]:
-    """Release the machines one after another. Returns the rows of those that are gone, and the errors of the others."""
+    """Release the machines one after another. Returns the rows of released machines, and the errors for the rest."""
     for rental in rentals if len(rentals) > 1 else ():
         try:
             clouds[rental.provider].terminate(rental.instance_id)

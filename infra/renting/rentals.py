@@ -193,7 +193,7 @@ def open_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Return the machines that have been given up since that time because they never appeared. They may still
+    """Return machines that never appeared and were given up since that time. They may still
     appear."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 

@@ -177,7 +177,7 @@ class Agents:
         self._idle_agents[purpose].clear()
 
     def forget(self, purposes: Sequence[Purpose]) -> None:
-        """Close these connections and their agents after one of them broke, because the others may have broken
+        """Close these connections and their agents after a break, because further connections may have broken
         unnoticed."""
         with self._lock:
             for purpose in purposes:

@@ -2,7 +2,7 @@
 
 The first kind of evidence that applies decides. The kinds, from the strongest to the weakest:
 
-    pinned            the key's fingerprint is known: the settings name it, or an earlier login stored it
+    pinned            the key's fingerprint is known: from the settings, or stored by an earlier login
       injected        the fingerprint is known because this program put the key on the machine at its creation
       provider        the fingerprint is known because the provider reported it over a separate connection
     known_hosts       a known_hosts file of the user or of this program has a key for this host
@@ -69,7 +69,8 @@ class HostKeyPolicy:
     first_use_file: Path | None
     """File that stores a key accepted at the first login. None refuses unknown hosts."""
     pinned_file: Path | None = None
-    """File that stores a key that matched `pinned`, so that later logins know its type. None uses `first_use_file`."""
+    """File that stores a key after a match with `pinned`, so that later logins know its type. None uses
+    `first_use_file`."""
     likely_type: str = ""
     """Type of the host's key in an earlier connection. Empty before the first connection."""
 

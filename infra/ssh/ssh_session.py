@@ -80,7 +80,7 @@ class SSHSession:
 
     @property
     def host_key_evidence(self) -> HostKeyEvidence:
-        """The evidence for accepting the host's key. Connects if there is no connection."""
+        """The evidence for accepting the host's key. Connects first if needed."""
         return self.agents.connection("control").host_key_evidence
 
     def run(

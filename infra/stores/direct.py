@@ -5,7 +5,8 @@ machine.
     fetched   into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
     sent      uploads in parts are completed or aborted from here; the publication verifies the result
 
-The node gets no credentials. A presigned URL is valid for one object and one hour, and is a secret for that time.
+The node gets no credentials. A presigned URL is valid for a single object and for an hour. It is a secret during this
+hour.
 
 Not here: the alternatives for nodes that cannot reach the store (tasks/upload_inputs.py, tasks/sync.py).
 """

@@ -150,7 +150,7 @@ def digest_of(wanted: Sequence[WantedFile]) -> str:
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
     """Create `target` with the files: one file if the URL names an object, or else a folder.
 
-    An existing target is kept. If several processes download the same files, one of them downloads and the others wait.
+    An existing target is kept. If several processes need the same files, only one process downloads. The rest wait.
     Interrupted downloads of other content for this target are removed.
 
     Raises:

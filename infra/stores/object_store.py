@@ -143,7 +143,7 @@ class ObjectStore:
 
         Raises:
             StoreRefusedError: the store refuses the listing, or the folder has more than MAX_OBJECTS objects.
-            PermanentInfraError: a folder of this machine contains something other than files, or a link that leaves it.
+            PermanentInfraError: a folder of this machine contains something other than files, or a link to the outside.
         """
         root = self._key(folder)
         enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # other drivers have no limit

@@ -2,7 +2,9 @@
 
     a name ──> its path without links ──> beneath the folder? ──> opened part by part, following no link
 
-A link that leaves the folder could expose every file that this user may read: keys, other runs, private data. Such
+A link to the outside of the folder could expose everything that is readable for this user: keys, other runs, private
+data.
+These
 links are refused, except in the layout of a hub's cache, where snapshots link to blobs. If a file or folder is replaced
 by a link after the check, the link is not followed either.
 
@@ -233,8 +235,8 @@ def _checked_status(folder: int, name: str, key: str) -> os.stat_result:
     """Return the status of a file or folder.
 
     Raises:
-        PermanentInfraError: it is a link, a pipe or a device. Also for a private file that has a second name (a hard
-            link) and lies in a folder that other users can write to.
+        PermanentInfraError: it is a link, a pipe or a device. Also for a private file with a second name (a hard link)
+        in a folder that other users can write to.
     """
     status, around = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(folder)
     if stat.S_ISDIR(status.st_mode):

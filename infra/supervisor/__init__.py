@@ -15,13 +15,13 @@ Each verb except `follow` prints one JSON object. A verb that fails prints `{"er
 Files in RUN_DIR:
 
     job.json      the job's input. The start of each attempt writes it, because ports and other placements may change
-                  between attempts. Such changes do not change the job's identity. The file stays unchanged while the
+                  between attempts. These changes do not change the job's identity. The file stays unchanged while the
                   job is running
     log.txt       the program's raw stdout and stderr of all attempts
     exit-<n>.json how attempt n ended
     finish-<n>    asks the program of attempt n to finish early with its present result; the program may ignore it
-    stop.json     written by a program that saves its state on SIGTERM: its process, the time that it needs, and the
-                  saved step. SIGKILL comes after this time. The program's other processes get no SIGTERM
+    stop.json     written by a program that saves its state on SIGTERM: its process, the needed time, and the saved
+    step. SIGKILL comes after this time. The program's other processes get no SIGTERM
     stop-<n>      the seconds that the program of attempt n has for saving; written before SIGTERM
     result.json   written by the program, last; it marks the job as finished
     .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (renamed to cancel-<n> if the disk takes

@@ -34,7 +34,7 @@ def latest_attempt(run_dir: str) -> int:
 
 
 def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
-    """Return stop.json (the program's process, needed time, saved step) of this attempt. Empty if there is none."""
+    """Return stop.json (the program's process, needed time, saved step) of this attempt. Empty without one."""
     said = read_json(Path(run_dir, "stop.json")) or {}
     return said if said.get("attempt") == attempt else {}
 

@@ -31,7 +31,7 @@ NVIDIA_SMI_TIMEOUT_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPUSlot:
-    """A GPU that only one job, or one group of jobs, uses at a time."""
+    """A GPU for a single job, or a single group of jobs, at a time."""
 
     name: str
     """The GPU's name, equal for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
@@ -90,7 +90,7 @@ class GPUSlots:
         exclusive lock   taken for a moment, to check that no job holds the file
         mutex            held while locks are checked and changed
 
-    Every job takes its GPUs in the same order, and keeps them while it waits for the others. Two jobs therefore never
+    Every job takes its GPUs in the same order. A waiting job keeps the GPUs that it has taken. Two jobs therefore never
     wait for each other, and jobs with several GPUs get all of them in the end. Jobs that must run together form a
     group. Each job of a group takes the GPUs of the whole group.
     """

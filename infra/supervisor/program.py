@@ -213,7 +213,7 @@ class StopRequests:
 
     @property
     def grace_s(self) -> float:
-        """The grace time in seconds: that of the cancel request if there is one, or else that of the spec."""
+        """The grace time in seconds, from the cancel request or else from the spec."""
         return self._limits[0]
 
     @property
@@ -396,7 +396,7 @@ def watch_program(
 class _EndSignals:
     """Ends the processes of a program by SIGTERM, and by SIGKILL when their time is up.
 
-    If the program has a grant for saving, only its main process gets SIGTERM. Such a program ends its own processes.
+    If the program has a grant for saving, only its main process gets SIGTERM. This program ends its own processes.
     """
 
     def __init__(self, requests: StopRequests) -> None:

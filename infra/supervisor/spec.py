@@ -43,7 +43,7 @@ class JobSpec:
     lease_s: float = 0.0
     """The job ends if its lease was not renewed for this many seconds; 0 means no lease."""
     max_log_bytes: int = 256 << 20
-    """Number of bytes that one attempt may add to log.txt. Of further output, only the end is kept."""
+    """Number of bytes that one attempt may add to log.txt. Only the end of further output is kept."""
     gpus: tuple[str, ...] = ()
     """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job holds any of them."""
     gpu_group: str = ""

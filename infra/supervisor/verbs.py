@@ -70,8 +70,8 @@ class CancelRequest(NamedTuple):
     grace_s: float
     """Seconds between SIGTERM and SIGKILL."""
     max_grace_s: float
-    """Largest time in seconds that a program may request for saving. Such a program gets SIGTERM only in its main
-    process."""
+    """Largest time in seconds that a program may request for saving. Only the main process of this program gets
+    SIGTERM."""
     wait_s: float
     """Seconds to wait for the job's end."""
     attempt: int

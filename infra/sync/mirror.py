@@ -5,7 +5,7 @@
                               attempt or an older version are transferred, and each chunk's digest is checked. The
                               program that receives a large new file writes it directly, not through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
-                              a new version of a checkpoint replaces the old one when all of its files have arrived
+                              a new version of a checkpoint replaces the old version when all new files have arrived
     checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted here, too.
                               A checkpoint of a later step than the job's newest is kept: another node wrote it, and
                               this may be the only copy
@@ -201,8 +201,8 @@ def _step_of(checkpoint: str) -> int:
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
-    """Sort the names. Manifests and result.json confirm that other files are complete, so they come after these
-    files."""
+    """Sort the names. Manifests and result.json confirm that other files are complete, so both come after the
+    confirmed files."""
     return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
 
 

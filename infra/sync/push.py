@@ -68,7 +68,7 @@ class PublishReport:
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
     """Copy the files below `source` to `destination` on the node. All files are verified, and appear together.
 
-    Other files at the destination are removed. Empty directories are not copied. Of a file's mode, only two properties
+    Other files at the destination are removed. Empty directories are not copied. Only two properties of a file's mode
     are copied: whether the owner may execute it, and whether only the owner may read it.
 
     Raises:
@@ -269,7 +269,7 @@ def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[
 
 
 def _reuse(there: Sequence[Any], source: SourceFile) -> list[Any]:
-    """Return the entry that reuses a file of the node for those chunks that are equal in both."""
+    """Return an entry to reuse the equal chunks of a file of the node."""
     directory, name, size, modified_ns, digests = there
     known = enumerate(digests[: source.num_chunks])
     chunks = [[number, digest] for number, digest in known if source.digest(number) == digest]

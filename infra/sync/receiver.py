@@ -232,7 +232,7 @@ def take_files(
     """Reuse files of other directories in this directory, if they are still as described.
 
     A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
-    the missing chunks can be written into it. Of all other files, the correct chunks are copied, because other programs
+    the missing chunks can be written into it. The correct chunks of all other files are copied, because other programs
     may still use these files.
 
     Args:
@@ -314,7 +314,7 @@ def _is_as_described(status: os.stat_result, described: list[int]) -> bool:
 
 
 def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """Return the numbers of the chunks whose digests are right. If there are none, remove the file."""
+    """Return the numbers of the chunks whose digests are right. Without right chunks, remove the file."""
     with path.open("rb") as file:
         right = [number for number, known in chunks if _read_right(file, number, known, chunk_bytes, algorithm)]
     if not right:
@@ -428,8 +428,8 @@ def _widen_stdin() -> None:
 def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> int:
     """Write available input at an offset of an open file. Returns the number of bytes.
 
-    After a broken connection, data may still arrive when another copy has already taken over the file. That copy holds
-    this lock exclusively while it takes over, so the file is written only if `path` still leads to it.
+    After a broken connection, data may still arrive when another copy has already taken over the file. The other copy
+    holds this lock exclusively during the takeover. The file is therefore written only if `path` still leads to it.
     """
     select.select([0], [], [])  # wait for input before taking the lock
     fcntl.flock(file, fcntl.LOCK_SH)
