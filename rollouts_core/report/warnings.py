@@ -1,4 +1,4 @@
-"""The warnings of stages by their events, for the live page and the report."""
+"""Collect the warnings of stages from their events, for the live page and the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollouts_core.stages import label_of
 
 
 def list_warnings(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON
-    """The warnings of the last attempt among some events, in order."""
+    """The warning messages of the latest attempt, in order."""
     latest = max((int(each.get("attempt", 0)) for each in events), default=0)
     return [
         str(each.get("message", ""))
@@ -22,7 +22,7 @@ def list_warnings(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSO
 
 
 def load_warnings(report: ReportInput) -> list[tuple[str, list[str]]]:
-    """The warnings of each training that had some, with its label."""
+    """The label and the warnings of each training that has warnings."""
     found = [(label_of(each.name), RunDirectory(each.run_dir).events) for each in report.trainings]
     listed = [(label, list_warnings(read_json_lines(path))) for label, path in found]
     return [(label, warnings) for label, warnings in listed if warnings]
