@@ -435,6 +435,8 @@ class Node:
     """The reason for accepting its host key (ssh/host_keys.py lists the reasons); empty for this machine."""
     engine_kind: str = ""
     """The kind of engine that was chosen for this machine, for settings with `kind = "auto"`."""
+    placement: str = ""
+    """The settings of `deployment` that were planned for its GPUs, as JSON; empty without a plan."""
     engine_python: str = ""
     """The interpreter of the engine that a run installed or found on the machine; empty takes the settings' own."""
     address: str = ""
