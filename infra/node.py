@@ -438,6 +438,8 @@ class Node:
     """The evidence for accepting the machine's host key (see ssh/host_keys.py). Empty for this machine."""
     engine_kind: str = ""
     """If the settings say `kind = "auto"`: the kind of engine that was chosen for this machine."""
+    placement: str = ""
+    """The settings of `deployment` that were planned for the machine's GPUs, as JSON. Empty without a plan."""
     engine_python: str = ""
     """The interpreter of the engine that a run installed or found on the machine. Empty uses the interpreter in the
     settings."""

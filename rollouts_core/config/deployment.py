@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
-from rollouts_core.config.record import PLACEMENT, GpuRank, Record
+from rollouts_core.config.record import PLACEMENT, Finite, GpuRank, Record
 
 MAX_PORT = 65535
 
@@ -31,6 +31,9 @@ class DeploymentConfig(Record):
     colocated: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Let engines and trainer share GPUs: the engines release their memory during training and get the weights after
     each step. Only for SGLang and vLLM on GPUs; the embedded engine has no GPU memory."""
+    engine_memory_share: Annotated[Finite, Field(ge=0, lt=1)] = Field(default=0.0, json_schema_extra=PLACEMENT)
+    """Share of a GPU's memory that an engine of RL takes for weights and cache. 0: the engine's default. An argument in
+    rollout.engine.extra_args comes first."""
     trainer_threads: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
     """CPU threads of each trainer process. 0: divide the available cores among the processes."""
     engine_threads: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)

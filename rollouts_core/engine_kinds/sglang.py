@@ -13,6 +13,7 @@ from rollouts_core.engine_kinds.spec import (
     EngineSpec,
     LaunchPart,
     ScoringAPI,
+    memory_share,
     num_gpus_per_engine,
     read_scores,
 )
@@ -46,7 +47,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
-        arguments += render_adapters(job.adapter_rank)
+        arguments += [*render_adapters(job.adapter_rank), *memory_share(job, SGLANG.memory_argument)]
         return LaunchPart(arguments=tuple(arguments), env={})
     on_cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),

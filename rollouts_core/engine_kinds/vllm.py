@@ -12,6 +12,7 @@ from rollouts_core.engine_kinds.spec import (
     EngineSpec,
     LaunchPart,
     ScoringAPI,
+    memory_share,
     num_gpus_per_engine,
     read_scores,
 )
@@ -48,6 +49,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PARTS)}
     env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if job.adapter_rank else {}
     if on_gpu:
+        arguments += memory_share(job, VLLM.memory_argument)
         return LaunchPart(arguments=tuple(arguments), env=env)
     on_cpu = {
         "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),

@@ -92,7 +92,8 @@ async def started_engines(
     children: list[ChildEngine] = []
     try:
         for index in range(num_engines):
-            placement = deployment.of_engine(index).model_copy(update={"colocated": False})
+            alone = {"colocated": False, "engine_memory_share": 0.0}
+            placement = deployment.of_engine(index).model_copy(update=alone)
             children.append(start_engine(index, model, config.engine, placement, directory, max_tokens=max_tokens))
         clients = [child.client(config) for child in children]
         async with EnginePool(clients) as pool:

@@ -155,6 +155,17 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
         render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("sglang", "--mem-fraction-static"), ("vllm", "--gpu-memory-utilization")])
+def test_an_engines_share_of_the_memory_reaches_the_server_and_an_argument_of_the_user_comes_last(
+    kind: str, name: str
+) -> None:
+    engine = {"kind": kind, "dtype": "bfloat16", "extra_args": [name, "0.5"]}
+    job = job_of(engine, engine_memory_share=0.62)
+    argv = render_launch(job, Path("/models/m"), on_gpu=True).argv
+    assert option(argv, name) == "0.62" and argv[-2:] == (name, "0.5")
+    assert name not in render_launch(job_of({"kind": kind, "dtype": "bfloat16"}), Path("/models/m"), on_gpu=True).argv
+
+
 @pytest.mark.parametrize(("kind", "way"), [("embedded", "nccl"), ("embedded", "tensors"), ("vllm", "tensors")])
 def test_weights_are_sent_only_in_ways_that_the_engine_has(kind: EngineKind, way: str) -> None:
     for other in ENGINES[kind].transfers:
