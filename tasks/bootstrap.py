@@ -107,7 +107,8 @@ def bootstrap(
         if kept_choice is not None and (choice or ready.placement):
             keep_choice(kept_choice, choice, ready.placement)
         if leads_engines(config, node, trains=trains):
-            ready = with_engine(session, ready, settings, config, say=progress.say)
+            ranks = placement.engine_gpu_ranks
+            ready = with_engine(session, ready, settings, config.rollout.engine, gpu_ranks=ranks, say=progress.say)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
         trainers, trainer_nodes = [(session, node)], list[Node]()
@@ -150,7 +151,10 @@ def prepare_engine_nodes(
         with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
             found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
             warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
-            found = with_engine(own_session, found, own_settings, config, say=progress.say)
+            ranks = placement.engine_gpu_ranks
+            found = with_engine(
+                own_session, found, own_settings, config.rollout.engine, gpu_ranks=ranks, say=progress.say
+            )
             check_both_ways(session, node, own_session, each)
         engine_nodes.append(found)
     return tuple(engine_nodes)

@@ -86,6 +86,16 @@ def test_vllm_gives_the_logprobs_of_what_it_samples_from_and_takes_updates() -> 
     assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_a_server_for_people_takes_texts_and_no_weights() -> None:
+    for kind in ("sglang", "vllm"):
+        job = job_of({"kind": kind, "dtype": "float16"}).model_copy(update={"served_name": "mine", "context_length": 0})
+        command = render_launch(job, Path("/models/m"), on_gpu=False)
+        assert option(command.argv, "--served-model-name") == "mine"
+        assert not {"--skip-tokenizer-init", "--context-length", "--max-total-tokens"} & {*command.argv}
+        assert "VLLM_SERVER_DEV_MODE" not in command.env
+        check_host(job.model_copy(update={"host": "0.0.0.0"}), "sesame")
+
+
 def test_only_on_a_cpu_are_the_engines_told_to_use_one() -> None:
     job = job_of({"kind": "sglang", "dtype": "float32"}, engine_threads=3)
     on_gpu, on_cpu = (render_launch(job, Path("/models/m"), on_gpu=on_gpu) for on_gpu in (True, False))
