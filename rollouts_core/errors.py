@@ -20,6 +20,7 @@
     │   └── EnvironmentOutageError   it failed so often that the run ends until it is repaired
     └── TrainingError            training itself failed
         ├── NonFiniteError       a loss or gradient that is not finite; the weights are unchanged
+        ├── FullGPUError         a training step ran out of GPU memory
         └── MachineLostError     one of several training machines is gone: a restart may help
 
 Exceptions take strings only, so they survive pickling and Prefect's storage.
@@ -133,6 +134,10 @@ class TrainingError(RolloutsError):
 
 class MachineLostError(TrainingError):
     """One of several training machines did not connect or is gone; progress since the last checkpoint is lost."""
+
+
+class FullGPUError(TrainingError):
+    """A training step that ran out of GPU memory."""
 
 
 class NonFiniteError(TrainingError):

@@ -41,6 +41,9 @@ class PolicyConfig(Record):
     bfloat16 and some minutes to compile, and has not been tested on a GPU yet."""
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    on_out_of_memory: Literal["use_less", "stop"] = Field(default="use_less", json_schema_extra=PLACEMENT)
+    """Action if a training step runs out of GPU memory. use_less: restart from the last checkpoint with smaller
+    micro-batches or, at one row each, with activation_checkpointing. stop: end the run with an error."""
     compile: bool = False
     """Compile the layers with torch.compile: a slow start, then faster steps on most GPUs."""
     lora: LoRAConfig = LoRAConfig()
