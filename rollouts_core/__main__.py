@@ -39,7 +39,6 @@ from rollouts_core.job import Job, ServeJob, TrainingJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.less_memory import (
     FULL_GPU_CODE,
-    LESS_MEMORY,
     find_lowered,
     find_next,
     is_gpu_full,
@@ -228,7 +227,7 @@ def need_less_memory(job: TrainingJob, directory: RunDirectory, reason: str) -> 
     )
     sys.stderr.write(f"rollouts: {message}\n")
     with EventLog(directory.events, attempt=attempt_number()) as events:
-        events.write(LESS_MEMORY, **lowered._asdict(), message=message)
+        events.write("less_memory", setting=lowered.setting, was=lowered.was, now=lowered.now, message=message)
     return FULL_GPU_CODE
 
 
