@@ -9,6 +9,7 @@
     │   │   └── RequestCutError   the connection broke before the answer
     │   │       └── LoginShellError   the login shell of a node ended before it ran Python
     │   ├── JobLostError          a job's supervisor died (reboot, kill -9); another start begins the next attempt
+    │   ├── FullGPUError          a training ran out of GPU memory; its next attempt needs less
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
     │   ├── OfferGoneError        a provider did not create an offered machine, and nothing was created
     │   ├── UnclearAnswerError    a provider may or may not have created a machine
@@ -163,6 +164,10 @@ class JobLostError(TransientInfraError):
 
     def __str__(self) -> str:
         return f"attempt {self.attempt} of {self.run_dir} was lost ({self.reason}): start it again to resume"
+
+
+class FullGPUError(TransientInfraError):
+    """A training on several machines ran out of GPU memory, and its next attempt needs less."""
 
 
 class CommandFailedError(PermanentInfraError):

@@ -20,6 +20,7 @@
     │   └── EnvironmentOutageError   it failed so often that the run ends: it must be repaired first
     └── TrainingError            training itself failed
         ├── NonFiniteError       a loss or gradient is NaN or infinite; the weights are unchanged
+        ├── FullGPUError         a training step ran out of GPU memory
         └── MachineLostError     one of several training machines is gone: a restart may help
 
 Exceptions take only strings as arguments, so that they can be pickled and stored by Prefect.
@@ -138,6 +139,10 @@ class TrainingError(RolloutsError):
 
 class MachineLostError(TrainingError):
     """One of several training machines did not connect or is gone. The steps since the last checkpoint are lost."""
+
+
+class FullGPUError(TrainingError):
+    """A training step that ran out of GPU memory."""
 
 
 class NonFiniteError(TrainingError):

@@ -40,6 +40,9 @@ class JobSpec:
     """If the program ran for this many seconds, restarts are counted from 0 again."""
     restart_backoff_s: float = 1.0
     """Pause before the first restart in a row, in seconds. It doubles with each restart, up to 30 s."""
+    restart_code: int = 0
+    """The exit code with which the program asks for a restart. Such restarts come at once, and `max_restarts` does not
+    count them. 0: no such code."""
     lease_s: float = 0.0
     """The job ends if its lease was not renewed for this many seconds; 0 means no lease."""
     max_log_bytes: int = 256 << 20

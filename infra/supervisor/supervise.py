@@ -36,6 +36,8 @@ _CANNOT_START_CODE = 127
 """Exit code if the program could not be started after a wait for GPUs. Shells use the same code for missing
 commands."""
 MAX_BACKOFF_S = 30.0
+MAX_ASKED_RESTARTS = 64
+"""Most restarts of an attempt by `JobSpec.restart_code`."""
 _EXIT_RECORD_BYTES = 4096
 
 
@@ -144,15 +146,16 @@ def _run_with_restarts(
 ) -> tuple[Ending, int]:
     """Watch and restart the program until its last end. Returns this ending and the number of restarts."""
     requests = StopRequests(spec, meta["attempt"])
-    restarts = in_a_row = 0
+    restarts = in_a_row = asked = 0
     while True:
         began = time.monotonic()
         ending = watch_program(program, spec, log, requests, slots.keep_files)
         if time.monotonic() - began >= spec.healthy_s:
             in_a_row = 0
-        if ending.code == 0 or ending.stopped_by or in_a_row >= spec.max_restarts:
+        is_asked = ending.code == spec.restart_code and asked < MAX_ASKED_RESTARTS
+        if ending.code == 0 or ending.stopped_by or (in_a_row >= spec.max_restarts and not is_asked):
             return ending, restarts
-        pause_s = min(spec.restart_backoff_s * 2.0**in_a_row, MAX_BACKOFF_S)
+        pause_s = 0.0 if is_asked else min(spec.restart_backoff_s * 2.0**in_a_row, MAX_BACKOFF_S)
         log.note(f"the program ended with code {ending.code}: restart {restarts + 1} in {pause_s:g} s")
         if stopped_by := requests.wait(pause_s):
             return dataclasses.replace(ending, stopped_by=stopped_by), restarts
@@ -162,7 +165,8 @@ def _run_with_restarts(
             log.note(f"the program cannot be started again: {error}")
             return ending, restarts
         restarts += 1
-        in_a_row += 1
+        asked += is_asked
+        in_a_row += not is_asked
         _update_meta(spec.run_dir, {**meta, **_describe_program(program), "restarts": restarts})
 
 

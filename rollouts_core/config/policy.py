@@ -46,6 +46,9 @@ class PolicyConfig(Record):
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Compute activations again in the backward pass instead of storing them. Needs less memory and about a third more
     time."""
+    on_out_of_memory: Literal["use_less", "stop"] = Field(default="use_less", json_schema_extra=PLACEMENT)
+    """Action if a training step runs out of GPU memory. use_less: restart from the last checkpoint with smaller
+    micro-batches or, at one row each, with activation_checkpointing. stop: end the run with an error."""
     compile: bool = False
     """Compile the layers with torch.compile. The start is slow; the steps are faster on most GPUs."""
     lora: LoRAConfig = LoRAConfig()

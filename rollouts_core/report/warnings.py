@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollouts_core.less_memory import LESS_MEMORY
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.run_directory import RunDirectory
@@ -12,12 +13,12 @@ from rollouts_core.stages import label_of
 
 
 def list_warnings(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON
-    """The warning messages of the latest attempt, in order."""
+    """The warning messages of the latest attempt, and the messages of all attempts about lowered settings, in order."""
     latest = max((int(each.get("attempt", 0)) for each in events), default=0)
     return [
         str(each.get("message", ""))
         for each in events
-        if each["event"] == "warning" and int(each.get("attempt", latest)) == latest
+        if each["event"] == LESS_MEMORY or (each["event"] == "warning" and int(each.get("attempt", latest)) == latest)
     ]
 
 
