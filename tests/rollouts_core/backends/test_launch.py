@@ -108,7 +108,7 @@ def started(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", kind, str(directory / "job.json")],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
         )
@@ -224,7 +224,7 @@ def start_node(directory: Path, rank: int, port: int) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             [*command, str(directory / "job.json")],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
         )
