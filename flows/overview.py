@@ -57,7 +57,8 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "share.",
     },
     "Models and files": {
-        "serve": "Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.",
+        "serve": "Serve a checkpoint by the embedded engine, SGLang or vLLM. All speak the APIs of OpenAI and "
+        "Anthropic.",
         "chat": "Talk to one model, or to two at once. Each line is a message, from a terminal or a pipe.",
         "pull": "Download a published checkpoint, or any folder or object, to DIR, which appears when everything "
         "is verified.",

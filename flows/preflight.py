@@ -45,6 +45,7 @@ from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import check_writable_store
 from rollouts.tasks.engine_choice import choose_engine, is_open, with_kept_choice, with_kind
 from rollouts.tasks.engine_installs import plan_engine_of, warn_of_busy_gpus
+from rollouts.tasks.gpu_placement import has_open_placement, plan_on_gpus, read_usable_gpus
 from rollouts.tasks.inputs import bring_inputs, has_inputs_to_bring, named_urls
 from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.model_names import find_named_model, with_heldout
@@ -54,7 +55,7 @@ from rollouts.tasks.trackers import check_trackers
 from rollouts.tasks.unit_keys import own_unit_key
 from rollouts.tasks.watch import check_outside, check_sources, watched_sources
 from rollouts_core.checks.needed_part import GIB, sum_bytes
-from rollouts_core.checks.placement_plan import plan_placement
+from rollouts_core.checks.placement_plan import with_placement
 from rollouts_core.checks.resource_needs import (
     check_kernels_without_gpu,
     checkpoint_disk_bytes,
@@ -124,35 +125,61 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     if config.missing_data:  # the preparation failed, and every other check would read its files
         mistakes.check()
     check_files(config.data, mistakes)
-    with mistakes.at("node"):
-        config = _choose_engine(pipeline.node, config, store, findings)
+    gpus: list[GpuState] = []
     if not mistakes.has("run.store"):
+        with mistakes.at("node"):
+            config, gpus = _choose_on_node(pipeline.node, config, store, findings)
         with mistakes.at("node"):
             findings += _check_node(pipeline.node, config, store, mistakes)
     findings += check_training(config, mistakes, trains_here=isinstance(pipeline.node, LocalNode))
     with mistakes.at("deployment"):
-        check_own_gpus(config, pipeline.node)
+        check_own_gpus(pipeline.config, pipeline.node)  # without a plan, which bootstrap compares with torch's GPUs
     with mistakes.at("retrain"):
         findings += check_retrain(pipeline, config, store)
     mistakes.check()
-    return [*findings, *describe_plan(pipeline, config, store)]
+    return [*findings, *describe_plan(pipeline, config, store, gpus)]
 
 
-def _choose_engine(settings: NodeSettings, config: Config, store: Path, findings: list[str]) -> Config:
-    """The configuration with a fixed kind of engine: the one that a run would choose now for `auto`. Adds a finding
-    about the choice."""
+def _choose_on_node(
+    settings: NodeSettings, config: Config, store: Path, findings: list[str], *, trains: bool = True
+) -> tuple[Config, list[GpuState]]:
+    """The configuration with the engine and the placement that a run would choose now, and the node's GPUs, as far as
+    they are known. Adds findings about the choices."""
     kept = with_kept_choice(config, settings, store)
-    if not is_open(kept):
-        return kept
     node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
     if node is None:
+        if not is_open(kept):
+            return kept, []
         findings.append(f"rollout.engine: auto chooses {FOR_GPUS} if the machine has a GPU that is free")
-        return with_kind(config, FOR_GPUS)
+        return with_kind(kept, FOR_GPUS), []
+    with open_session(node) as session:
+        gpus = read_usable_gpus(session)
+    said: list[str] = []
+    placed = _place_on(gpus, kept, said) if trains and has_open_placement(kept, settings) else kept
+    if not is_open(kept):
+        findings += said
+        return placed, gpus
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     with open_session(own) as session, as_config_errors():
-        choice = choose_engine(session, own, own_settings, config, find_model_size(config.model), installs=False)
+        choice = choose_engine(session, own, own_settings, placed, find_model_size(config.model), installs=False)
     findings.append(str(choice))
-    return with_kind(config, choice.kind)
+    if ENGINES[choice.kind].is_own:
+        return with_kind(kept, choice.kind), gpus
+    findings += said
+    return with_kind(placed, choice.kind), gpus
+
+
+def _place_on(gpus: Sequence[GpuState], config: Config, findings: list[str]) -> Config:
+    """The configuration with the planned placement on these GPUs. Adds a finding: the plan, or why no plan fits."""
+    try:
+        plan = plan_on_gpus(gpus, config, find_model_size(config.model)) if gpus else None
+    except ConfigError as error:
+        findings.append(Caution(str(error)))
+        return config
+    if plan is None:
+        return config
+    findings.append(str(plan))
+    return with_placement(config, plan.settings)
 
 
 def _mistakes_of(pipeline: Pipeline) -> Mistakes:
@@ -199,7 +226,9 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
             check_query(settings.query, config, size, sends_weights=settings.num_engine_nodes > 0)
         fitting = with_enough_memory(settings, config, size)
         offers = find_rentable(fitting)
-        return [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
+        if has_open_placement(config, settings):
+            config = _place_on(_gpus_on_offer(fitting, offers), config, findings)
+        return [*findings, *describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
     node = reach_node(settings, store, findings)
     if node is None:
         return findings
@@ -213,6 +242,15 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
         with mistakes.at("deployment"):
             check_engine_ports(config, node, store)
     return findings
+
+
+def _gpus_on_offer(node: RentedNode, offers: Sequence[Offer]) -> list[GpuState]:
+    """The GPUs of a machine with the smallest GPUs on offer; empty if no offer names their memory."""
+    smallest = min((offer for offer in offers if offer.vram_gb), key=lambda offer: offer.vram_gb, default=None)
+    if smallest is None:
+        return []
+    size_gb = smallest.vram_gb * GIB / 1e9
+    return [GpuState(name=smallest.gpu_type, total_gb=size_gb, free_gb=size_gb, driver="")] * node.query.gpu_count
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
@@ -243,7 +281,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
             with mistakes.at(f"evaluate.{setting}"):
                 models.append(find_named_model(given, pipeline.config, store, findings.append).model)
     with mistakes.at("node"):
-        config = _choose_engine(without_further_nodes(pipeline.node), config, store, findings)
+        config, _ = _choose_on_node(without_further_nodes(pipeline.node), config, store, findings, trains=False)
     with mistakes.at("node"):
         findings += _check_evaluating_node(pipeline.node, config, store, mistakes)
     from rollouts_core.checks.validate import validate_evaluation  # loads torch and transformers
@@ -547,20 +585,7 @@ def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, con
         gpus = read_gpus(session)
         said = plan_engine_of(session, node, settings, engine, gpus).describe(engine)
     busy = warn_of_busy_gpus(gpus, config.deployment.engine_gpu_ranks)
-    return [*filter(None, [said]), *map(Caution, busy), *suggest_placement(config, gpus)]
-
-
-def suggest_placement(config: Config, gpus: Sequence[GpuState]) -> list[str]:
-    """How trainer and engines would share the GPUs, if the settings name no GPUs for engines."""
-    if not gpus or not config.samples_for_training or config.deployment.engine_gpu_ranks:
-        return []
-    size = find_model_size(config.model)
-    if not size.tensors:
-        return []
-    try:
-        return [str(plan_placement(config, size, [int(gpu.total_gb * 1e9) for gpu in gpus]))]
-    except ConfigError as error:
-        return [Caution(str(error))]
+    return [*filter(None, [said]), *map(Caution, busy)]
 
 
 @contextmanager

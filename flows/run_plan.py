@@ -2,27 +2,33 @@
 
     plan: 1 of 5, sft: reused from sft-1f0c9a7d5b3e2468, finished before by run small-5793d50a
     plan: 3 of 5, rl: 40 steps, trains all weights, on this machine; unlike rl-...: training.rl.num_steps was 20, is 40
+    plan: GPU 0, trainer: about 24.6 of 79.6 GiB
+    plan: GPU 1 to 3, 3 engines: about 5.1 of 79.6 GiB on each
 
 Not here: how a stage is planned (tasks/stage_order.py), whether its files are intact (tasks/artifacts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rollouts.flows.form import Pipeline
+from rollouts.infra.gpu_state import GpuState
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, no_machine
 from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.stage_order import run_stages
 from rollouts_core.checkpoint import newest_step
+from rollouts_core.checks.needed_part import GIB
+from rollouts_core.checks.placement_plan import placed_work
 from rollouts_core.config import Config
 from rollouts_core.findings import Caution
 from rollouts_core.job import job_type
 from rollouts_core.metrics import read_metrics
+from rollouts_core.model.model_size import find_model_size
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import STAGES, kind_of, stages_of
 
@@ -34,11 +40,13 @@ class _UnfinishedError(Exception):
     """A stage is left to do, and later ones depend on its result."""
 
 
-def describe_plan(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """A line for each stage of the run, and warnings about finished stages that are not used.
+def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequence[GpuState] = ()) -> list[str]:
+    """A line for each stage of the run and for each part of the GPUs, and warnings about finished stages that are not
+    used.
 
     Args:
-        config: that of the pipeline, with its inputs here.
+        config: that of the pipeline, with its inputs here, and with the engine and the placement of the run.
+        gpus: the GPUs of the run's machine, as far as they are known.
     """
     names = [name for name, _ in stages_of(config.mode)]
     planned = {stage.name: stage for stage in _plan_stages(pipeline, config, store)}
@@ -51,7 +59,19 @@ def describe_plan(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
         )
         lines.append(f"plan: {number} of {len(names)}, {name}: {told}")
     unfinished = [stage for stage in planned.values() if not _is_finished(stage)]
+    lines += _describe_gpus(config, gpus)
     return [*lines, *(warning for stage in unfinished for warning in _warn_of_finished(stage))]
+
+
+def _describe_gpus(config: Config, gpus: Sequence[GpuState]) -> Iterator[str]:
+    """The work of the GPUs and the estimated memory that it needs."""
+    if not gpus:
+        return
+    held = min(gpu.total_gb for gpu in gpus) * 1e9 / GIB
+    for each in placed_work(config, find_model_size(config.model)):
+        needed = f"about {each.num_bytes / GIB:.1f}" if each.num_bytes else "an unknown part"
+        on_each = "" if each.gpus.isdecimal() else " on each"
+        yield f"plan: GPU {each.gpus}, {each.work}: {needed} of {held:.1f} GiB{on_each}"
 
 
 def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""Probe a node, and refuse a node that does not meet the needs of the pipeline.
+"""Probe a node, and refuse it if it does not meet the needs of the pipeline.
 
 probe_node ── node_probe.py on the node ── NodeReport ── check_node ── returns, or raises PermanentInfraError
 """
@@ -17,20 +17,20 @@ MIN_PYTHON = (3, 11)
 _MIN_TORCH = (2, 6)
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
 PROBE_TIMEOUT_S = 180.0
-"""Importing torch from a cold network disk takes a minute or two."""
+"""Time limit of a probe in seconds. Importing torch from a cold network disk takes one or two minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """A CUDA device of a node. An empty `problem` means that a test computation on it succeeded."""
+    """A CUDA device of a node. If `problem` is empty, the device has done a test computation."""
 
     name: str
     total_gb: float
     free_gb: float
     has_bfloat16: bool = False
-    """Whether the device has native bfloat16, which is several times as fast as float32."""
+    """Whether the device computes bfloat16 in hardware, several times as fast as float32."""
     problem: str = ""
-    """Why the device cannot compute; then the other fields are unknown. Other devices may still work."""
+    """Why the device cannot compute. The other fields are unknown then. Other devices may still work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +43,23 @@ class NodeReport:
     python_version: str
     torch_version: str | None
     torch_problem: str
-    """Why torch cannot be imported; empty if it can."""
+    """Why torch cannot be imported. Empty if it can."""
     torch_build: str
-    """The hardware that torch was built for, for example `CUDA 12.8` or `the CPU`; empty without torch."""
+    """The hardware for which torch was built, for example `CUDA 12.8` or `the CPU`. Empty without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """The problem of the first device that cannot compute; empty if all can."""
+    """The problem of the first device that cannot compute. Empty if all devices can."""
     driver: str
-    """Version of NVIDIA's driver; empty if nvidia-smi reports no version."""
+    """Version of NVIDIA's driver. Empty if nvidia-smi reports no version."""
     num_driver_gpus: int
     """Number of GPUs that nvidia-smi lists. torch may see fewer."""
     num_cpus: int
     total_memory_gb: float
     free_memory_gb: float
     free_disk_gb: float
-    """Free space on the disk of the node's root."""
+    """Free space on the disk of the node's root directory."""
     root_problem: str
-    """Why files cannot be written to the node's root; empty if they can."""
+    """Why files cannot be written to the node's root directory. Empty if they can."""
 
     @property
     def device_summary(self) -> str:
@@ -70,15 +70,15 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeeds:
-    """The requirements of a pipeline on a node. Sizes are in GB of 10^9 bytes."""
+    """The requirements that a pipeline has on a node. Sizes are in GB of 10^9 bytes."""
 
     disk_gb: float = 0.0
     num_gpus: int = 0
     """Number of GPUs that the settings name."""
     last_gpu: int = -1
-    """The highest GPU rank that the settings name; -1 if they name no rank."""
+    """The highest GPU rank that the settings name. -1 if they name none."""
     trains_on_gpu: bool = False
-    """Whether torch trains on this node and the settings do not allow the CPU."""
+    """Whether torch trains on this node and the settings do not allow training on the CPU."""
     is_rented_for_gpus: bool = False
     """Whether the node was rented with GPUs."""
     trainer_gpu_ranks: tuple[int, ...] = ()
@@ -86,22 +86,22 @@ class NodeNeeds:
     num_trainers: int = 1
     """Number of trainer processes."""
     trainer_gb: float = 0.0
-    """Lower bound of the memory of one trainer process."""
+    """Lower bound of the memory that one trainer process takes."""
     trainer_parts: str = ""
-    """The parts of `trainer_gb` in words, for messages."""
+    """The parts of which `trainer_gb` consists, in words, for messages."""
     engine_gpu_ranks: tuple[int, ...] = ()
     """GPU ranks of the engines."""
     engine_gb: float = 0.0
-    """Memory that an engine's weights take on each of its GPUs."""
+    """Memory that the weights of an engine take on each of its GPUs."""
 
     @property
     def trainers_share_cpu(self) -> bool:
-        """Whether several trainer processes run on the CPU. They do so even on a node with GPUs."""
+        """Whether several trainer processes run on the CPU. In this case they do so even if the node has GPUs."""
         return self.num_trainers > 1 and not self.trainer_gpu_ranks
 
 
 def probe_node(session: Session, node: Node) -> NodeReport:
-    """Return the node's report. The node keeps it and probes its interpreter again only after a change.
+    """Probe the node and return its report. The node stores the result and imports torch again only after a change.
 
     Raises:
         PermanentInfraError: the node's interpreter cannot be run.
@@ -124,10 +124,10 @@ def check_imports(
     """Return if the node's interpreter can import the training code and the user's modules.
 
     Args:
-        code_dir: the folder of the code on the node. Its name contains a digest of its content, so the node keeps the
-            answer.
-        modules: the user's modules, by the settings that name them.
-        variables: names of environment variables that a job has in addition to the session's.
+        code_dir: the code's folder on the node. The folder's name contains a digest of its content, so the node can
+            store the result.
+        modules: the user's modules, by the names of the settings that name them.
+        variables: names of the environment variables that a job has in addition to those of the session.
 
     Raises:
         PermanentInfraError: a package or a file is missing on the node.
@@ -156,7 +156,7 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
     """Return if the node meets the needs.
 
     Raises:
-        PermanentInfraError: a need is not met; the message names the need, the value found and a remedy.
+        PermanentInfraError: a need is not met. The message names the need, the value found, and a remedy.
     """
     if _version(report.python_version) < MIN_PYTHON:
         raise PermanentInfraError(
@@ -191,7 +191,7 @@ def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
 
 
 def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the node has the named GPUs and torch can use a GPU for training.
+    """Return if the node has all GPUs that the settings name, and torch can use a GPU for training.
 
     Raises:
         PermanentInfraError: the node has too few GPUs, a named GPU cannot compute, or the training would silently run
@@ -232,8 +232,8 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
     """Return if a node can train together with the leader.
 
     Raises:
-        PermanentInfraError: only one of the two has GPUs, or their versions of torch differ. Different versions may use
-            incompatible protocols.
+        PermanentInfraError: only one node has GPUs, or the nodes have different versions of torch with incompatible
+        protocols.
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(
@@ -248,7 +248,7 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
 
 
 def _check_memory(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the devices have enough memory for the training state and for the weights of engines.
+    """Return if the devices have enough memory for the training state and for the engines' weights.
 
     Raises:
         PermanentInfraError: a device has too little memory.

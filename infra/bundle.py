@@ -1,6 +1,8 @@
-"""Loader at the head of a package that is sent to nodes as one text (node_programs.py): modules are imported from text.
+"""Loader for a package that is sent to nodes as one text (node_programs.py). It imports the package's modules from
+text.
 
-Standard library and old syntax only, because it runs on the node's own interpreter.
+It is the first part of the text. It runs in the node's own interpreter, so it uses only the standard library and old
+syntax.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._sources = sources
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a bundled module, None for any other module."""
+        """Return the spec of a bundled module. None for any other module."""
         if name not in self._sources:
             return None
         is_package = any(other.startswith(name + ".") for other in self._sources)
@@ -37,12 +39,12 @@ class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._sources[name], name.replace(".", "/") + ".py", "exec"), module.__dict__)
 
     def get_source(self, name: str) -> str:
-        """Return the text of a module. `traceback` calls it to show source lines."""
+        """Return the text of a module. `traceback` uses it to show source lines."""
         return self._sources[name]
 
 
 def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
-    """Return the function `main` of a module; on an old interpreter, a function that reports its version instead."""
+    """Return the function `main` of a module. In an old interpreter, return a function that reports the version."""
     if sys.version_info < MIN_PYTHON:
         return _refuse_interpreter
     sys.meta_path.insert(0, _BundledModules(sources))
@@ -50,7 +52,7 @@ def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a 
 
 
 def _refuse_interpreter(_: list[str]) -> int:
-    """Print that this interpreter is too old, and return the exit code."""
+    """Print that this interpreter is too old. Returns the exit code."""
     needed, found = ".".join(map(str, MIN_PYTHON)), sys.version.split()[0]
     problem = f"Python {needed} or newer is needed, {sys.executable} is {found}: name another one as node.python"
     sys.stdout.write(json.dumps({"error": problem}) + "\n")

@@ -1,6 +1,6 @@
-"""Split files into chunks, the unit of comparing and sending.
+"""Split files into chunks. Chunks are the units in which files are compared and sent.
 
-Not here: sending chunks (session.py, push.py) and comparing them with the node's files (receiver.py).
+Not here: sending chunks (session.py, push.py), comparing them with the node's files (receiver.py).
 """
 
 import os
@@ -13,20 +13,21 @@ from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.node_agent import DIGESTS
 
 CHUNK_BYTES = 8 << 20
-"""Size of every chunk but the last. A chunk that differs in any bit is sent again as a whole."""
+"""Size of every chunk except the last one of a file. If any byte differs, the whole chunk is sent again."""
 DIRECT_BYTES = 256 << 20
-"""A new file of at least this size gets its own SSH login, whose program reads or writes it directly (session.py)."""
+"""A new file of at least this size is transferred over an SSH login of its own. The program there reads or writes the
+file directly (session.py)."""
 _READ_BYTES = 256 << 10
-"""Small enough that a piece is still in the processor's cache when it is written after hashing."""
+"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
 SHA256 = "sha256"
-"""The digest of every Python. A node may report a faster digest (`DIGESTS`)."""
+"""The digest that every Python has. A node may report a faster one (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
     """Return the digest algorithm that a node reports.
 
     Raises:
-        PermanentInfraError: the algorithm is not supported here.
+            PermanentInfraError: this machine does not support the algorithm.
     """
     if (algorithm := answer.get("digest")) not in DIGESTS:
         raise PermanentInfraError(f"the node digests files by {algorithm!r}, which is not known here: install it")
@@ -34,41 +35,41 @@ def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 class Chunk(NamedTuple):
-    """A chunk to be sent."""
+    """A chunk that is to be sent."""
 
     name: str
-    """Path of its file, relative to the destination directory."""
+    """Path of the chunk's file, relative to the destination directory."""
     number: int
     pieces: Iterable[bytes]
-    """Its content, in order."""
+    """The chunk's content, in order."""
 
 
 class SourceFile:
-    """A file to be copied. Several threads may read it several times; a change of the file is an error."""
+    """A file to copy. Several threads may read it, also more than once. A change of the file is an error."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
         self._algorithm = SHA256
         self._identity: tuple[int, int, int] | None = None
-        """Size, modification time and inode at the first read."""
+        """The file's size, modification time and inode at the first read."""
         self._digests: dict[int, str] = {}
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks; 0 for an empty file."""
+        """Number of chunks. 0 for an empty file."""
         return -(-self.size // CHUNK_BYTES)
 
     def length_of(self, number: int) -> int:
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
-        """Use this digest algorithm from now on. Digests of another algorithm are dropped."""
+        """Use this digest algorithm from now on. If it is a new one, known digests are dropped."""
         if algorithm != self._algorithm:
             self._algorithm, self._digests = algorithm, {}
 
     def digest(self, number: int) -> str:
-        """Return the digest of a chunk; read the chunk if its digest is not known.
+        """Return the digest of a chunk. Reads the chunk if its digest is not known yet.
 
         Raises:
             TransientInfraError: the file changed.
@@ -82,7 +83,7 @@ class SourceFile:
         return tuple(self.digest(number) for number in range(self.num_chunks))
 
     def open(self) -> FileIO:
-        """Open the file for reading. A symbolic link at its path is an error, and a FIFO does not block.
+        """Open the file for reading. A symbolic link raises an error. A FIFO does not block.
 
         Raises:
             TransientInfraError: the file can no longer be read.
@@ -97,7 +98,7 @@ class SourceFile:
         """Yield the content of a chunk.
 
         Raises:
-            TransientInfraError: the file changed since it was listed or first read.
+                    TransientInfraError: the file has changed since it was listed or first read.
         """
         digest = DIGESTS[self._algorithm]()
         num_missing_bytes = self.length_of(number)
@@ -116,7 +117,7 @@ class SourceFile:
             raise self._changed()
 
     def check(self) -> None:
-        """Return if the file is unchanged since its first read.
+        """Return if the file has not changed since its first read.
 
         Raises:
             TransientInfraError: the file changed.

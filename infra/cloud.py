@@ -1,7 +1,7 @@
-"""The Protocols of a provider of rented machines.
+"""The Protocols for providers of rented machines.
 
-Not here: the providers (providers/), their registry (clouds.py), and renting and releasing machines without losing any
-(renting/provision.py, renting/release.py).
+Not here: the providers (providers/), their registry (clouds.py), renting and releasing machines (renting/provision.py,
+renting/release.py).
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class CloudType(Protocol):
-    """The class of a provider's accounts: the one record with all facts about a provider."""
+    """The class of a provider's accounts. All facts about a provider are attributes of this class."""
 
     @property
     def name(self) -> CloudName:
-        """The provider's name in settings, and its key in `clouds.py`."""
+        """The provider's name in settings and in `clouds.py`."""
         ...
 
     @property
     def endpoint(self) -> "Endpoint":
-        """The provider's title, the environment variable of its key, and its API."""
+        """The provider's title, its API, and the environment variable of its key."""
         ...
 
     @property
@@ -34,24 +34,24 @@ class CloudType(Protocol):
 
     @property
     def is_networked(self) -> bool:
-        """Whether the provider's machines reach each other by private addresses within a region."""
+        """Whether the provider's machines in a region can reach each other by private addresses."""
         ...
 
     @property
     def reaches(self) -> tuple[str, ...]:
-        """Names of other companies whose machines are rented through this provider."""
+        """Names of other companies whose machines can be rented through this provider."""
         ...
 
     def __call__(self, key: str, url: str = "", /) -> "Cloud":
-        """Return an account with this key; `url` replaces the address of the API."""
+        """Open an account with this key. `url` replaces the API's address."""
         ...
 
 
 class Cloud(Protocol):
-    """An account at a provider; use it in a `with` block.
+    """An account at a provider, for use in a `with` block.
 
-    Every method raises ProviderUnavailableError if several attempts give no usable answer, and ProviderRefusedError if
-    the provider refuses the key or the request. An empty list means that the provider has nothing.
+    Every method raises ProviderUnavailableError if several attempts give no usable answer. Every method raises
+    ProviderRefusedError if the provider refuses the key or the request. An empty list means that there is nothing.
     """
 
     @property
@@ -59,28 +59,28 @@ class Cloud(Protocol):
 
     @property
     def gives_host_key(self) -> bool:
-        """Whether `create` installs the host key of its spec before the machine accepts connections."""
+        """Whether `create` installs the spec's host key before the machine accepts connections."""
         ...
 
     def search(self, query: GPUQuery) -> list[Offer]:
-        """Return current offers. It may include offers that the query does not admit."""
+        """Return current offers. They may include offers that the query does not admit."""
         ...
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
-        """Request a machine once and return its id.
+        """Request a machine once. Returns the machine's id.
 
         Raises:
-            OfferGoneError, ProviderUnavailableError: nothing was created; another offer may work.
-            UnclearAnswerError: a machine may have been created, or a later look could not rule that out.
+            OfferGoneError, ProviderUnavailableError: nothing was created. Another offer may work.
+            UnclearAnswerError: a machine may have been created. Looking for it could not rule that out.
         """
         ...
 
     def get(self, instance_id: str) -> Instance | None:
-        """Return the machine; None if the provider no longer has it."""
+        """Return the machine. None if the provider no longer has it."""
         ...
 
     def host_key(self, instance_id: str) -> str:
-        """Return the fingerprint of the machine's host key; empty if the provider does not report it (yet)."""
+        """Return the fingerprint of the machine's host key. Empty if the provider does not report it, or not yet."""
         ...
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -88,7 +88,7 @@ class Cloud(Protocol):
         ...
 
     def terminate(self, instance_id: str) -> None:
-        """Request the end of a machine; harmless if it is gone. Only `get` confirms that the machine is gone."""
+        """Request a machine's end. Harmless if the machine is gone. Only `get` confirms that the machine is gone."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -97,12 +97,12 @@ class Cloud(Protocol):
 
 
 def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
-    """Return the machine as its provider describes it now; None if neither `get` nor the list knows it.
+    """Return the machine as its provider describes it now. None if neither `get` nor the list has it.
 
-    A 404 of `get` alone is not trusted: proxies in front of an API answer 404 at times, too.
+    A status 404 of `get` alone is not trusted, because proxies in front of an API sometimes answer 404, too.
 
     Args:
-        name: the machine's name or the beginning of it.
+        name: the machine's name, or the start of the name.
     """
     instance = cloud.get(instance_id)
     if instance is not None and instance.status is not InstanceStatus.GONE:
@@ -117,11 +117,12 @@ class Pace:
 
     poll_s: float = 5.0
     looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
-    """Pauses before each search for a machine whose creation request got no clear answer."""
+    """Pauses before each search for a machine whose creation was not clearly answered."""
     gone_within_s: float = 600.0
-    """A machine that still exists this long after its end was requested is reported."""
+    """A machine that still exists this many seconds after its end was requested is reported."""
     refused_within_s: float = 60.0
-    """A machine whose end the provider still refuses after this time is reported, unless it is ending anyway."""
+    """If the provider still refuses the end after this many seconds, the machine is reported, unless it is ending
+    anyway."""
 
 
 PATIENT = Pace()

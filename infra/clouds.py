@@ -1,7 +1,8 @@
-"""The registry of providers of rented machines: built-in ones, and those of installed packages.
+"""The registry of the providers of rented machines: built-in providers, and those that installed packages add.
 
-A row names the class of an account (`infra/cloud.py` has its Protocol; copy `infra/providers/shadeform.py` for a new
-provider). A package adds a provider by an entry point of the group `rollouts.providers`: `acme = "acme_cloud:Acme"`.
+A row names the class of the provider's accounts; `infra/cloud.py` has the Protocol of this class. For a new provider,
+copy `infra/providers/shadeform.py`. A package adds a provider by an entry point of the group `rollouts.providers`:
+`acme = "acme_cloud:Acme"`.
 
 Not here: opening accounts (providers/clouds.py).
 """
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rollouts.infra.cloud import CloudType
 
 CloudName = str
-"""The name of a provider: a key of `CLOUDS`, or the name of an entry point."""
+"""A provider's name: a key of `CLOUDS`, or the name of an entry point."""
 
 CLOUDS: dict[CloudName, str] = {
     "runpod": "rollouts.infra.providers.runpod:RunPod",
@@ -27,7 +28,7 @@ CLOUDS: dict[CloudName, str] = {
     "vast": "rollouts.infra.providers.vast:Vast",
     "sky": "rollouts.infra.providers.sky:Sky",
 }
-"""Each provider's class. It is imported on first use."""
+"""The class of each built-in provider. It is imported on first use."""
 _MEMBERS = ("name", "endpoint", "gives_host_key", "is_networked", "reaches")
 """Attributes that `CloudType` requires of a class."""
 
@@ -48,7 +49,7 @@ CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
 
 
 def cloud_names() -> tuple[CloudName, ...]:
-    """Return the names of all providers; those of installed packages come last."""
+    """Return the names of all providers. The providers of installed packages come last."""
     return tuple(ALL_CLOUDS)
 
 
@@ -68,17 +69,18 @@ def find_cloud(name: CloudName) -> CloudType:
 
 
 def networked_clouds() -> tuple[CloudName, ...]:
-    """Return the providers whose machines reach each other by private addresses within a region."""
+    """Return the providers whose machines in a region can reach each other by private addresses."""
     return tuple(name for name in cloud_names() if find_cloud(name).is_networked)
 
 
 def reached_through(given: object) -> CloudName:
-    """Return the provider through which the machines of a company are rented; "" for an unknown company."""
+    """Return the provider through which a company's machines can be rented. "" for an unknown company."""
     return next((name for name in cloud_names() if given in find_cloud(name).reaches), "")
 
 
 def explain_reached_through(given: object) -> str:
-    """Return a sentence that tells how to rent this company's machines; "" if `given` is not such a company."""
+    """Return a sentence that says how to rent this company's machines. "" if `given` is not the name of such a
+    company."""
     name = reached_through(given)
     if not name:
         return ""

@@ -1,10 +1,13 @@
-"""Install an inference server on a node, into an environment of its own, once for all runs.
+"""Install an inference server on a node, in an environment of its own, once for all runs.
 
     exact versions ──> <root>/engines/<kind>-<version>-<digest>/ on the node: env/, log.txt, result.json
 
-The job layer makes it once if several runs ask at the same time, and goes on when a connection breaks. pip and uv keep
-their downloads in caches, so an interrupted installation does not repeat them. Not here: which
-versions (rollouts_core/engine_kinds/requirements/), whether the engine works (tasks/engine_trial.py).
+A supervised job does the installation. Several runs that need the engine at the same time share one job. The job
+continues when a connection breaks. pip and uv keep their downloads in caches, so a restarted installation does not
+download them again.
+
+Not here: the choice of versions (rollouts_core/engine_kinds/requirements/), a test of the engine
+(tasks/engine_trial.py).
 """
 
 import hashlib
@@ -20,41 +23,42 @@ from rollouts.infra.session import Session
 from rollouts.infra.sync.push import has_files, publish_files
 
 ROOM_FACTOR = 1.5
-"""Room that an installation takes, as a multiple of the environment: the wheels lie beside it for a while."""
+"""Disk space that an installation needs, as a multiple of the environment's size: the wheels are there for a while,
+too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInstallation:
-    """The packages of an engine, and the way to install them."""
+    """The packages of an engine, and how to install them."""
 
     kind: str
     """The engine's name in the settings."""
     version: str
     requirements: tuple[str, ...]
-    """`name==version` of every package: nothing else is installed."""
+    """`name==version` of every package. No other packages are installed."""
     installer: Installer
     index: str = ""
-    """URL of the package index of the node; empty for its own settings."""
+    """URL of the package index. Empty uses the node's own settings."""
     further_index: str = ""
-    """URL of a second index, with packages that the first one lacks."""
+    """URL of a second index for packages that the first one lacks."""
     wheels: str = ""
-    """Folder of this machine with all packages; then no index is asked."""
+    """Folder on this machine with all packages. If it is set, no index is used."""
     disk_gb: float = 0.0
-    """What the environment takes."""
+    """Disk space of the installed environment in GB."""
 
 
 def place_of_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
-    """The folder of the installation on the node."""
+    """Return the installation's folder on the node."""
     identity = {"kind": wanted.kind, "requirements": list(wanted.requirements)}
     return f"{node.root}/engines/{wanted.kind}-{wanted.version}-{digest_of_build(session, identity)}"
 
 
 def install_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
-    """The interpreter of the engine's environment on the node, after installing it if it is not there.
+    """Install the engine if it is missing. Returns the path of its environment's interpreter on the node.
 
     Raises:
-        PermanentInfraError: the disk has too little room, or the packages cannot be installed; with the last lines of
-            the installer.
+        PermanentInfraError: the disk has too little room, or the packages cannot be installed. The message has the
+            installer's last lines.
         InfraError: the node cannot be reached.
     """
     folder = place_of_engine(session, node, wanted)
@@ -67,13 +71,13 @@ def install_engine(session: Session, node: Node, wanted: EngineInstallation) -> 
         "options": _options(session, node, wanted),
     }
     python = build_environment(session, node, folder, job)
-    # The folder's time says when a run used it last, which `rollouts prune` goes by.
+    # `rollouts prune` uses the folder's time as the time of the engine's last use.
     session.run(["touch", "-c", "--", folder], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     return python
 
 
 def is_installed(session: Session, folder: str) -> bool:
-    """Whether an installation is complete."""
+    """Return whether an installation is complete."""
     looked = session.run(
         ["test", "-e", f"{folder}/result.json"], timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True
     )
@@ -91,7 +95,7 @@ def check_room(session: Session, node: Node, wanted: EngineInstallation) -> None
 
 
 def free_disk_gb(session: Session, root: str) -> float:
-    """Free space on the disk of a folder that may not exist yet."""
+    """Return the free space on the disk of a folder, in GB. The folder need not exist yet."""
     script = 'd=$1; until [ -e "$d" ]; do d=$(dirname "$d"); done; df -Pk "$d"'
     done = session.run(["/bin/sh", "-c", script, "sh", root], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     return int(done.stdout.decode().splitlines()[-1].split()[-3]) * 1024 / 1e9
@@ -108,7 +112,7 @@ def check_programs(session: Session, programs: Sequence[str], *, kind: str) -> N
 
 
 def _options(session: Session, node: Node, wanted: EngineInstallation) -> list[str]:
-    """The arguments for pip or uv besides the requirements; the wheels are on the node then."""
+    """Return the arguments for pip or uv in addition to the requirements. Uploads the wheels to the node if needed."""
     if not wanted.wheels:
         return ["--no-deps", *(["--extra-index-url", wanted.further_index] if wanted.further_index else [])]
     folder = wanted.wheels

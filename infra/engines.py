@@ -1,7 +1,8 @@
-"""Wait until an inference engine, which runs as a job on a node, generates a token; explain why if it does not.
+"""Wait until an inference engine, which runs as a job on a node, has generated a token. If it fails, find out why.
 
-Not here: starting the engine (jobs.py), renewing its lease, its clients and its weights. If an engine dies, its
-supervisor restarts it on the same port. If its lease expires, the engine ends by itself (jobs.py).
+If an engine dies, its supervisor restarts it on the same port. If its lease expires, the supervisor ends it (jobs.py).
+
+Not here: starting the engine (jobs.py), renewing its lease, its clients, its weights.
 
     start_or_attach ── job RUNNING ── loading ── answers with one token: ready
                             └── ended before that: JobFailedError with the reason found in its log
@@ -20,12 +21,13 @@ from rollouts.infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
 _COMPLETION_TIMEOUT_S = 40.0
-"""Limit of one request for a token. The first completion of a big engine compiles kernels and may take longer."""
+"""Time limit of one request for a token. A large engine compiles kernels for its first completion and may need
+longer."""
 _RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 _ROUTER_PACKAGE = "sglang_router"
 Probe = tuple[str, Mapping[str, object]]
-"""Path and body of a request for one token."""
+"""Path and body of a request that generates one token."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,28 +48,28 @@ def wait_until_engine_ready(
     api_key: str = "",
     transport: httpx.BaseTransport | None = None,
 ) -> None:
-    """Return once the engine has generated a token. A passed health check would not prove that it can.
+    """Return once the engine has generated a token. A health check would not prove that the engine can generate.
 
     Args:
         resume_paths: API paths that end a pause and restore released memory.
         port: the engine's port on the node.
         host: the engine's address on the node.
-        trainer: the session of the node that sends the requests, if it is another node.
-        on_wait: takes a sentence about the GPU that the engine waits for, on every change of that GPU.
-        api_key: the key that requests carry; empty if the engine needs none.
-        explain_log: returns the cause of the end as a sentence, from the last part of the engine's log; "" if unknown.
-        is_idle: the engine has no trainer. A pause then comes from a killed trainer and is ended.
+        trainer: session of the node that sends the requests, if another node sends them.
+        on_wait: called with a sentence about the GPU for which the engine waits, whenever this GPU changes.
+        api_key: the key for requests. Empty if the engine needs none.
+        explain_log: returns a sentence with the cause of the engine's end, from the end of its log. "" if unknown.
+        is_idle: whether the engine has no trainer. If it is paused then, the trainer was killed, so the pause is ended.
 
     Raises:
-        JobFailedError: the engine ended; the message has the cause if its log shows it.
-        JobLostError: a reboot or a kill -9 of the supervisor ended the engine.
+        JobFailedError: the engine ended. The message has the cause if the log shows it.
+        JobLostError: a reboot, or a kill -9 of the supervisor, ended the engine.
         PermanentInfraError: the engine requires another key.
-        TransientInfraError: the engine was not ready within `timeout_s` after it got its GPUs. It still runs.
+        TransientInfraError: the engine was not ready within `timeout_s` after it got its GPUs. It is still running.
     """
     started = time.monotonic()
     deadline = started + timeout_s
     waited_for = ""
-    # trust_env=False: a proxy of the environment cannot reach this loopback address.
+    # trust_env=False, because a proxy from the environment cannot reach this loopback address.
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with (
         (trainer or session).forward(port, host) as local_port,
@@ -100,9 +102,10 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
     """Return if an interpreter on the node has an engine's package.
 
     Args:
-        python: the interpreter; empty for the session's.
+        python: the interpreter. Empty uses the session's.
 
     Raises:
+        PermanentInfraError: the interpreter or the package is missing.
         PermanentInfraError: the interpreter or the package is missing.
     """
     interpreter = python or session.python
@@ -114,10 +117,10 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
 
 
 def engine_version(session: Session, package: str, *, python: str) -> str:
-    """The version of an engine's package; empty if its files do not say it.
+    """Return the version of an engine's package. Empty if the package's files do not say it.
 
     Args:
-        python: the interpreter that has it; empty takes the session's.
+        python: the interpreter that has the package. Empty uses the session's.
     """
     find = (
         "from importlib.metadata import packages_distributions, version\n"
@@ -136,7 +139,8 @@ def check_router_installed(session: Session, python: str) -> None:
 
 
 def _has_package(session: Session, interpreter: str, package: str, *, setting: str) -> bool:
-    """Return whether an interpreter on the node finds a package; raise PermanentInfraError if it does not exist."""
+    """Return whether an interpreter on the node finds a package. Raises PermanentInfraError if the interpreter is
+    missing."""
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     try:
         session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
@@ -151,7 +155,7 @@ def _has_package(session: Session, interpreter: str, package: str, *, setting: s
 
 
 def _is_program(session: Session, interpreter: str) -> bool:
-    """True if a path, or a name on the PATH, is a program that the node can start."""
+    """Return whether a path, or a name on the PATH, is a program that the node can start."""
     find = ["/bin/sh", "-c", 'found=$(command -v -- "$1") && test -f "$found" && test -x "$found"', "sh", interpreter]
     return session.run(find, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0
 
@@ -172,12 +176,12 @@ def has_generated(client: httpx.Client, probe: Probe, url: str, *, timeout_s: fl
                 "that key, or wait until the engine ends: within a minute after its run"
             )
         return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
-    except (httpx.TransportError, ValueError):  # not listening yet, or another server answers without JSON
+    except (httpx.TransportError, ValueError):  # the engine does not listen yet, or another server answers
         return False
 
 
 def resume_generation(client: httpx.Client, paths: Sequence[str], url: str) -> None:
-    """End a pause of the engine. An engine that is not paused or does not answer is left as it is."""
+    """End a pause of the engine. Has no effect if the engine is not paused or does not answer."""
     with suppress(httpx.TransportError):
         for path in paths:
             client.post(f"{url}{path}", json={}, timeout=_RESUME_TIMEOUT_S)

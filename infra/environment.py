@@ -1,9 +1,11 @@
-"""Install the packages that the training needs on a node once, in the versions of this machine.
+"""Install the packages for the training on a node, once, in the versions of this machine.
 
     installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
 
-A supervised job does the installation. Runs with equal requirements share the job, which survives broken connections.
-Not here: the program on the node (environment_builder.py) and the project's own code (tasks/upload_inputs.py).
+A supervised job does the installation, so broken connections do not interrupt it. Runs with equal requirements share
+the job.
+
+Not here: the program on the node (environment_builder.py), the project's own code (tasks/upload_inputs.py).
 """
 
 import hashlib
@@ -31,25 +33,25 @@ Installer = Literal["pip", "uv"]
 
 PROJECT = "rollouts"
 _PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
-"""Requirements of the pipeline that a node does not need."""
+"""Requirements of the pipeline that nodes do not need."""
 NODE_EXTRAS = ("lora", "math", "verifiers")
-"""Optional dependencies of the core. A node gets those that are installed here."""
+"""Optional dependencies of the core. Nodes get the optional dependencies that this machine has."""
 _BUILD_TIMEOUT_S = 3600.0
 CHECK_TIMEOUT_S = 60.0
 LOOK = "import os, sys, sysconfig; sys.exit(not os.path.isdir(sysconfig.get_path('purelib')))"
-"""Exits with 0 if the interpreter still has the version that the environment's packages were installed for."""
+"""Code that exits with 0 if the interpreter still has the version for which the packages were installed."""
 _DIGEST_CHARS = 16
 
 logger = logging.getLogger(__name__)
 
 
 def installed_requirements(project: str = PROJECT) -> list[str]:
-    """Return `name==version` of the core's requirements and all their requirements as installed here, sorted.
+    """Return `name==version` for the core's requirements and all their requirements as installed here, sorted.
 
-    A local version (torch 2.9.0+cpu) loses its build tag, because a node with GPUs needs another build.
+    The build tag of a local version (torch 2.9.0+cpu) is removed, because a node with GPUs needs another build.
 
     Raises:
-        PermanentInfraError: the project or one of its packages is not installed here.
+        PermanentInfraError: the project, or one of its packages, is not installed here.
     """
     try:
         texts = metadata.requires(project) or []
@@ -71,7 +73,7 @@ def installed_requirements(project: str = PROJECT) -> list[str]:
         except metadata.PackageNotFoundError as error:
             if requirement in needed and _applies(requirement, ("",)):
                 raise PermanentInfraError(f"{name} is not installed here: install {project} anew") from error
-            continue  # an optional package that is not installed here
+            continue  # an optional package that is not installed on this machine
         versions[name] = Version(found.version).public
         for extra in ("", *sorted(requirement.extras)):
             if (name, extra) not in seen:
@@ -85,7 +87,7 @@ def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
 
 
 def read_requirements(path: Path) -> list[str]:
-    """Return the requirements of a file of exact versions, without comments and hashes.
+    """Return the requirements in a file of exact versions, without comments and hashes.
 
     Raises:
         PermanentInfraError: the file cannot be read, or a line is not an exact version.
@@ -115,13 +117,13 @@ def _check_exact(line: str, path: Path) -> str:
 def ensure_environment(
     session: Session, node: Node, requirements: Sequence[str], *, installer: Installer, index: str = ""
 ) -> str:
-    """Install the packages unless the node already has them, and return the path of their interpreter on the node.
+    """Install the packages unless the node has them. Returns the path of their interpreter on the node.
 
     Args:
-        index: URL of the package index; empty for the node's own settings.
+        index: URL of the package index. Empty uses the node's own settings.
 
     Raises:
-        PermanentInfraError: the installer failed; the message has its last lines.
+        PermanentInfraError: the installer failed. The message has its last lines.
         InfraError: the node cannot be reached.
     """
     job = {"installer": installer, "index": index, "requirements": list(requirements)}
@@ -129,18 +131,18 @@ def ensure_environment(
 
 
 def digest_of_build(session: Session, job: Mapping[str, Any]) -> str:  # Any: JSON
-    """The digest in the name of an environment, of its packages and the interpreter that makes it."""
+    """Return the digest for an environment's name. The digest depends on the packages and the interpreter."""
     content = json.dumps([job, session.python], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def build_environment(session: Session, node: Node, run_dir: str, job: Mapping[str, Any]) -> str:  # Any: JSON
-    """The path of the interpreter of the environment in a folder of the node, made if it is not there.
+    """Build an environment in a folder of the node if it is missing. Returns the path of the environment's interpreter.
 
     Args:
-        job: what environment_builder.py reads.
+        job: the input of environment_builder.py.
 
-    Raises: as `ensure_environment`.
+    Raises: see `ensure_environment`.
     """
     installer = job["installer"]
     if (built := read_result(session, run_dir)) is not None:
@@ -168,7 +170,7 @@ def build_environment(session: Session, node: Node, run_dir: str, job: Mapping[s
 def _is_usable(session: Session, python: str) -> bool:
     """Return whether an environment's interpreter runs and still has the version that its packages need.
 
-    The interpreter is a link to the machine's own, which may have been removed or upgraded.
+    The environment's interpreter is a link to the machine's interpreter, which may have been removed or upgraded.
     """
     try:
         found = session.run([python, ISOLATED, "-c", LOOK], timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
@@ -178,4 +180,4 @@ def _is_usable(session: Session, python: str) -> bool:
 
 
 def _ignore(_: object) -> None:
-    """The job's metrics and events are not shown."""
+    """Discard metrics and events of the job."""

@@ -1,13 +1,13 @@
 """Install exact versions of packages into a separate environment, on the node itself.
 
-The node's side of environment.py. Runs as a supervised job: `python -I environment_builder.py RUN_DIR`.
-It is one file and uses only the standard library, because its text is sent to nodes.
+This is the node's side of environment.py. It runs as a supervised job: `python -I environment_builder.py RUN_DIR`. It
+is one file and uses only the standard library, because its text is sent to nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
                   for further arguments that both installers accept
-    env/          the environment; leftovers of a killed attempt are removed first
-    tmp/          temporary files of the installer; leftovers are removed first
-    python/       an interpreter that uv downloaded, if uv cannot keep interpreters in the user's home
+    env/          the environment; the rest of a killed attempt is removed first
+    tmp/          temporary files of the installer; the rest of a killed attempt is removed first
+    python/       an interpreter that uv has downloaded, if uv cannot store interpreters in the user's home
     result.json   {"python": path of the environment's interpreter}, written when everything is installed
 """
 
@@ -21,17 +21,19 @@ from pathlib import Path
 
 _TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
-"""uv uses the node's certificates, as pip does. Older versions of uv know only the second name."""
+"""Environment variables for the installers. uv uses the system's certificates, like pip. Older versions of uv know only
+the last name."""
 _CACHE = "../../cache/uv"
-"""uv's cache below the node's root, used if uv cannot write its cache in the user's home."""
+"""uv's cache, relative to the run directory. It is below the node's root, and used if uv cannot write to the user's
+home."""
 _FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
 _PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
 
 def main() -> int:
-    """Build the environment in the run directory of the command line, and return the exit code."""
-    os.chdir(sys.argv[1])  # -I keeps Python from importing files of this directory
+    """Build the environment in the run directory that the command line names. Returns the exit code."""
+    os.chdir(sys.argv[1])  # because of -I, Python does not import files of this directory
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
     environment, temporary = directory / "env", directory / _TEMPORARY
@@ -64,22 +66,24 @@ def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 
 def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Create the environment with Python >= 3.11, which uv downloads if the node has none, and install into it."""
+    """Create the environment with Python 3.11 or newer and install into it. uv downloads Python if the node has
+    none."""
     uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
-    # pip compares the versions of all indexes; uv would look only in the first one that has a package of the name.
+    # pip compares the versions in all indexes. Without this option, uv uses only the first index that has the package.
     strategy = ["--index-strategy", "unsafe-best-match"] if "--extra-index-url" in arguments else []
     run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *strategy, *arguments])
 
 
 def _find_uv() -> "str | None":
-    """Return the node's uv. Its installer adds its folder to the PATH of terminals, but our sessions lack that PATH."""
+    """Return the path of the node's uv. uv's installer changes the PATH only for terminals, so its folders are
+    searched."""
     folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, _FOLDERS_OF_UV)]  # noqa: PTH120 - as below
     return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def _fetch_uv(tools: Path, index: "list[str]") -> str:
-    """Install uv from the index with this interpreter's pip, or, without pip, with the pip of a new environment."""
+    """Install uv from the index with this interpreter's pip. If it has no pip, use the pip of a new environment."""
     if importlib.util.find_spec("pip") is not None:
         run([sys.executable, *_PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:
@@ -89,7 +93,7 @@ def _fetch_uv(tools: Path, index: "list[str]") -> str:
 
 
 def _places_of_uv(directory: Path) -> "dict[str, str]":
-    """Return settings that move uv's downloads out of a home folder that cannot be written."""
+    """Return settings that make uv store downloads in the run directory if the user's home cannot be written."""
     places = {"UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "python")}
     if not os.environ.get("XDG_CACHE_HOME"):
         places["UV_CACHE_DIR"] = ("~/.cache/uv", _CACHE)
@@ -101,14 +105,14 @@ def _places_of_uv(directory: Path) -> "dict[str, str]":
 
 
 def _raise_refusal(message: str) -> None:
-    """Print why the packages cannot be installed, and fail as an installer would."""
+    """Print why the packages cannot be installed, and raise the error of a failed installer."""
     sys.stdout.write(message + "\n")
     sys.stdout.flush()
     raise subprocess.CalledProcessError(1, sys.executable)
 
 
 def run(command: "list[str]") -> None:
-    """Run a command. Its output goes to the job's log."""
+    """Run a command with its output in the job's log."""
     sys.stdout.write("$ " + " ".join(command) + "\n")
     sys.stdout.flush()
     settings = {**SETTINGS, **_places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / _TEMPORARY)}

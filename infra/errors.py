@@ -1,18 +1,19 @@
-"""Errors of machines, sorted by the caller's question: can a retry help?
+"""Errors of machines. Their classes answer the caller's question: can a retry help?
 
     InfraError
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; its jobs may still run
-    │   │   ├── BannedError       its SSH server refuses connections from here for some time
+    │   │   ├── BannedError       the node's SSH server refuses connections from here for some time
     │   │   ├── KeyAgentError     the SSH agent does not sign with a candidate key
     │   │   └── RequestCutError   the connection broke before the answer
     │   │       └── LoginShellError   the login shell of a node ended before it ran Python
-    │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
+    │   ├── JobLostError          a job's supervisor died (reboot, kill -9); another start begins the next attempt
+    │   ├── FullGPUError          a training ran out of GPU memory; its next attempt needs less
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
     │   ├── OfferGoneError        a provider did not create an offered machine, and nothing was created
     │   ├── UnclearAnswerError    a provider may or may not have created a machine
-    │   ├── UnfitMachineError     a fresh machine is unusable; another may work
+    │   ├── UnfitMachineError     a new machine is unusable; another machine may work
     │   ├── NoMachineError        no offer led to a usable machine
     │   ├── StillRentedError      a machine still exists after its end was requested; it may cost money
     │   ├── LedgerUnwritableError the ledger cannot be written: its disk is full or broken
@@ -23,17 +24,17 @@
         ├── DiskFullError         a node's disk has no room
         ├── NameUnknownError      a host name cannot be resolved
         ├── HostKeyError          a host shows the wrong key
-        ├── LoginError            a node refuses the login, or the key is unusable
+        ├── LoginError            a node refuses the login, or the login key is unusable
         ├── JobFailedError        a job ended without its result.json
         ├── ProviderRefusedError  a provider refuses the key, the account or the request
-        ├── MissingKeyError       the key of a provider is in no environment variable
-        ├── MachineGoneError      a rented machine is gone; the same command continues on another
-        ├── BudgetUsedUpError     work on a rented machine was ended, shortly before its hours or money run out
+        ├── MissingKeyError       no environment variable has the key of a provider
+        ├── MachineGoneError      a rented machine is gone; the same command continues on another machine
+        ├── BudgetUsedUpError     work on a rented machine was ended shortly before its hours or money are used up
         ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
         ├── ObjectMissingError    an object store has nothing at a URL
-        └── ObjectDamagedError    an object is not the one that its manifest lists
+        └── ObjectDamagedError    an object differs from the manifest of its folder
 
-Every exception keeps all its arguments in `args`, so that it can be pickled.
+Every exception has all its arguments in `args`, so that it can be pickled.
 """
 
 import shlex
@@ -50,13 +51,13 @@ class CompletedCommand:
 
     argv: tuple[str, ...]
     exit_code: int
-    """0 is success; a negative number is the signal that killed it."""
+    """0 means success. A negative number is the number of the signal that killed the command."""
     stdout: bytes
     stderr: bytes
 
 
 class InfraError(Exception):
-    """An error of a machine; only its two subclasses are raised."""
+    """An error of a machine. Only its two subclasses are raised."""
 
 
 class TransientInfraError(InfraError):
@@ -103,11 +104,11 @@ class BannedError(NodeUnreachableError):
 
 
 class RequestCutError(NodeUnreachableError):
-    """The connection broke before the answer. The request may have been carried out, or may be running."""
+    """The connection broke before the answer. The node may have executed the request, or may still be executing it."""
 
 
 class LoginShellError(RequestCutError):
-    """The login shell of a node ended before it ran Python. The node may be starting, or overloaded."""
+    """The login shell of a node ended before it ran Python. The node may be starting or overloaded."""
 
     def __init__(self, address: str, reason: str, python: str) -> None:
         super().__init__(address, reason)
@@ -122,14 +123,14 @@ class LoginShellError(RequestCutError):
 
 
 class KeyAgentError(NodeUnreachableError):
-    """The SSH agent does not sign with a candidate key: it is locked, or waits for a user's confirmation."""
+    """The SSH agent does not sign with a candidate key, because it is locked or waits for a user's confirmation."""
 
     def __str__(self) -> str:
         return f"no login at {self.address}: {self.reason}"
 
 
 class ProviderUnavailableError(TransientInfraError):
-    """A provider of machines gives no usable answer. Its machines are unknown."""
+    """A provider of machines gives no usable answer. It is unknown which machines it has."""
 
 
 class OfferGoneError(TransientInfraError):
@@ -153,7 +154,7 @@ class LedgerUnwritableError(TransientInfraError):
 
 
 class JobLostError(TransientInfraError):
-    """A job's supervisor is gone without an exit record."""
+    """A job's supervisor died without writing an exit record."""
 
     def __init__(self, run_dir: str, attempt: int, reason: str) -> None:
         super().__init__(run_dir, attempt, reason)
@@ -165,8 +166,12 @@ class JobLostError(TransientInfraError):
         return f"attempt {self.attempt} of {self.run_dir} was lost ({self.reason}): start it again to resume"
 
 
+class FullGPUError(TransientInfraError):
+    """A training on several machines ran out of GPU memory, and its next attempt needs less."""
+
+
 class CommandFailedError(PermanentInfraError):
-    """A command on a node ended with a code other than 0; `completed` has its output."""
+    """A command on a node ended with a code other than 0. `completed` has its output."""
 
     def __init__(self, completed: CompletedCommand) -> None:
         super().__init__(completed)
@@ -202,11 +207,11 @@ class DiskFullError(PermanentInfraError):
 
 
 class NameUnknownError(PermanentInfraError):
-    """A host name cannot be resolved: it does not exist, or no name server answers."""
+    """A host name cannot be resolved, because it does not exist or no name server answers."""
 
 
 class HostKeyError(PermanentInfraError):
-    """A host shows a wrong or unconfirmed key. Nothing was sent to it."""
+    """A host shows a wrong or unconfirmed key. No login was attempted."""
 
     def __init__(self, address: str, fingerprint: str, problem: str) -> None:
         super().__init__(address, fingerprint, problem)
@@ -219,7 +224,7 @@ class HostKeyError(PermanentInfraError):
 
 
 class LoginError(PermanentInfraError):
-    """A node refuses the login, or the key is unusable."""
+    """A node refuses the login, or the login key is unusable."""
 
     def __init__(self, address: str, problem: str) -> None:
         super().__init__(address, problem)
@@ -249,7 +254,7 @@ class ProviderRefusedError(PermanentInfraError):
 
 
 class MissingKeyError(PermanentInfraError):
-    """The key of a provider is in no environment variable."""
+    """No environment variable has the key of a provider."""
 
 
 class MachineGoneError(PermanentInfraError):
@@ -257,7 +262,7 @@ class MachineGoneError(PermanentInfraError):
 
 
 class UnfitMachineError(TransientInfraError):
-    """A fresh machine is unusable, and waiting does not help. Another machine may work."""
+    """A new machine is unusable, and waiting does not help. Another machine may work."""
 
 
 class BudgetUsedUpError(PermanentInfraError):

@@ -1,8 +1,8 @@
-"""The GPUs of a node as its driver sees them: name, memory, driver, and the programs that use them.
+"""The GPUs of a node according to its driver: name, memory, driver version, and the programs on each GPU.
 
     nvidia-smi --query-gpu ..., --query-compute-apps ...  ──> GpuState per GPU; none without the driver
 
-Not here: whether torch can use them (node_probe.py), which job has them (supervisor/gpu_slots.py).
+Not here: whether torch can use the GPUs (node_probe.py), which job holds them (supervisor/gpu_slots.py).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class GpuProgram:
     pid: int
     name: str
     used_gb: float
-    """0 if the driver does not say it, as in a container."""
+    """Memory in GB. 0 if the driver does not report it, for example in a container."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}{f', {self.used_gb:.1f} GB' if self.used_gb else ''})"
@@ -33,7 +33,7 @@ class GpuProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """One GPU; its place in the list is its rank. Sizes in GB of 10^9 bytes."""
+    """The state of one GPU. Its index in the list is its rank. Sizes are in GB of 10^9 bytes."""
 
     name: str
     total_gb: float
@@ -43,13 +43,13 @@ class GpuState:
 
 
 def read_gpus(session: Session) -> list[GpuState]:
-    """The GPUs of a node; [] if it has none, or no driver that tells."""
+    """Return the GPUs of a node. Empty if it has none, or its driver does not report them."""
     gpus = _ask(session, f"--query-gpu={GPU_FIELDS}")
     return parse_gpus(gpus, _ask(session, f"--query-compute-apps={PROGRAM_FIELDS}")) if gpus else []
 
 
 def parse_gpus(gpus: str, programs: str) -> list[GpuState]:
-    """The GPUs and the programs on them, from the answers of nvidia-smi."""
+    """Parse nvidia-smi's answers to the GPUs and the programs on them."""
     running: dict[str, list[GpuProgram]] = {}
     for uuid, pid, *name, used in _rows(programs, at_least=4):
         if pid.isdecimal():
@@ -68,7 +68,7 @@ def parse_gpus(gpus: str, programs: str) -> list[GpuState]:
 
 
 def driver_version(text: str) -> tuple[int, ...]:
-    """The parts of a driver's version; () if the text is no version."""
+    """Return the numbers of a driver's version. () if the text is not a version."""
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 

@@ -1,4 +1,4 @@
-"""Control when Ctrl-C (SIGINT) takes effect while something is released or started."""
+"""Control when Ctrl-C (SIGINT) takes effect while a resource is being released or started."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C in the block: a second Ctrl-C must not stop the cleanup that the first one started.
+    """Ignore Ctrl-C in the block, so that a second Ctrl-C does not stop the cleanup after the first.
 
-    Only the main thread receives Ctrl-C; in other threads the block changes nothing.
+    Only the main thread receives Ctrl-C. In other threads the block has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -25,7 +25,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record Ctrl-C in the block instead of raising KeyboardInterrupt; the callable returns whether one came."""
+    """Record Ctrl-C in the block and do not raise KeyboardInterrupt. The yielded function returns whether Ctrl-C
+    came."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -39,7 +40,7 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def interrupted_afterwards() -> Iterator[None]:
-    """Delay Ctrl-C until the block was left without an error."""
+    """Delay Ctrl-C until the block has ended without an error."""
     with noted_interrupts() as has_come:
         yield
     if has_come():
@@ -48,9 +49,10 @@ def interrupted_afterwards() -> Iterator[None]:
 
 @contextmanager
 def interrupted_if(is_wanted: Callable[[], bool]) -> Iterator[None]:
-    """If this process ignores SIGINT, raise KeyboardInterrupt in the block on a SIGINT for which `is_wanted()` is true.
+    """If this process ignores SIGINT, let a SIGINT in the block raise KeyboardInterrupt if `is_wanted()` is true.
 
-    A shell lets background processes of a script ignore SIGINT, so that Ctrl-C for the script does not end them.
+    Background processes of a shell script ignore SIGINT, because the shell starts them so. Ctrl-C is meant for the
+    script and does not end them.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -1,11 +1,13 @@
 """Start, follow and end one detached job on a node, and read how it ended.
 
-A job is its run directory. Every function here is one idempotent call of the supervisor on the node, and may be
-repeated after a broken connection. Not here: connections to nodes (session.py), the job's work.
+A job is identified by its run directory. Every function here calls the node's supervisor once. The calls are
+idempotent, so they may be repeated after a broken connection.
 
-    start_or_attach ── RUNNING ──┬── FINISHED   result.json is there
-         ABSENT ┘                ├── EXITED     it ended without one; `exit` says how
-                                 └── LOST       its supervisor is gone: reboot, kill -9; start again to resume
+    start_or_attach ── RUNNING ──┬── FINISHED   result.json exists
+         ABSENT ┘                ├── EXITED     it ended without result.json; `exit` says how
+                                 └── LOST       its supervisor died (reboot, kill -9); start it again to resume
+
+Not here: connections to nodes (session.py), the job's work.
 """
 
 import base64
@@ -63,13 +65,13 @@ JsonObject = dict[str, Any]
 
 CALL_TIMEOUT_S = 60.0
 MAX_GRACE_S = 600.0
-"""Default limit, in seconds, on the time that a program may take to save before it ends."""
+"""Default limit on the seconds that a program may take to save its state before it ends."""
 _CANCEL_LOOK_S = 1.0
-"""Seconds for which one call waits for the end of a cancelled job."""
+"""Seconds for which one call waits for the end of a cancelled job. `cancel_job` repeats the call."""
 MAX_BROKEN_STREAMS = 10
-"""Connections in a row that may end without a message before `follow_job` gives up."""
+"""Number of connections in a row without a message after which `follow_job` gives up."""
 STEADY_S = 600.0
-"""A connection that lasted this long, in seconds, was a working one without messages: the job may wait for a GPU."""
+"""A connection that lasted this many seconds counts as working even without a message: the job may wait for a GPU."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
 _SUPERVISOR = Path(supervisor.__file__).parent
@@ -78,18 +80,18 @@ logger = logging.getLogger(__name__)
 
 
 class JobState(StrEnum):
-    """The state of a job as the node sees it (diagram at the top of this file)."""
+    """The state of a job as the node reports it (see the diagram in the module's docstring)."""
 
     ABSENT = "ABSENT"
-    """Never started."""
+    """The job was never started."""
     RUNNING = "RUNNING"
-    """Its supervisor lives."""
+    """The job's supervisor is alive."""
     FINISHED = "FINISHED"
-    """It has a result.json."""
+    """The job has a result.json."""
     EXITED = "EXITED"
-    """It ended without result.json; the exit record says how."""
+    """The job ended without result.json. Its exit record says how."""
     LOST = "LOST"
-    """Its supervisor is gone without an exit record."""
+    """The job's supervisor died without writing an exit record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,55 +100,56 @@ class JobExit:
 
     attempt: int
     code: int
-    """The program's exit code; 128 + the number of the signal that ended it."""
+    """The program's exit code. 128 + the signal's number if a signal ended it."""
     signal: int | None
     cancelled: bool
     timeout: bool
     lease_expired: bool
     oom: bool
-    """The kernel killed the program because memory ran out."""
+    """Whether the kernel killed the program because memory ran out."""
     leftover_processes: int
-    """Processes of the job that outlived the program and were killed."""
+    """Number of the job's processes that were alive after the program's end and were killed."""
     restarts: int
     seconds: float
     started_at: str
-    """ISO 8601, UTC, by the node's clock."""
+    """Time of the start by the node's clock, in UTC and ISO 8601 format."""
     ended_at: str
     saved_step: int | None = None
-    """The last saved step; 0: none was saved; None: the program does not report it."""
+    """The last saved step. 0 if none was saved. None if the program does not report it."""
     problem: str = ""
-    """Why the program could not save a later step at a requested end; else empty."""
+    """Why the program could not save a later step when its end was requested. Otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """A job's state at one moment."""
+    """The state of a job at one moment."""
 
     run_dir: str
     state: JobState
     attempt: int
-    """Counts from 1; 0 before the first."""
+    """Number of the attempt, from 1. 0 before the first attempt."""
     attached: bool
-    """True from `start_or_attach` if the job was running or finished already."""
+    """Whether `start_or_attach` found the job running or finished, and started nothing."""
     pid: int | None
-    """Process id of the running program on the node; None while the job waits for GPUs."""
+    """Process id of the program on the node. None while the job waits for GPUs."""
     restarts: int
     waits_for: str
-    """The missing GPU and the job that holds it; empty if this job does not wait."""
+    """The GPU for which the job waits, and the job that holds it. Empty if the job does not wait."""
     log_size: int
-    """Bytes in log.txt."""
+    """Size of log.txt in bytes."""
     exit: JobExit | None
     reason: str
-    """Why it is LOST; else empty."""
+    """Why the job is LOST. Otherwise empty."""
     orphans: tuple[int, ...]
-    """Processes that a LOST job left behind. The next start or cancel ends them."""
+    """Process ids of processes that a LOST job left behind. The next start or cancel ends them."""
     is_ending: bool = False
-    """It is RUNNING and saving, because its end was requested or a limit is reached."""
+    """Whether the job is RUNNING but being ended, because its end was requested or a limit is reached. It may be
+    saving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOffsets:
-    """Delivered bytes of the files of a run directory."""
+    """Numbers of bytes of a run directory's files that were already delivered."""
 
     log: int = 0
     metrics: int = 0
@@ -154,12 +157,12 @@ class FollowOffsets:
 
 
 def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
-    """Start the job unless it is finished or running. Concurrent callers start it exactly once.
+    """Start the job unless it is finished or running. Concurrent callers start it only once.
 
-    If the job is ending, because of a request or a limit, the call waits for the end and starts the next attempt.
+    If the job is being ended, because of a request or a limit, the call waits for its end and starts the next attempt.
 
     Raises:
-        PermanentInfraError: the command cannot be run, or the ending job does not end.
+        PermanentInfraError: the command cannot be run, or the job that is being ended does not end.
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
     timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S + spec.max_grace_s
@@ -182,16 +185,16 @@ def cancel_job(
     on_wait: Callable[[], None] = lambda: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> JobStatus:
-    """End the job with all its processes and return its final status; idempotent.
+    """End the job with all its processes. Returns its final status. Idempotent.
 
-    Its processes get SIGTERM, and SIGKILL after `grace_s`. A program may ask for more time to save, at most
-    `max_grace_s`.
+    The job's processes get SIGTERM, and SIGKILL after `grace_s` seconds. A program may ask for more time to save, at
+    most `max_grace_s` seconds.
 
     Args:
-        store: identity of the caller's ledger. A job that runs of other ledgers follow stays RUNNING. Empty: end the
-            job in any case.
-        on_wait: called once if the end takes a while.
-        is_impatient: returns True to stop waiting. The job still saves and ends; its status is RUNNING with
+        store: identity of the caller's ledger. A job that runs of other ledgers follow is not ended. If empty, the job
+            is ended in any case.
+        on_wait: called once if the job takes a while to end.
+        is_impatient: returns True to stop waiting. The job still saves and ends. Its returned status is RUNNING with
             `is_ending`.
     """
     on_behalf = (store,) if store else ()
@@ -208,23 +211,23 @@ def cancel_job(
 
 
 def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
-    """Ask the job to finish early with its present result; returns its status at once.
+    """Ask the job to finish early with its present result. Returns the job's status at once.
 
-    The job finds `asked_by` in the file finish-<attempt> of its directory, and may ignore it.
+    The job finds `asked_by` in the file finish-<attempt> of its directory. It may ignore the request.
     """
     return _parse_status(_call(session, "finish", run_dir, asked_by))
 
 
 def renew_lease(session: Session, run_dir: str) -> JobStatus:
-    """Renew the lease of a job and return its status.
+    """Renew the lease of a job. Returns the job's status.
 
-    A process on the same node may instead touch the file `.job/lease` in the run directory.
+    A process on the same node can also renew the lease by touching the file `.job/lease` in the run directory.
     """
     return _parse_status(_call(session, "renew", run_dir))
 
 
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
-    """Return the content of result.json; None while the job is not finished."""
+    """Return the content of result.json. None while the job is not finished."""
     try:
         return parse_object(session.read_file(f"{run_dir}/result.json"))
     except FileMissingError:
@@ -247,16 +250,17 @@ def follow_job(
     offsets: FollowOffsets = FollowOffsets(),
     store: str = "",
 ) -> JobStatus:
-    """Deliver the job's log, metrics and events, each exactly once, until it has ended; returns its final status.
+    """Deliver the job's log, metrics and events until the job has ended. Returns its final status.
 
-    After a broken connection, delivery continues at the same offsets. Incomplete lines are not delivered.
+    Each record is delivered exactly once. After a broken connection, delivery continues at the same offsets. Incomplete
+    lines are not delivered.
 
     Args:
-        on_log: None leaves the log on the node.
-        store: identity of the caller's ledger. Runs of other ledgers do not end the job meanwhile.
+        on_log: called with pieces of the log. If None, the log is not transferred.
+        store: identity of the caller's ledger. While this call runs, runs of other ledgers do not end the job.
 
     Raises:
-        TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row; the job may still run.
+        TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row. The job may still be running.
     """
     position = offsets if on_log else dataclasses.replace(offsets, log=NO_LOG)
     broken_streams = 0
@@ -290,9 +294,9 @@ def require_finished(session: Session, status: JobStatus) -> JobStatus:
     """Return the status if the job is FINISHED.
 
     Raises:
-        JobLostError: it is LOST; starting it again resumes it.
-        PermanentInfraError: it is ABSENT: its directory was moved or deleted.
-        JobFailedError: it is EXITED or RUNNING; the message says why and ends with the last lines of its log.
+        JobLostError: the job is LOST. Starting it again resumes it.
+        PermanentInfraError: the job is ABSENT, because its directory was moved or deleted.
+        JobFailedError: the job is EXITED or RUNNING. The message says why, and ends with the log's last lines.
     """
     if status.state != JobState.FINISHED:
         raise_failure(session, status, wanted=JobState.FINISHED)
@@ -305,12 +309,12 @@ def raise_failure(
     """Raise the error for a job that is not in the wanted state.
 
     Args:
-        explain_log: returns a sentence with the cause, from the end of the job's log; "" if it finds none.
+        explain_log: returns a sentence with the cause, from the end of the job's log. "" if it finds no cause.
 
     Raises:
-        JobLostError: its supervisor is gone.
-        PermanentInfraError: its directory is gone.
-        JobFailedError: anything else, with the reason and the last lines of its log.
+        JobLostError: the job's supervisor died.
+        PermanentInfraError: the job's directory is missing.
+        JobFailedError: in all other cases, with the reason and the log's last lines.
     """
     if status.state == JobState.LOST:
         raise JobLostError(status.run_dir, status.attempt, status.reason)
@@ -329,7 +333,7 @@ def raise_failure(
 
 
 def describe_exit(exit_record: JobExit) -> str:
-    """Return one sentence about how a job ended."""
+    """Return one sentence that says how a job ended."""
     if exit_record.cancelled:
         return f"it was cancelled{describe_saved(exit_record)}."
     if exit_record.timeout:
@@ -349,7 +353,7 @@ def describe_exit(exit_record: JobExit) -> str:
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """Return the saved step of an ended job as the end of a sentence; "" if it is unknown."""
+    """Return a phrase about the saved step of an ended job, for the end of a sentence. "" if the step is unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""
@@ -368,7 +372,7 @@ def _parse_status(document: JsonObject) -> JobStatus:
     """Parse the status that the supervisor prints.
 
     Raises:
-        PermanentInfraError: the object is not a status.
+        PermanentInfraError: the object is not a job's status.
     """
     try:
         exit_document = document["exit"]
@@ -389,9 +393,9 @@ def _parse_status(document: JsonObject) -> JobStatus:
 def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
-    """Call one verb of the supervisor; its answer is the last line of its output."""
+    """Call one verb of the supervisor. The last line of its output is the answer."""
     parameters = (verb, run_dir, *arguments)
-    if verb == "start":  # not in a fork of an agent: this process becomes the supervisor and needs its own command line
+    if verb == "start":  # this process becomes the supervisor, so it is not a fork of an agent
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:
@@ -420,7 +424,7 @@ def _decoded(log: Any) -> bytes:  # Any: JSON
 
 
 def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
-    """Yield the messages of one connection. A broken connection ends them without an exception."""
+    """Yield the messages of one connection. If the connection breaks, they end without an exception."""
     parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
     argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", *parameters]
     try:

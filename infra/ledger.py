@@ -1,17 +1,20 @@
-"""The ledger records which runs need which job. It survives restarts and is shared by all processes of a store. It is
-one SQLite file, which also holds the tables of rentals.py, registry.py and retrainings.py.
+"""The ledger records which runs need which job. It survives restarts, and all processes of a store share it.
 
-Two runs that need the same SFT share its job: each holds a lease, and dropping the last lease stops the job. Not here:
-the file itself (ledger_file.py), and an engine's own lease, which is a file on the node (`lease_s` of jobs.py).
+Two runs that need the same SFT share its job. Each run holds a lease on the job. When the last lease is dropped, the
+job is stopped.
 
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
 
-A job runs on one node at a time. A run therefore claims the job (`claim`) before the upload to the node, which may take
-long, and adds its lease when it starts the job or attaches to it.
+A job runs on only one node at a time. A run therefore claims the job (`claim`) before the upload to the node, which may
+take long. The run adds its lease when it starts the job or attaches to it.
 
-A killed run drops no leases. Each run therefore holds a lock on ledger.runs/<run> while its process lives; the kernel
-frees the lock. Claims of a run that lost its lock do not count, because its node may never come back. Its jobs may
-still run there (`nodes_left`), while another run does the same job on another node.
+A killed run does not drop its leases. Each run therefore holds a lock on the file ledger.runs/<run> while its process
+is alive, and the kernel frees the lock. Claims of a run whose lock is free do not count, because its node may never
+come back. The jobs of such a run may still run on its node (`nodes_left`) while another run does the same job on
+another node.
+
+The ledger is one SQLite file, which also has the tables of rentals.py, registry.py and retrainings.py. Not here: the
+file (ledger_file.py), and the lease of an engine itself, which is a file on the node (`lease_s` of jobs.py).
 """
 
 import fcntl
@@ -28,46 +31,47 @@ from rollouts.infra.ledger_file import LedgerFile
 from rollouts.infra.locks import lock_file, locked, try_lock
 
 LEDGER_FILE = "ledger.db"
-"""Name of the file in a store."""
+"""Name of the ledger's file in a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One run's claim on one job."""
+    """The lease or claim of one run on one job."""
 
     run_dir: str
     run_id: str
     node: str
-    """Name of the node on which the job lives."""
+    """Name of the node on which the job runs."""
     created_at: float
-    """Seconds since 1970, by the clock of the machine that holds the ledger."""
+    """Time of the creation in seconds since 1970, by the clock of the ledger's machine."""
     is_started: bool
-    """False during the upload to the node. The claim keeps the job from other nodes, but does not keep it alive."""
+    """False during the upload to the node. The claim then keeps other nodes from the job, but does not keep a job
+    alive."""
 
 
 class StageUse(NamedTuple):
-    """A run's use of a stage."""
+    """The use of a stage by a run."""
 
     stage: str
-    """The name of its directory."""
+    """The name of the stage's directory."""
     run_id: str
     run: str
-    """The name of the folder with the run's results."""
+    """The name of the run's results folder."""
     num_steps: int
     used_at: float
-    """Latest time at which the run reached the stage, in seconds since 1970."""
+    """Latest time at which the run began or reused the stage, in seconds since 1970."""
     began_at: float
-    """First time at which the run reached the stage, in seconds since 1970."""
+    """First time at which the run began or reused the stage, in seconds since 1970."""
 
 
 class Ledger(LedgerFile):
-    """Leases of runs on jobs, uses of stages, and locks of living runs."""
+    """Leases of runs on jobs, uses of stages, and locks of live runs."""
 
     def claim(self, run_dir: str, run_id: str, node: str) -> set[str]:
         """Claim a job for a run that will start it on a node.
 
-        Returns the other nodes on which other runs need the job. If there are any, nothing is claimed: among concurrent
-        claims on different nodes, only one succeeds.
+        Returns the other nodes on which other runs need the job. If there are any, nothing is claimed. Only one of
+        several concurrent claims on different nodes succeeds.
         """
         with self.transaction():
             elsewhere = self.nodes_at_work(run_dir.rpartition("/")[2], besides=run_id) - {node}
@@ -80,15 +84,15 @@ class Ledger(LedgerFile):
         return elsewhere
 
     def drop_claim(self, run_dir: str, run_id: str) -> None:
-        """Drop the run's claim if it has not started the job; a started job keeps its lease."""
+        """Drop the run's claim if the run has not started the job. A started job keeps its lease."""
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ? AND is_started = 0"
         with self.transaction() as database:
             database.execute(drop, (run_dir, run_id))
 
     def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
-        """Add a lease for a run that starts the job now; idempotent.
+        """Add a lease for a run that is about to start the job. Idempotent.
 
-        Waits while another run ends the job in `dropped_lease`.
+        If another run is ending the job (in `dropped_lease`), the call waits for that.
         """
         with self._changing_leases(run_dir):
             self._hold_lease(run_dir, run_id, node)
@@ -102,13 +106,13 @@ class Ledger(LedgerFile):
             )
 
     def drop_lease(self, run_dir: str, run_id: str) -> int:
-        """Drop a run's lease, if it has one, and return how many leases on the job remain.
+        """Drop a run's lease, if it has one. Returns how many leases on the job remain.
 
-        Leases on other nodes belong to other jobs, and claims without a start do not count. Leases of dead runs are
-        dropped too. If several runs drop their leases concurrently, exactly one of them gets 0.
+        Leases on other nodes belong to other jobs and do not count. Claims without a start do not count either. Leases
+        of dead runs are dropped too. If several runs drop their leases concurrently, exactly one of them gets 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
-        with self.transaction():  # one at a time: `has_died` takes the run's lock for a moment
+        with self.transaction():  # serialized, because `has_died` takes a run's lock for a moment
             own = "SELECT node FROM job_leases WHERE run_dir = ? AND run_id = ?"
             node = self._database.execute(own, (run_dir, run_id)).fetchone()
             self._database.execute(drop, (run_dir, run_id))
@@ -121,10 +125,10 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def dropped_lease(self, run_dir: str, run_id: str) -> Iterator[int]:
-        """`drop_lease` around the end of a job: other runs cannot add a lease within the block.
+        """Drop a run's lease as `drop_lease` does. While the block ends the job, other runs cannot add a lease.
 
-        If the block fails, the job may still run, so the run keeps its lease. A later attempt to end the job needs it,
-        and so does the list of running jobs.
+        If the block fails, the job may still be running, so the run gets its lease back. A later attempt to end the job
+        and the list of running jobs need this lease.
         """
         with self._changing_leases(run_dir):
             held = [lease for lease in self.leases_of(run_id) if lease.run_dir == run_dir]
@@ -136,7 +140,7 @@ class Ledger(LedgerFile):
                 raise
 
     def drop_leases_on(self, node: str) -> None:
-        """Drop all leases and claims on the jobs of a node that no longer exists."""
+        """Drop all leases and claims on a node's jobs. The node no longer exists."""
         with self.transaction() as database:
             database.execute("DELETE FROM job_leases WHERE node = ?", (node,))
 
@@ -144,18 +148,18 @@ class Ledger(LedgerFile):
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self.path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays: a waiting process must not hold a deleted file
+        with locked(path):  # the file is not deleted afterwards: a waiting process would get the lock of a deleted file
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
-        """Nodes on which living runs other than `besides` need the job with this directory name."""
+        """Return the nodes on which live runs other than `besides` need the job with this directory name."""
         claims = self.read("SELECT run_dir, run_id, node FROM job_leases")
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
     def nodes_left(self, directory_name: str) -> set[str]:
-        """Nodes on which dead runs started the job with this directory name. The job may still run there."""
-        with self.transaction():  # one at a time, as in `drop_lease`
+        """Return the nodes on which dead runs started the job with this directory name. The job may still run there."""
+        with self.transaction():  # serialized, as in `drop_lease`
             started = [lease for lease in self.leases() if lease.is_started]
             of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
             return {lease.node for lease in of_job if self.has_died(lease.run_id)}
@@ -164,7 +168,7 @@ class Ledger(LedgerFile):
         return [lease for lease in self.leases() if lease.run_id == run_id]
 
     def leases(self) -> list[Lease]:
-        """All leases and claims of all runs, also of those that died, oldest first."""
+        """Return all leases and claims of all runs, including dead runs, oldest first."""
         columns = "run_dir, run_id, node, created_at, is_started"
         rows = self.read(f"SELECT {columns} FROM job_leases ORDER BY created_at, run_dir")
         return [
@@ -173,12 +177,12 @@ class Ledger(LedgerFile):
         ]
 
     def note_use(self, stage: str, run_id: str, *, run: str = "", num_steps: int = 0) -> None:
-        """Record that a run reached a stage: live pages show it, and the stages of living runs are not pruned.
+        """Record that a run has begun or reused a stage. Live pages show it, and stages of live runs are not pruned.
 
         Args:
-            stage: the name of its directory.
-            run: the name of the folder with the run's results.
-            num_steps: how many metric steps the stage goes through.
+            stage: the name of the stage's directory.
+            run: the name of the run's results folder.
+            num_steps: number of the stage's metric steps.
         """
         with self.transaction() as database:
             now = time.time()
@@ -193,13 +197,13 @@ class Ledger(LedgerFile):
         """Record the names of all stages of a run, in order.
 
         Args:
-            run: the name of the folder with the run's results.
+            run: the name of the run's results folder.
         """
         with self.transaction() as database:
             database.execute("INSERT OR REPLACE INTO run_plans (run, stages) VALUES (?, ?)", (run, " ".join(stages)))
 
     def planned_stages(self, run: str) -> tuple[str, ...]:
-        """The names of all stages of a run, in order; empty if unknown."""
+        """Return the names of all stages of a run, in order. Empty if unknown."""
         rows = self.read("SELECT stages FROM run_plans WHERE run = ?", (run,))
         return tuple(str(rows[0][0]).split()) if rows else ()
 
@@ -208,7 +212,7 @@ class Ledger(LedgerFile):
         return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
     def first_use(self, stage: str) -> StageUse | None:
-        """The run that reached a stage first; None if unknown."""
+        """Return the use of a stage by the run that began it first. None if unknown."""
         uses = [use for use in self.stage_uses() if use.stage == stage and use.run]
         return min(uses, key=lambda use: use.began_at, default=None)
 
@@ -217,14 +221,14 @@ class Ledger(LedgerFile):
             database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
 
     def is_alive(self, run_id: str) -> bool:
-        """Whether the run registered itself and its process exists."""
+        """Return whether the run has registered itself as living and its process is alive."""
         return self._run_lock_path(run_id).is_file() and not self.has_died(run_id)
 
     def living_runs(self) -> dict[str, float]:
-        """Living runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
+        """Return the live runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
         found = {}
         for path in self._run_lock_path("").glob("*"):
-            with suppress(FileNotFoundError):  # the run ended meanwhile
+            with suppress(FileNotFoundError):  # the run has ended meanwhile
                 began_at = path.stat().st_mtime
                 if self.is_alive(path.name):
                     found[path.name] = began_at
@@ -232,9 +236,9 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def living_run(self, run_id: str) -> Iterator[None]:
-        """Register the run as living while the block runs and its process exists.
+        """Register the run as living while the block runs and this process is alive.
 
-        Several processes of a run may be in such a block. The run lives until the last of them leaves.
+        Several processes of a run may run such a block. The run counts as living until the last of them has left it.
         """
         path = self._run_lock_path(run_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -242,21 +246,21 @@ class Ledger(LedgerFile):
             try:
                 yield
             finally:
-                # The file shows that the run left leases or machines behind.
+                # If the run leaves leases or machines behind, the file must stay: it shows that the run has died.
                 is_needed = self.leases_of(run_id) or self._rents(run_id)
-                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # fails if another process of the run holds it
+                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # fails while another process of the run holds it
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
-        """Whether the run was registered as living and its process is gone. A run that never registered counts as
-        alive.
+        """Return whether the run has registered itself as living and its process is gone.
 
-        The empty id, of a machine that was missing from the ledger, counts as alive too.
+        A run that never registered itself counts as alive. The empty run id also counts as alive; a machine that was
+        missing from the ledger has this id.
         """
         path = self._run_lock_path(run_id)
         if not run_id or not path.exists():
             return False
-        # The check takes the run's lock for a moment, and the run would look alive to a concurrent check.
+        # The check takes the run's lock for a moment. A concurrent check would find the lock taken and the run alive.
         with _alone_in(path.parent):
             try:
                 lock = os.open(path, os.O_RDWR)
@@ -269,7 +273,7 @@ class Ledger(LedgerFile):
 
     @property
     def identity(self) -> str:
-        """Eight hexadecimal digits, unique to this ledger; part of the names of its rented machines."""
+        """Eight hexadecimal digits that are unique to this ledger. The names of its rented machines contain them."""
         query = "SELECT id FROM identity"
         if known := self.read(query):
             return str(known[0][0])
@@ -282,14 +286,15 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def renting(self, run_id: str) -> Iterator[None]:
-        """Let one process at a time rent for a run; other processes wait."""
+        """Let only one process at a time rent machines for a run. Other processes wait."""
         path = self.path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays, as in `_changing_leases`
+        with locked(path):  # the file is not deleted, as in `_changing_leases`
             yield
 
     def start_lock(self, stage: str) -> Path:
-        """The lock file of a stage's upload to other machines and its start there."""
+        """Return the path of a stage's lock file. The lock is held during the stage's upload to other machines and its
+        start."""
         path = self.path.with_suffix(".starting") / stage
         path.parent.mkdir(mode=0o700, exist_ok=True)
         return path
@@ -304,7 +309,7 @@ class Ledger(LedgerFile):
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, if its file system supports locks on folders."""
+    """Hold an exclusive lock on a folder. Without effect if its file system does not support locks on folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -316,7 +321,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked_where_it_lies(path: Path) -> Iterator[int]:
-    """Hold a shared lock on the file at this path; repeated if the file was deleted while waiting for the lock."""
+    """Hold a shared lock on the file at this path. If the file was deleted during the wait for the lock, start
+    again."""
     with ExitStack() as stack:
         while True:
             lock = stack.enter_context(lock_file(path))

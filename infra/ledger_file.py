@@ -1,9 +1,9 @@
 """The SQLite file of a ledger: migrations, reads without waiting, and atomic transactions.
 
-Not here: the content of its tables (ledger.py, renting/rentals.py, registry.py, retrainings.py).
-
     a file of an older format ── migrations ──> _SCHEMA_VERSION
-    a full or read-only disk ──> a copy in memory, so that `status` and the end of rented machines still work
+    a full or read-only disk ──> a copy in memory, so that `status` and ending rented machines still work
+
+Not here: the content of its tables (ledger.py, renting/rentals.py, registry.py, retrainings.py).
 """
 
 import os
@@ -129,16 +129,17 @@ _MIGRATIONS = (
     ("ALTER TABLE job_leases ADD COLUMN is_started INTEGER NOT NULL DEFAULT 1",),
     ("CREATE TABLE run_plans (run TEXT PRIMARY KEY, stages TEXT NOT NULL) STRICT, WITHOUT ROWID",),
 )
-"""Statements that migrate a ledger from each format to the next. Format 0 is an empty file."""
+"""Statements that migrate a ledger from each format to the next one. Format 0 is an empty file."""
 _SCHEMA_VERSION = len(_MIGRATIONS)
 _DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
-"""Error codes of SQLite for problems that waiting does not solve."""
+"""SQLite's error codes for problems that do not go away by waiting."""
 
 
 class LedgerFile:
-    """An open ledger file, for one thread. Other processes may have the same file open.
+    """An open ledger file. Only one thread may use it. Other processes may have the same file open.
 
-    Its methods raise LedgerUnwritableError if the disk is full or broken, and TransientInfraError if the file is busy.
+    The methods raise LedgerUnwritableError if the disk is full or broken. They raise TransientInfraError if the file is
+    busy.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,18 +162,18 @@ class LedgerFile:
         self._database.close()
 
     def read(self, query: str, values: Sequence[str | float] = ()) -> list[tuple[Any, ...]]:  # Any: values of columns
-        """Return the current rows. Concurrent writers do not delay it."""
+        """Return the current rows. Concurrent writers do not delay the read."""
         with self._as_errors_of_ours():
             return self._database.execute(query, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run the block as one atomic transaction; a nested transaction joins the outer one."""
+        """Run the block as one atomic transaction. A transaction inside another one joins it."""
         if self._database.in_transaction:
             yield self._database
             return
         if self._is_copy:
-            opened = self._opened()  # the disk may have room now
+            opened = self._opened()  # the disk may have room by now
             self._database.close()
             self._database, self._is_copy = opened, False
         with self._all_or_nothing(self._database):
@@ -186,14 +187,14 @@ class LedgerFile:
                 yield
                 database.execute("COMMIT")
             except BaseException:
-                if database.in_transaction:  # SQLite already rolled back if the disk is full
-                    with suppress(sqlite3.OperationalError):  # the first error says more
+                if database.in_transaction:  # if the disk is full, SQLite has already rolled back
+                    with suppress(sqlite3.OperationalError):  # the first error is more useful than this one
                         database.execute("ROLLBACK")
                 raise
 
     @contextmanager
     def _as_errors_of_ours(self) -> Iterator[None]:
-        """Convert errors of SQLite to InfraErrors, except errors in our own statements."""
+        """Convert SQLite's errors to InfraErrors. Errors in our own statements are not converted."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -210,7 +211,7 @@ class LedgerFile:
             ) from error
 
     def _opened(self) -> sqlite3.Connection:
-        """Open the file and migrate it if its format is older. A file of the present format is not written."""
+        """Open the file. A file of an older format is migrated. A file of the present format is not written."""
         database = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             self._switch_to_wal(database)
@@ -237,7 +238,7 @@ class LedgerFile:
         database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
     def _copied_into_memory(self) -> sqlite3.Connection:
-        """Return an in-memory copy, for a full disk: SQLite cannot create its shared WAL index there."""
+        """Return an in-memory copy of the ledger, for a full disk: SQLite cannot create its shared WAL index there."""
         copy = sqlite3.connect(":memory:", isolation_level=None)
         try:
             with (
@@ -245,8 +246,8 @@ class LedgerFile:
                 self._as_errors_of_ours(),
                 closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as alone,
             ):
-                alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # then SQLite keeps the WAL index in memory
-                _version_of(alone)  # waits for other processes up to the timeout; `backup` would wait forever
+                alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # makes SQLite keep the WAL index in memory
+                _version_of(alone)  # waits for other processes with a timeout, but `backup` would wait forever
                 alone.backup(copy)
                 self._migrate(copy)
         except BaseException:
@@ -256,7 +257,8 @@ class LedgerFile:
 
     @contextmanager
     def _readable_path(self) -> Iterator[Path]:
-        """Yield the file; if it is read-only, a temporary copy with its WAL file, because SQLite must write there."""
+        """Yield the file. If it is read-only, yield a temporary copy with its WAL file, because SQLite must be able to
+        write."""
         if os.access(self.path, os.W_OK):
             yield self.path
             return
@@ -271,7 +273,7 @@ class LedgerFile:
             yield Path(folder, self.path.name)
 
     def _switch_to_wal(self, database: sqlite3.Connection) -> None:
-        # If two processes open a new file at once, SQLite fails here without waiting for its busy timeout.
+        # If two processes open a new file at the same time, SQLite fails here at once, without its busy timeout.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -292,5 +294,5 @@ def _version_of(database: sqlite3.Connection) -> int:
 
 
 def _code_of(error: sqlite3.Error) -> int:
-    """Return SQLite's primary error code; 0 if the error does not come from SQLite."""
+    """Return SQLite's primary error code. 0 if the error does not come from SQLite."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,6 +1,6 @@
-"""File locks that the kernel frees when their process ends, also after kill -9.
+"""File locks. The kernel frees them when their process ends, also after kill -9.
 
-Sent to nodes as a part of the supervisor, so it uses only the standard library.
+This module is sent to nodes as a part of the supervisor, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of the lock file, which is created if needed. Closing the last descriptor frees the lock."""
+    """Open the lock file, and create it if it is missing. Returns its descriptor. Closing the last descriptor frees the
+    lock."""
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def try_lock(lock: int, kind: int) -> bool:
-    """Try to take the lock (LOCK_SH or LOCK_EX) without waiting; return whether it was taken."""
+    """Try to take the lock (LOCK_SH or LOCK_EX) without waiting. Returns whether it was taken."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -29,7 +30,7 @@ def try_lock(lock: int, kind: int) -> bool:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[int]:
-    """Open a lock file for the block and close it afterwards, which frees the lock."""
+    """Open a lock file for the block. It is closed at the end of the block, which frees the lock."""
     lock = open_lock(path)
     try:
         yield lock
@@ -39,16 +40,17 @@ def lock_file(path: Path) -> Iterator[int]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Wait for a file's exclusive lock, hold it for the block, and yield its descriptor."""
+    """Wait for the exclusive lock of a file and hold it during the block. Yields the file's descriptor."""
     with lock_file(path) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
 
 
 def is_locked(path: Path, probe: int) -> bool:
-    """Return whether a process holds a lock that excludes `probe` (LOCK_SH or LOCK_EX). False without such a file."""
+    """Return whether a process holds a lock that excludes a lock of kind `probe` (LOCK_SH or LOCK_EX). False without a
+    file."""
     try:
-        # NFS needs a writable descriptor for an exclusive lock; a shared one works without permission to write.
+        # NFS needs a writable descriptor for an exclusive lock. A shared lock must also work without write permission.
         lock = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)
     except FileNotFoundError:
         return False

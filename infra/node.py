@@ -1,6 +1,6 @@
-"""Settings of machines in the user's configuration, and `Node`, the record of a machine in use.
+"""Settings of machines in the user's configuration, and `Node`, the record of a machine that a run uses.
 
-Not here: getting a machine (providers/), probing it (bootstrap.py), sessions (session.py).
+Not here: provisioning a machine (providers/), probing it (bootstrap.py), sessions (session.py).
 """
 
 import re
@@ -22,30 +22,31 @@ HOST = re.compile(
         (?: :(?P<port>\d+) )?""",
     re.ASCII | re.VERBOSE,
 )
-"""user@host:port, limited to characters that shells and programs with host arguments cannot misread."""
+"""user@host:port. Only characters are allowed that shells, and programs that get a host as an argument, cannot
+misread."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-"""Name of a machine in OpenSSH's configuration."""
+"""The name of a machine in OpenSSH's configuration."""
 _HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
 _PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
-"""Machines to jump through, limited to safe characters like HOST."""
+"""Jump hosts, separated by commas. Only safe characters are allowed, as in HOST."""
 _FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
-"""An absolute path of characters that no login shell changes inside quotes."""
+"""An absolute path. Only characters are allowed that no login shell changes inside quotes."""
 INDEX = re.compile(
     r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # refuses parts that look like a key
     r"(https?://[^\s@?#]+)?"
 )
 _INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-"""A provider's name and the provider's id of a machine."""
+"""A provider's name, and the id that the provider gave to a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 """The name of an environment variable, or empty."""
 SSH_PORT = 22
 NO_NODE = "none"
-"""Kind of the placeholder node of a run that needs no machine (`no_machine`)."""
+"""Kind of the placeholder node of a run that needs no machine (see `no_machine`)."""
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
-"""Marks a field that names a program, commands, packages to install, or a machine that gets code, data and keys.
-A run started through Prefect may set such a field only to a value that the operator trusts (flows/trusted_code.py)."""
+"""Marks a setting that names a program, commands, packages to install, or a machine that gets code, data and keys. A
+run started through Prefect may set it only to a value that the operator trusts (flows/trusted_code.py)."""
 SYSTEM_PYTHON = "/usr/bin/python3"
 """The Python interpreter of a machine's operating system."""
 
@@ -118,7 +119,7 @@ class SSHMachine(PackageSettings):
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port of the login; for a name in OpenSSH's configuration, the name and port 22."""
+        """Host and port for the login. For a name in OpenSSH's configuration: the name and port 22."""
         parts = HOST.fullmatch(self.host)
         if parts is None:
             return self.host, SSH_PORT
@@ -294,7 +295,7 @@ class RentedNode(PackageSettings):
 
 
 def check_form(value: str, info: ValidationInfo) -> str:
-    """Return the value of a field if it matches the field's pattern in `_FORMS`.
+    """Return the value of a setting if it matches the setting's pattern in `_FORMS`.
 
     Raises:
         ValueError: the value does not match.
@@ -340,7 +341,7 @@ NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(
 
 
 def without_further_nodes(settings: NodeSettings) -> NodeSettings:
-    """Return the settings without further machines, for work that needs only the leader."""
+    """Return the settings without further machines, for work that only the leader does."""
     if isinstance(settings, SSHNode):
         return settings.model_copy(update={"trainer_nodes": (), "engine_nodes": ()})
     if isinstance(settings, RentedNode):
@@ -372,38 +373,39 @@ NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | 
 
 
 NO_AGENT = "none"
-"""Value of `SSHAccess.agent` for not using an SSH agent."""
+"""Value of `SSHAccess.agent` that means: do not use an SSH agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSHAccess:
-    """Parameters of an SSH login. It holds names of files, never their content."""
+    """Parameters of an SSH login. They contain names of files, never the files' content."""
 
     host: str
     port: int
     user: str
     key_file: str = ""
-    """File of the private key; empty uses the keys of the agent and of ~/.ssh."""
+    """File of the private key. Empty uses the keys of the agent and of ~/.ssh."""
     further_key_files: tuple[str, ...] = ()
-    """Files of further keys that are tried after `key_file`."""
+    """Files of further private keys, which are tried after `key_file`."""
     key_variable: str = ""
-    """Environment variable with the private key, instead of `key_file`."""
+    """Environment variable with the private key itself, in place of `key_file`."""
     host_key: str = ""
-    """Expected fingerprint of the host key, SHA256:...; empty looks the key up in `known_hosts`."""
+    """Expected fingerprint of the host key, SHA256:... Empty looks up the key in `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
     """Files in OpenSSH's format for looking up the host key."""
     host_key_alias: str = ""
-    """The host's name in these files; empty uses the address."""
+    """The host's name in known_hosts files. Empty uses the host's address."""
     first_use_file: str = ""
-    """File for host keys that are accepted at the first login; empty refuses unknown hosts."""
+    """File that stores host keys accepted at the first login. Empty refuses unknown hosts."""
     pinned_file: str = ""
-    """File for the key that matched `host_key`, from which later logins know its type; empty uses `first_use_file`."""
+    """File for the key after a match with `host_key`, so that later logins know its type. Empty uses
+    `first_use_file`."""
     proxy_jump: str = ""
-    """Machines to jump through, separated by commas; empty connects directly (ssh/proxy_jump.py)."""
+    """Jump hosts, separated by commas. Empty connects directly (ssh/proxy_jump.py)."""
     ssh_config: str = ""
-    """OpenSSH's configuration for `proxy_jump`; empty uses the user's."""
+    """OpenSSH's configuration file for `proxy_jump`. Empty uses the user's configuration."""
     agent: str = ""
-    """Socket of the SSH agent, or NO_AGENT; empty uses SSH_AUTH_SOCK."""
+    """Socket of the SSH agent, or NO_AGENT. Empty uses SSH_AUTH_SOCK."""
 
     @property
     def address(self) -> str:
@@ -413,40 +415,44 @@ class SSHAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine that the run may use. All fields are plain values, so that it can be stored as JSON."""
+    """A machine that the run may use. All fields are plain values, so that a node can be stored as JSON."""
 
     name: str
-    """Unique among the nodes of a run. The ledger identifies the node by it."""
+    """Name that is unique among the nodes of a run. The ledger identifies the node by its name."""
     kind: str
     """One of NODE_TYPES, or NO_NODE."""
     root: str
-    """Absolute directory on the node for run directories."""
+    """Absolute path of the directory on the node that contains the run directories."""
     python: str
-    """The interpreter for our programs and the training."""
+    """Path of the interpreter for the project's programs and the training."""
     mirror: str = ""
-    """Absolute directory on this machine with copies of the files in `root`; empty if `root` is on this machine."""
+    """Absolute path of the directory on this machine with copies of the files in `root`. Empty if `root` is on this
+    machine."""
     access: SSHAccess | None = None
-    """The SSH login; None for this machine."""
+    """Parameters of the SSH login. None for this machine."""
     is_rented: bool = False
-    """Whether the run pays for the machine until it is released."""
+    """Whether the run rented the machine and pays for it until it is released."""
     is_of_user: bool = False
-    """Whether the user rented the machine. The run neither counts its cost nor ends it."""
+    """Whether the user rented the machine. The run then neither counts its cost nor ends it."""
     believed_by: str = ""
-    """The reason for accepting its host key (ssh/host_keys.py lists the reasons); empty for this machine."""
+    """The evidence for accepting the machine's host key (see ssh/host_keys.py). Empty for this machine."""
     engine_kind: str = ""
-    """The kind of engine that was chosen for this machine, for settings with `kind = "auto"`."""
+    """If the settings say `kind = "auto"`: the kind of engine that was chosen for this machine."""
+    placement: str = ""
+    """The settings of `deployment` that were planned for the machine's GPUs, as JSON. Empty without a plan."""
     engine_python: str = ""
-    """The interpreter of the engine that a run installed or found on the machine; empty takes the settings' own."""
+    """The interpreter of the engine that a run installed or found on the machine. Empty uses the interpreter in the
+    settings."""
     address: str = ""
-    """The address at which its processes listen for the leader of its unit; empty for the leader itself."""
+    """The address at which the machine's processes listen for the leader of its unit. Empty for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()
-    """Further nodes of the training. They form one unit with this node."""
+    """Other nodes that train together with this node. All of these nodes form one unit."""
     engine_nodes: tuple["Node", ...] = ()
-    """Nodes that run only engines. They belong to the unit, too. Empty if the engines run on this node."""
+    """Nodes of the unit that run only engines. Empty if the engines run on this node."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether its files are on another machine, so that inputs are uploaded and results downloaded."""
+        """Whether the node's files are on another machine, so that inputs are uploaded and results are downloaded."""
         return self.mirror != ""
 
     @property
@@ -459,15 +465,15 @@ class Node:
         return (*self.trainer_nodes, *self.engine_nodes)
 
     def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":
-        """Return the node of an engine. Engines fill one node after the other."""
+        """Return the node on which an engine runs. Engines fill the first node, then the next node."""
         return self.engine_nodes[index // num_per_node] if self.engine_nodes else self
 
     def named(self, name: str) -> "Node":
-        """Return the further node with that name; this node for any other name."""
+        """Return the further node with this name. For any other name, return this node."""
         return next((each for each in self.further_nodes if each.name == name), self)
 
     def path_on_node(self, path: str) -> str:
-        """Return the path on the node for a path below `local_root`.
+        """Convert a path below `local_root` to the path of the same file on the node.
 
         Raises:
             ValueError: the path is not below `local_root`.
@@ -477,5 +483,5 @@ class Node:
 
 
 def no_machine(store: str) -> Node:
-    """Return a placeholder node for a run whose results are all in the store. Jobs cannot run on it."""
+    """Return a placeholder node, for a run whose results are all in the store. Jobs cannot run on it."""
     return Node(name="no machine", kind=NO_NODE, root=store, python="")

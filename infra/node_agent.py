@@ -1,20 +1,23 @@
-"""Carry out the requests of an SSHSession on the node: run a command, write files, read a file.
+"""Answer the requests of an SSHSession on the node: run a command, write files, read a file.
 
-The node's side of ssh/ssh_session.py. The client sends this text to `python -c` before the first request, so nothing
-has to be installed and both sides always have the same version. It uses only the standard library and old syntax.
-Not here: detached jobs (supervisor/), directories (sync/receiver.py).
+This is the node's side of ssh/ssh_session.py. The client sends this program's text to `python -c` before the first
+request. Nothing has to be installed, and both sides always have the same version. The program uses only the standard
+library and old syntax.
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
     client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
 
-A frame is one byte of kind, four bytes of length, and the content. The client skips everything before the nonce. The
-command line carries the nonce reversed, so a login shell that echoes it does not match.
+A frame has one byte for its kind, four bytes for its length, and the content. The client skips everything before the
+nonce. The command line has the nonce reversed, so that the client does not take a login shell's echo of the command
+line for the nonce.
 
-An input without "end of input" means a broken connection. The command is then killed, an atomically written file keeps
-its old content, and files that are written in chunks keep the received chunks.
+If the input ends without "end of input", the connection is broken. The command is then killed. A file that is written
+atomically keeps its old content. Files that are written in chunks keep the received chunks.
 
-An agent answers many requests in sequence. Each runs in a fork of the agent, because opening an SSH channel
-and starting Python takes longer than most requests.
+An agent answers many requests, one after another. Each request runs in a fork of the agent. This is faster than a new
+agent per request, because opening an SSH channel and starting Python take longer than most requests.
+
+Not here: detached jobs (supervisor/), directories (sync/receiver.py).
 """
 
 from __future__ import annotations
@@ -48,27 +51,29 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol
 FRAME_HEAD = struct.Struct(">cI")
 REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
 NAME = b"N"
-"""Contains the name of the file to which the following pieces belong."""
+"""Kind of a frame with the name of the file to which the following pieces belong."""
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
 ALIVE = b"."
-"""An empty frame, sent regularly during a command: sshd's ChannelTimeout closes silent channels."""
+"""Kind of an empty frame that is sent regularly during a command, because sshd's ChannelTimeout closes silent
+channels."""
 _ALIVE_INTERVAL_S = 5.0
 READ_BYTES = 1 << 20
 _PIPE_BYTES = 1 << 20
-"""Size of a pipe's buffer. With Linux's default of 64 KiB, the two processes often wait for each other."""
+"""Size of a pipe's buffer. With Linux's default of 64 KiB, the processes at its ends often wait for each other."""
 OFFSET_BYTES = 8
-"""Every piece of a chunk begins with its offset in the file, in this many bytes."""
+"""Number of bytes for the offset in the file, with which every piece of a chunk begins."""
 _SPLICED_BYTES = 64 << 10
-"""Smaller outputs are copied, which needs fewer system calls."""
+"""Smaller outputs are copied, because copying needs fewer system calls than splicing."""
 _INPUT_END_S = 0.2
-"""Seconds to wait for the rest of a command's unread input, before the client is told to use another agent."""
+"""Seconds to wait for the rest of the input that a command has not read. Afterwards the client is told to use another
+agent."""
 ISOLATED = "-IXutf8"
-"""Python's option for our programs on nodes: ignore its environment, and use UTF-8 in any locale."""
+"""Options of Python for the project's programs on nodes: ignore the environment, and use UTF-8 in any locale."""
 _F_SETPIPE_SZ = 1031
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""Digests of chunks that this Python supports, the fastest last."""
+"""Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
+    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 if TYPE_CHECKING:  # old interpreters do not support this notation
@@ -76,16 +81,16 @@ if TYPE_CHECKING:  # old interpreters do not support this notation
 
 
 class _BrokenInputError(Exception):
-    """The client is gone."""
+    """The connection to the client broke within the input."""
 
 
 def main(nonce: str) -> None:
-    """Answer the requests on standard input, one after the other; does not return."""
+    """Answer the requests on standard input, one after another. Never returns."""
     for descriptor in (0, 1):
         widen_pipe(descriptor)
     sys.stdout.buffer.write(nonce[::-1].encode())
     sys.stdout.buffer.flush()
-    # A buffer of one byte never reads ahead: the following bytes belong to a fork, or to this process.
+    # A buffer of one byte never reads ahead, because the following bytes may belong to a fork.
     stream = io.BufferedReader(io.FileIO(0, closefd=False), 1)
     programs: dict[str, types.ModuleType | str] = {}
     try:
@@ -98,7 +103,7 @@ def main(nonce: str) -> None:
             child = os.fork()
             if child == 0:
                 os._exit(_answer_request(request, stream, programs))
-            if os.waitpid(child, 0)[1] != 0:  # the beginning of the next request is unknown
+            if os.waitpid(child, 0)[1] != 0:  # it is unknown where the next request begins
                 break
     except _BrokenInputError:
         pass
@@ -106,7 +111,7 @@ def main(nonce: str) -> None:
 
 
 def _answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
-    """Answer one request. Returns 0 if its whole input was read, so that the next request can follow."""
+    """Answer one request. Returns 0 if the whole input was read, so that this agent can read the next request."""
     frames = _FrameWriter(sys.stdout.buffer)
     client = Client(stream)
     verbs: dict[str, Callable[[], JsonObject]] = {
@@ -126,7 +131,7 @@ def _answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, t
 
 
 def _read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
-    """Return kind and content of the next frame.
+    """Return the kind and the content of the next frame.
 
     Raises:
         _BrokenInputError: the stream ends within the frame.
@@ -149,10 +154,10 @@ class Client:
         self._is_over = threading.Event()
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield kind and content of the frames up to the end of input.
+        """Yield the kind and the content of each frame up to the end of input.
 
         Raises:
-            _BrokenInputError: the connection ends before the end of input.
+            _BrokenInputError: the connection broke before the end of input.
         """
         while True:
             kind, content = _read_frame(self._stream)
@@ -162,14 +167,14 @@ class Client:
             yield kind, content
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the content of the data frames; raises as `frames` does."""
+        """Yield the content of the data frames. Raises the errors of `frames`."""
         return (content for _, content in self.frames())
 
     def skip_input(self) -> None:
-        """Drop input that the verb does not use.
+        """Read and drop input that the verb does not use.
 
         Raises:
-            _BrokenInputError: the connection ends within it.
+            _BrokenInputError: the connection broke within the input.
         """
         for _ in self.chunks():
             pass
@@ -178,14 +183,14 @@ class Client:
         return self._is_over.wait(_INPUT_END_S)
 
     def wait_until_gone(self) -> None:
-        """Return when the connection has ended, or when the next request has arrived."""
+        """Return when the connection has ended or the next request has arrived."""
         watch = select.poll()
         watch.register(self._stream.fileno(), select.POLLIN)
         watch.poll()
 
 
 class _FrameWriter:
-    """Writes whole frames. It may be used by several threads."""
+    """Writes whole frames. Several threads may use it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -193,14 +198,15 @@ class _FrameWriter:
         self._lock = threading.Lock()
 
     def write(self, kind: bytes, content: bytes) -> None:
-        """Send one frame and flush."""
+        """Send one frame at once."""
         with self._lock:
             self._stream.write(FRAME_HEAD.pack(kind, len(content)))
             self._stream.write(content)
             self._stream.flush()
 
     def splice(self, kind: bytes, source: int, num_bytes: int) -> bool:
-        """Send waiting bytes of a pipe as one frame without copying them; False if the system cannot do that."""
+        """Send the waiting bytes of a pipe as one frame without copying them. Returns False if the system cannot do
+        this."""
         if not hasattr(os, "splice") or not self._can_splice:
             return False
         with self._lock:
@@ -222,7 +228,7 @@ def widen_pipe(descriptor: int) -> None:
 
 
 class Process(Protocol):
-    """A running command: a subprocess.Popen or a fork."""
+    """A running command: a subprocess.Popen, or a fork of this process."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -235,7 +241,7 @@ class Process(Protocol):
 
 
 class _ForkedProcess:
-    """One of our programs that runs in a fork of this process, in a new process session."""
+    """One of the project's programs, running in a fork of this process and in a new process session."""
 
     def __init__(self, program: types.ModuleType, argv: list[str]) -> None:
         (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
@@ -255,11 +261,11 @@ class _ForkedProcess:
         self.stderr: IO[bytes] | None = os.fdopen(our_stderr, "rb")
 
     def poll(self) -> int | None:
-        """Return the exit code; None while the process runs, or while another thread waits for it."""
+        """Return the exit code. None while the process runs, or while another thread waits for it."""
         return self._reap(os.WNOHANG) if self._lock.acquire(blocking=False) else None
 
     def wait(self) -> int:
-        """Wait for the exit code; it is negative for a signal."""
+        """Wait for the exit code. It is negative if a signal ended the process."""
         self._lock.acquire()
         exit_code = self._reap(0)
         assert exit_code is not None
@@ -277,13 +283,14 @@ class _ForkedProcess:
 
 
 def load(client: Client) -> JsonObject:
-    """Answer a request that only loads programs. `main` has loaded them already."""
+    """Answer a request that only loads programs. `main` has already loaded them."""
     client.skip_input()
     return {}
 
 
 def _load_program(name: str, text: str) -> types.ModuleType | str:
-    """Load one of our programs for many calls. If it cannot be loaded, return its text: running it shows the error."""
+    """Load one of the project's programs for many calls. If this fails, return its text: running the text shows the
+    error."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     try:
@@ -294,14 +301,14 @@ def _load_program(name: str, text: str) -> types.ModuleType | str:
 
 
 def run_program(program: types.ModuleType, argv: list[str]) -> None:
-    """Run a loaded program as `python program.py ...` would; does not return."""
+    """Run a loaded program like `python program.py ...`. Never returns."""
     sys.argv = argv
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
     exit_code = None
     try:
         exit_code = program.main(argv) or 0
         sys.stdout.flush()
-    finally:  # this fork must end here and never continue as the agent
+    finally:  # the fork must end here, because it would otherwise continue as a second agent
         if exit_code is None:
             traceback.print_exc()
         sys.stderr.flush()
@@ -323,7 +330,8 @@ def _start_process(request: JsonObject, programs: dict[str, types.ModuleType | s
 def run_command(
     request: JsonObject, client: Client, frames: _FrameWriter, programs: dict[str, types.ModuleType | str]
 ) -> JsonObject:
-    """Run a command to its end and send its output in frames. It is killed when the connection breaks or time is up."""
+    """Run a command to its end and send its output in frames. The command is killed when the connection breaks or time
+    is up."""
     try:
         process = _start_process(request, programs)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
@@ -352,9 +360,9 @@ def run_command(
 
 
 def _feed_command(process: Process, client: Client, keep_open: bool) -> None:
-    """Pass the client's input to the command; kill the command when the connection breaks."""
+    """Pass the client's input to the command. Kill the command when the connection breaks."""
     assert process.stdin is not None
-    # A command need not read its input; unread input is dropped.
+    # A command may ignore its input. Input that it does not read is dropped.
     try:
         for content in client.chunks():
             with contextlib.suppress(BrokenPipeError, ValueError):
@@ -371,7 +379,7 @@ def _feed_command(process: Process, client: Client, keep_open: bool) -> None:
 
 
 def show_life(frames: _FrameWriter) -> None:
-    """Send an empty frame regularly until this process ends or the client is gone."""
+    """Send an empty frame at intervals, until this process ends or the client is gone."""
     with contextlib.suppress(OSError):
         while True:
             time.sleep(_ALIVE_INTERVAL_S)
@@ -379,7 +387,7 @@ def show_life(frames: _FrameWriter) -> None:
 
 
 def _copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: _FrameWriter) -> None:
-    """Send the command's output; kill the command when the client is gone."""
+    """Send the command's output in frames. Kill the command when the client is gone."""
     source = stream.fileno()
     try:
         while (num_waiting := _wait_for_output(source)) > 0:
@@ -390,7 +398,7 @@ def _copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: _Fram
 
 
 def _wait_for_output(descriptor: int) -> int:
-    """Wait for output in a pipe and return the number of readable bytes; 0 at its end."""
+    """Wait for output in a pipe. Returns the number of readable bytes; 0 at the end of the output."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     watch.poll()
@@ -398,7 +406,8 @@ def _wait_for_output(descriptor: int) -> int:
 
 
 def _kill_group(process: Process) -> None:
-    """Kill a command and its children. After `wait`, do nothing: the process number may belong to another process."""
+    """Kill a command and its children. Does nothing after `wait`, because another process may have got the process
+    id."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -419,7 +428,7 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
 
 
 def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> JsonObject:
-    """Write chunks of files. The answer has the digest of each chunk with its file and number."""
+    """Write chunks of files. The answer has the digest of each chunk, with the chunk's file and number."""
     pieces = _read_pieces(frames)
     try:
         digests = write_in_place(Path(request["directory"]), pieces, request["chunk_bytes"], request["digest"])
@@ -442,12 +451,13 @@ def _read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, i
 def write_in_place(
     directory: Path, pieces: Iterable[tuple[str, int, bytes | memoryview]], chunk_bytes: int, algorithm: str
 ) -> dict[tuple[str, int], str]:
-    """Write pieces at their offsets with fsync, and return the digest of each chunk by its file and number.
+    """Write pieces at their offsets, with fsync. Returns the digest of each chunk by file name and chunk number.
 
-    Pieces of a chunk come in order. The rest of each file stays, and other processes may write to it at the same time.
+    The pieces of a chunk come in order. The rest of each file is not changed. Other processes may write to the rest at
+    the same time.
 
     Raises:
-        OSError: with the path. ESTALE means that another copy took over the file (sync/receiver.py) or removed it.
+        OSError: has the path. ESTALE means that another copy has moved (sync/receiver.py) or removed the file.
     """
     digests: dict[tuple[str, int], Any] = {}  # Any: of hashlib or blake3
     for name, pieces_of_file in itertools.groupby(pieces, key=operator.itemgetter(0)):
@@ -470,10 +480,10 @@ def write_in_place(
 
 
 def _write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
-    """Write a piece if the path still leads to the opened file.
+    """Write a piece if the path still leads to the open file.
 
-    Data of a broken connection may arrive after another copy took over the file. That copy holds this lock exclusively
-    while it takes over.
+    After a broken connection, data may still arrive when another copy has already taken over the file. That copy holds
+    this lock exclusively while it takes over.
     """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
@@ -491,7 +501,7 @@ def _write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) 
 
 
 def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file from its pieces, atomically and with fsync."""
+    """Write a file from pieces of its content, atomically and with fsync."""
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part_name = tempfile.mkstemp(dir=str(target.parent), prefix="." + target.name[:50] + ".")
     part = Path(part_name)
@@ -519,7 +529,7 @@ def flush_directory(path: Path) -> None:
 
 
 def read_file(request: JsonObject, client: Client, frames: _FrameWriter) -> JsonObject:
-    """Send a file, at most `max_bytes` of it."""
+    """Send the content of a file, at most `max_bytes` bytes."""
     client.skip_input()
     num_bytes = 0
     try:

@@ -1,16 +1,18 @@
-"""Print what a node has, or whether it can import the training, as one JSON object. bootstrap.py runs it on the node.
+"""Print a report about a node, or whether the node can import the training, as one JSON object.
+
+bootstrap.py runs this program on the node.
 
     python node_probe.py probe ROOT               hardware, versions and disk of the node
     python node_probe.py imports ROOT CODE_DIR [MODULE]... [VARIABLE=]...
                                                   import the training and the user's modules from CODE_DIR, with
                                                   placeholder values for the variables that a job will have
 
-It uses only the standard library and old syntax, so that an old interpreter can still report its version. Each CUDA
-device has to add two numbers. A device that fails stays in the list, with the reason.
+The program uses only the standard library and old syntax, so that an old interpreter can still report its version. Each
+CUDA device has to add two numbers. A device that fails is listed with the reason.
 
-Importing torch takes seconds, so successful results are kept in ROOT/.probes. They count while the interpreter, its
-packages, the driver and the boot of the machine are the same. Free memory, free disk and the list of devices are read
-every time.
+Importing torch takes seconds, so successful results are stored in ROOT/.probes. They are reused while the interpreter,
+its packages, the driver and the boot of the machine are the same. Free memory, free disk space and the list of devices
+are read every time.
 """
 
 import errno
@@ -31,17 +33,17 @@ _KEPT_DIR = ".probes"
 _MAX_KEPT_FOLDERS = 20
 NVIDIA_SMI_TIMEOUT_S = 30.0
 _FIRST_WITH_BFLOAT16 = (8, 0)
-"""The compute capability of the A100, NVIDIA's first with bfloat16."""
+"""The compute capability of the A100, NVIDIA's first GPU with bfloat16."""
 LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 NO_LOCKS = "its file system has no locks: Lustre's, for one, has to be mounted with -o flock"
 _DRIVER, _BOOT = "/proc/driver/nvidia/version", "/proc/sys/kernel/random/boot_id"
 _DEVICE = re.compile(r"nvidia\d+$")
 _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV")
-"""Prefixes of the environment variables that affect imports and visible devices."""
+"""Prefixes of environment variables that affect imports or the visible devices."""
 
 
 def main(argv: "list[str]") -> int:
-    """Carry out the verb of the command line; see the top of this file."""
+    """Run the verb of the command line; see the module's docstring."""
     verb, root = argv[1], argv[2]
     try:
         document = probe(root) if verb == "probe" else check_imports(root, argv[3], argv[4:])
@@ -53,7 +55,7 @@ def main(argv: "list[str]") -> int:
 
 def probe(root: str) -> "dict[str, Any]":
     """Return the report about this node and the directory `root`."""
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of jobs; by default CUDA lists the fastest GPU first
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of jobs; CUDA's default begins with the fastest GPU
     total_memory, free_memory = _read_memory()
     document: dict[str, Any] = {
         "python_version": platform.python_version(),
@@ -82,14 +84,14 @@ def probe(root: str) -> "dict[str, Any]":
         document.update(kept, gpus=gpus)
         return document
     found = _ask_torch(document, rows)
-    if found is not None and identity == _describe_environment():  # else packages are being installed right now
+    if found is not None and identity == _describe_environment():  # if they differ, packages are being installed now
         kept = {name: document[name] for name in ("torch_version", "torch_build")}
         _keep(root, "torch", identity, dict(kept, gpus=found))
     return document
 
 
 def find_root_problem(root: str) -> str:
-    """Return why run directories cannot be in this directory; empty if they can."""
+    """Return why run directories cannot be in this directory. Empty if they can."""
     try:
         os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
         with tempfile.TemporaryFile(dir=root) as file:
@@ -100,11 +102,11 @@ def find_root_problem(root: str) -> str:
 
 
 class _RefusedModuleError(Exception):
-    """A module of the user cannot be imported: its name, and the reason."""
+    """A module of the user cannot be imported. The arguments are the module's name and the reason."""
 
 
 def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, Any]":
-    """Import the training and the user's modules from a folder whose name contains a digest of its content.
+    """Import the training and the user's modules from a folder. The folder's name contains a digest of its content.
 
     Raises:
         _RefusedModuleError: a module of the user cannot be imported.
@@ -132,7 +134,8 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
 
 
 def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Add torch's facts to the report. Returns the devices to keep; None if a device failed or is uncertain."""
+    """Add torch's facts to the report. Returns the devices to store, or None if a device failed or the result is
+    uncertain."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
@@ -144,7 +147,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
         for index in range(torch.cuda.device_count()):
             try:
                 found.append(_try_gpu(torch, index))
-            except (AssertionError, RuntimeError) as error:  # another program may use all of its memory
+            except (AssertionError, RuntimeError) as error:  # for example, another program uses all of its memory
                 problem = str(error) or type(error).__name__
                 document["gpu_problem"] = document["gpu_problem"] or problem
                 document["gpus"].append({"name": "", "total_gb": 0.0, "free_gb": 0.0, "problem": problem})
@@ -155,7 +158,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
                 document["gpus"] = []
             return None
         if not found and has_gpus(rows) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
-            torch.cuda.init()  # raises the reason: the driver is too old, or this build has no CUDA
+            torch.cuda.init()  # raises the reason, for example a driver that is too old, or a build without CUDA
             raise RuntimeError("torch finds no GPU and reports no reason")
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
@@ -164,7 +167,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
 
 
 def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
-    """Return a device that added two numbers; raise RuntimeError if it cannot."""
+    """Let a device add two numbers, and describe it. Raises RuntimeError if the device cannot compute."""
     assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
@@ -178,7 +181,7 @@ def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
 
 
 def _build_of(torch: "Any") -> str:
-    """Return the hardware that a torch is built for, in words."""
+    """Return the hardware for which torch was built, in words."""
     version = getattr(torch, "version", None)
     for name, attribute in (("CUDA", "cuda"), ("ROCm", "hip")):
         if getattr(version, attribute, None):
@@ -189,13 +192,13 @@ def _build_of(torch: "Any") -> str:
 def has_gpus(rows: "list[list[str]]") -> bool:
     """Return whether this machine has NVIDIA GPUs, by nvidia-smi's answer or by its device files.
 
-    The driver's kernel module is not enough: a container without GPUs sees it too.
+    The driver's kernel module does not prove it, because a container without GPUs sees the module too.
     """
     return bool(rows) or any(_DEVICE.match(name) for name in os.listdir("/dev"))  # noqa: PTH208 - old syntax
 
 
 def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Return the devices with their current free memory; None if the driver lists other devices now."""
+    """Return the devices with their current free memory. None if the driver lists other devices now."""
     if not kept:
         return None if has_gpus(rows) else []
     free_gb = _free_memory_of_gpus(rows)
@@ -206,7 +209,7 @@ def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "lis
 
 
 def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
-    """Return free memory in GB by the device's UUID; empty unless the driver reports it for every device."""
+    """Return the free memory in GB by the device's UUID. Empty if the driver does not report it for every device."""
     try:
         return {uuid: float(free_mib) * 1048576 / 1e9 for uuid, free_mib, _ in rows}
     except ValueError:
@@ -214,7 +217,7 @@ def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
 
 
 def _ask_driver() -> "list[list[str]]":
-    """Return UUID, free memory in MiB and driver version of each GPU, as nvidia-smi reports them."""
+    """Return UUID, free memory in MiB, and driver version of each GPU, as nvidia-smi reports them."""
     query = ["nvidia-smi", "--query-gpu=uuid,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, stdout=subprocess.PIPE, check=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout.decode()
@@ -228,11 +231,11 @@ def _ask_driver() -> "list[list[str]]":
 
 
 def _describe_environment() -> str:
-    """Return a digest that changes with the installed packages, the driver and each boot."""
+    """Return a digest that changes when packages are installed, the driver changes, or the machine is rebooted."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     seen: list[Any] = [sys.version, sys.prefix, variables, _text_of(_DRIVER), _text_of(_BOOT)]
     folders = [sys.executable]
-    # sys.path[0] is the folder of this file, whose changes do not matter.
+    # sys.path[0] is this program's own folder, whose changes do not matter.
     folders += [folder for path in sys.path[1:] for folder in (path, path + "/torch", path + "/torch/lib")]
     for folder in folders:
         seen.append([folder, _times_of(folder)])
@@ -240,10 +243,12 @@ def _describe_environment() -> str:
 
 
 def _times_of(path: str) -> "list[Any]":
-    """Return the modification time of a file; for a folder, its names, with the times of files and package records."""
+    """Return the modification time of a file. For a folder, return its names with the times of files and package
+    records."""
     try:
         with os.scandir(path) as entries:
-            # Python changes the time of a folder when it compiles modules in it, so only the folder's name counts.
+            # Python changes a folder's time when it compiles modules in it. So only the names of folders count, not
+            # their times.
             return sorted(
                 [each.name, _time_of(each) if "-info" in each.name or not each.is_dir() else 0]
                 for each in entries
@@ -284,7 +289,7 @@ def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
 
 
 def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
-    """Store a result for the next probe. If that fails, the next probe repeats the work."""
+    """Store a result for the next probe. If this fails, the next probe does the work again."""
     path = _path_of(root, kind)
     try:
         os.makedirs(root + "/" + _KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
@@ -303,7 +308,7 @@ def _read_memory() -> "tuple[int, int]":
             rows = dict(line.split(":", 1) for line in file)
         return total, int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return total, total  # macOS counts differently; the total is an upper bound
+        return total, total  # macOS has no such count; the total is an upper bound
 
 
 if __name__ == "__main__":

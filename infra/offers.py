@@ -1,8 +1,8 @@
 """Records of rented machines: a user's query, a provider's offers, and a machine as its provider describes it.
 
-Not here: the requests to providers (providers/), renting and releasing (renting/provision.py).
-
     GPUQuery ──search──> Offer ──create──> Instance ──terminate──> gone
+
+Not here: the requests to providers (providers/), renting and releasing machines (renting/).
 """
 
 import math
@@ -18,15 +18,15 @@ from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, e
 from rollouts.infra.errors import InfraError
 
 _MAX_USD_PER_HOUR = 1e6
-"""A higher price is a mistake."""
+"""Highest plausible price. A higher price is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
-"""Words in names of GPUs of other makers than NVIDIA: MI300X, RX 7900 XTX."""
+"""Words in the names of GPUs that NVIDIA did not make: MI300X, RX 7900 XTX."""
 MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
-"""Words in names of NVIDIA's GPUs that some providers write and others omit."""
+"""Words in the names of NVIDIA's GPUs that some providers write and others omit."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
-"""A GPU sold with 48 GB has 46,068 MiB."""
+"""Allowed relative difference of memory sizes. For example, a GPU sold with 48 GB has 46,068 MiB."""
 _SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
 _LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
@@ -78,14 +78,14 @@ class GPUQuery(BaseModel):
         return value
 
     def admits(self, offer: "Offer") -> bool:
-        """Return whether the offer is sane and meets all conditions."""
+        """Return whether the offer is plausible and meets all conditions."""
         return offer.is_sane and not self.misses(offer)
 
     def admits_region(self, region: str) -> bool:
         return not self.regions or any(_is_within(region, name) for name in self.regions)
 
     def misses(self, offer: "Offer") -> list[str]:
-        """Names of the conditions that the offer fails."""
+        """Return the names of the conditions that the offer does not meet."""
         types = self.gpu_types
         answers = {
             "gpu_types": any(is_gpu_type(offer.gpu_type, wanted, offer.vram_gb) for wanted in types)
@@ -108,51 +108,52 @@ class InstanceStatus(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     STOPPED = "stopped"
-    """Stopped, but may cost money."""
+    """The machine is stopped, but may cost money."""
     FAILED = "failed"
-    """Will never run, but may cost money."""
+    """The machine will never run, but may cost money."""
     ENDING = "ending"
     GONE = "gone"
-    """The provider no longer has it, and it costs nothing."""
+    """The provider no longer has the machine, and it costs nothing."""
     UNKNOWN = "unknown"
-    """The provider reports a status unknown to this version; treated as neither running nor gone."""
+    """The provider reports a status that this version does not know. The machine counts as neither running nor gone."""
 
     @property
     def may_become_usable(self) -> bool:
-        """Whether waiting may help."""
+        """Whether the machine may become usable by waiting."""
         return self in (InstanceStatus.STARTING, InstanceStatus.RUNNING, InstanceStatus.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A kind of machine at a price. It may be gone when it is requested."""
+    """A kind of machine at a price. It may no longer be available when it is requested."""
 
     provider: CloudName
     id: str
-    """Identifier for the provider's client."""
+    """The offer's identifier. Only the code of its provider reads it."""
     gpu_type: str
     gpu_count: int
     vram_gb: float
-    """Memory of each GPU."""
+    """Memory of each GPU in GB."""
     usd_per_hour: float
-    """Price of the whole machine."""
+    """Price of the whole machine per hour, in US dollars."""
     region: str
-    """Empty if the provider chooses the region."""
+    """The region. Empty if the provider chooses it."""
     is_secure: bool = True
     """Whether the machine is in a data center."""
     is_spot: bool = False
     disk_gb: int | None = None
-    """Disk size if it is fixed; None if the request chooses it."""
+    """Disk size in GB if it is fixed. None if the request chooses it."""
     host: str = ""
-    """The provider's name of the physical machine; empty if the offer is a kind of machine."""
+    """The provider's name of the physical machine. Empty if the offer is for any machine of a kind."""
     ends_at: float | None = None
-    """Time at which the provider takes the machine back, in seconds since 1970; None if unknown."""
+    """Time at which the provider takes the machine back, in seconds since 1970. None if unknown."""
     is_unpriced: bool = False
-    """The price is unknown, as in a user's own cluster. It counts as 0, and no limit in USD ends the machine."""
+    """Whether the price is unknown, as in a user's own cluster. The price then counts as 0, so that no limit in USD
+    ends the machine."""
 
     @property
     def gpus(self) -> str:
-        """The GPUs in words, for example `1x NVIDIA H100`."""
+        """The number and type of the GPUs, for example `1x NVIDIA H100`."""
         return f"{self.gpu_count}x {self.gpu_type}"
 
     @property
@@ -162,13 +163,13 @@ class Offer:
 
     @property
     def is_sane(self) -> bool:
-        """Whether it has GPUs, a plausible price, and printable names."""
+        """Whether the offer has GPUs, a plausible price, and printable names."""
         has_price = self.is_unpriced or 0 < self.usd_per_hour <= _MAX_USD_PER_HOUR
         return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
     @property
     def where(self) -> str:
-        """Provider and region in words, for example `at runpod in EU-RO-1`."""
+        """The provider and the region in words, for example `at runpod in EU-RO-1`."""
         return f"at {self.provider} in {self.region}" if self.region else f"at {self.provider}"
 
 
@@ -177,38 +178,40 @@ class Offered:
     """The providers' answers to a query."""
 
     fitting: list[Offer]
-    """Offers that meet the query, cheapest first."""
+    """Offers that meet all conditions of the query, cheapest first."""
     others: list[Offer]
     failures: list[InfraError] = field(default_factory=list)
-    """Errors of providers that could not be asked. Their offers are unknown."""
+    """Errors of the providers that could not be asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostKeyPair:
-    """An SSH host key created before its machine exists. The private half is not written to this machine's disk."""
+    """An SSH host key that is created before its machine. The private half is never written to this machine's disk."""
 
     private: str = field(repr=False)
-    """Private key in OpenSSH's format, including the last newline."""
+    """Private key in OpenSSH's format, including the newline at its end."""
     public: str
     """Public key as a line of authorized_keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
-    """Parameters of a creation, besides the offer."""
+    """Parameters for creating a machine, in addition to the offer."""
 
     name: str
-    """Unique name; finds the machine if the answer to its creation was lost."""
+    """The machine's unique name. The machine is found by this name if the answer to its creation was lost."""
     public_key: str
     """Public key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
-    """Container image or operating system, by the provider's name for it; empty uses the provider's default."""
+    """Container image or operating system, as the provider names it. Empty uses the provider's default."""
     min_cuda: str = ""
     ends_at: float | None = None
-    """Time at which the provider should end it by itself, if supported, in seconds since 1970; None: never."""
+    """Time at which the provider should end the machine automatically, in seconds since 1970, if it can. None means
+    never."""
     host_key: HostKeyPair | None = None
-    """Host key for its SSH server, if the provider can install one; None: the machine makes its own."""
+    """Host key for the machine's SSH server, if the provider can install one. None lets the machine create its own
+    key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,32 +223,34 @@ class Instance:
     name: str
     status: InstanceStatus
     host: str = ""
-    """Address of its SSH server; empty while unknown. It may change while the machine runs."""
+    """Address of the machine's SSH server. Empty while unknown. It may change while the machine runs."""
     port: int = 22
     user: str = "root"
     proxy_jump: str = ""
-    """Name in `ssh_config` of the machine to jump through; empty for a direct connection."""
+    """Name of the jump host in `ssh_config`. Empty for a direct connection."""
     ssh_config: str = ""
-    """OpenSSH's configuration for `proxy_jump`."""
+    """OpenSSH's configuration file for `proxy_jump`."""
     private_address: str = ""
-    """IP address in the network of its region; empty if unknown."""
+    """The machine's IP address in the network of its region. Empty if unknown."""
     region: str = ""
-    """Actual region, which may differ from the requested one; empty if unknown."""
+    """The machine's actual region, which may differ from the requested one. Empty if unknown."""
     usd_per_hour: float | None = None
-    """The provider's price; None if unknown."""
+    """The provider's price for the machine. None if unknown."""
 
     @property
     def has_address(self) -> bool:
-        """Whether a login may be tried."""
+        """Whether a login can be tried."""
         return self.status is InstanceStatus.RUNNING and self.host != ""
 
 
 def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
-    """Describe the nearest offer when none matches: the one that fails the fewest conditions; if only the price fails,
-    the cheapest.
+    """Describe the nearest offer if none matches the query.
+
+    If an offer fails only the price, the cheapest such offer is described. Otherwise, the offer that fails the fewest
+    conditions is described.
 
     Args:
-        named: returns the user's name of a field of the query.
+        named: returns the name by which the user knows a field of the query.
     """
     sane = [offer for offer in offers if offer.is_sane]
     if not sane:
@@ -263,13 +268,14 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
 
 
 def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
-    """Return whether every word of `wanted` is in `name`: RTX4090 matches "NVIDIA RTX 4090", but L4 not "NVIDIA L40".
+    """Return whether `name` contains every word of `wanted`.
 
-    Providers write words and numbers together or apart: RTX 6000 Ada is also "RTX6000Ada_48GB". They may omit NVIDIA's
-    own words and the memory: "NVIDIA A100 80GB" matches an "A100 SXM" with that memory.
+    RTX4090 matches "NVIDIA RTX 4090", but L4 does not match "NVIDIA L40". Providers write words and numbers together or
+    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". They may omit NVIDIA's own words and the memory: "NVIDIA A100 80GB"
+    matches an "A100 SXM" with 80 GB.
 
     Args:
-        vram_gb: memory of the GPU, for names without it; None matches any memory.
+        vram_gb: memory of the GPU, for names without the memory. None matches any memory.
     """
     words, asked = _words(name), _words(wanted)
     if not (words & asked) - MAKERS_WORDS:
@@ -287,20 +293,20 @@ def _is_memory(word: str, vram_gb: float | None) -> bool:
 
 
 def _is_within(region: str, wanted: str) -> bool:
-    """Return whether a region or its data center begins with `wanted`. Some regions have both: RO/EU-RO-1."""
+    """Return whether a region, or its data center, begins with `wanted`. Some regions name both: RO/EU-RO-1."""
     return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 
 def _is_of_nvidia(name: str) -> bool:
-    """Return whether the name is not one of another maker, whose GPUs need other builds of torch and of engines."""
+    """Return whether the GPU is NVIDIA's. GPUs of other makers need other builds of torch and of the engines."""
     return not _words(name) & _OF_OTHERS
 
 
 def is_same_model(offered: str, found: str) -> bool:
-    """Return whether a driver's name of a GPU fits the model that the provider offered.
+    """Return whether the driver's name of a GPU fits the model that the provider offered.
 
-    Only the model's number and the letter before it are compared, A100 or 4090, because the rest is written differently
-    everywhere. Names without a number always fit.
+    Only the model's number and the letter before it are compared, for example A100 or 4090. The rest of the name is
+    written differently everywhere. An offered name without a number always fits.
     """
     model = _MODEL.search(_apart(offered))
     return model is None or re.search(rf"(?<![a-z0-9]){model[0]}(?!\d)", _apart(found)) is not None
@@ -311,5 +317,6 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """Return the name in lower case, words and numbers apart, sizes together: rtx 6000 ada 48gb, h100, 4090d."""
+    """Return the name in lower case, with words and numbers apart and sizes together: rtx 6000 ada 48gb, h100,
+    4090d."""
     return _LETTERS_AND_NUMBER.sub(" ", _SIZE.sub("", name.lower()))

@@ -1,6 +1,6 @@
-"""Find free TCP ports on a node, and report taken ones.
+"""Find free TCP ports on a node, and report ports that are in use.
 
-A free port may be taken a moment later. The process that binds it must still handle "address in use".
+A free port may be taken a moment later. The process that binds it must therefore handle "address in use".
 """
 
 import socket
@@ -16,7 +16,7 @@ with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as
     sys.stdout.write(str(probe.getsockname()[1]))
 """
 
-# SO_REUSEADDR, as servers bind: lingering connections of an ended server do not block the port.
+# Set SO_REUSEADDR like servers do, so that lingering connections of an ended server do not block the port.
 _IS_FREE = """
 import errno, socket, sys
 with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as probe:
@@ -37,7 +37,7 @@ _LOOPBACK_TIMEOUT_S = 5.0
 def check_loopback() -> None:
     """Raise PermanentInfraError if the loopback interface of this machine does not work.
 
-    A new network namespace (`unshare -n`) has no working loopback interface. Connections then hang or fail after
+    In a new network namespace (`unshare -n`) the loopback interface is down. Connections then hang, or fail after
     minutes.
     """
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -51,7 +51,7 @@ def check_loopback() -> None:
 
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
-    """Return a port of the node that is free now."""
+    """Return a port that is free on the node now."""
     completed = session.run([session.python, ISOLATED, "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
     return int(last_line(completed))
 
@@ -64,7 +64,7 @@ def is_port_free(session: Session, host: str, port: int) -> bool:
 
 
 def check_port(session: Session, port: int, host: str = LOOPBACK) -> None:
-    """Return if a server on the node could bind the port now. Port 0 always works.
+    """Return if a server on the node could bind the port now. Port 0 is always allowed.
 
     Raises:
         PermanentInfraError: another process uses the port.

@@ -1,7 +1,9 @@
-"""Identify a process beyond its number: numbers are reused, also after a boot, and each container counts its own.
+"""Identify a process by more than its process id.
 
-A process number in a file counts only if the rest of the identity matches as well. Not here: whether a process still
-lives, which its lock shows (locks.py).
+Process ids are reused, also after a boot, and each container has its own. A process id in a file therefore counts only
+if the rest of the identity matches, too.
+
+Not here: whether a process is alive, which its lock shows (locks.py).
 """
 
 from __future__ import annotations
@@ -15,26 +17,26 @@ from rollouts.infra.supervisor.processes import read_boot_id, read_start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """A process, distinct from all others on any machine."""
+    """The identity of a process, different from that of all other processes on any machine."""
 
     pid: int
     started: str
-    """Start time as the system reports it; empty if the process does not exist."""
+    """Start time in the system's own format. Empty if the process does not exist."""
     boot_id: str
-    """Id of the machine's boot."""
+    """Id of the machine's current boot."""
     namespace: str
-    """The PID namespace (container) in which `pid` counts; empty on systems without namespaces."""
+    """The PID namespace (container) to which `pid` belongs. Empty on systems without namespaces."""
     host: str
-    """Host name of the machine or container, only for messages."""
+    """Host name of the machine or container. Used only in messages."""
 
     @property
     def is_here(self) -> bool:
-        """Return whether `pid` still means this process on this machine."""
+        """Whether `pid` still belongs to this process, on this machine."""
         return bool(self.started) and self == identify(self.pid, host=self.host)
 
 
 def identify(pid: int, *, host: str = "") -> ProcessIdentity:
-    """Return the identity of the process that has this number now."""
+    """Return the identity of the process that has this process id now."""
     return ProcessIdentity(
         pid=pid,
         started=read_start(pid),

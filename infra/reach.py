@@ -1,8 +1,7 @@
-"""Find a node's own address, and check before a run that two nodes reach each other's ports.
+"""Find a node's own address, and check before a run that two nodes can reach each other's ports.
 
-one node     listens at its address
-the other    listens at its own address towards the first node, connects, sends its port
-one node     connects back and sends the result
+node A     listens at its address node B     listens at its own address towards A, connects to A, and sends A the port
+node A     connects back to B at this port, and sends the result
 """
 
 from rollouts.infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
@@ -57,7 +56,7 @@ if answer != "both ways":
 
 
 def own_address(session: Session) -> str:
-    """Return the IP address of the network interface with the node's default route.
+    """Return the IP address of the node's network interface that has the default route.
 
     Raises:
         PermanentInfraError: the node has no default route.
@@ -72,7 +71,7 @@ def own_address(session: Session) -> str:
 
 
 def check_both_ways(session: Session, node: Node, further: Session, further_node: Node) -> None:
-    """Return if each of the two nodes can connect to any port of the other; the second is reached by its address.
+    """Return if each of the two nodes can connect to a port of the other one.
 
     Raises:
         PermanentInfraError: a connection failed.
@@ -91,6 +90,6 @@ def check_both_ways(session: Session, node: Node, further: Session, further_node
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line that the program printed."""
+    """Return the last line that the program printed on stderr, or else the error's message."""
     said = error.completed.stderr.decode(errors="replace").strip() if isinstance(error, CommandFailedError) else ""
     return said.rpartition("\n")[2] or str(error) or "it said nothing"

@@ -1,14 +1,15 @@
-"""The model registry: which models exist, which is in production, and which were. It is a part of the ledger.
+"""The model registry: which models exist, which model is in production, and which were before. It is part of the
+ledger.
 
-Not here: the database (ledger_file.py), the decision to promote (tasks/retraining.py), the checkpoints themselves.
+A line is a series of models that replace each other. For example, the line `small` has the models small-1, small-2 and
+so on. An alias names at most one model of a line:
 
-A line is a series of models that replace each other, for example `small` with the models small-1, small-2 and so on. An
-alias names at most one model of a line:
-
-    candidate    the last registered model, until it is promoted or rejected
-    production   the model in use; a promotion puts a model on top of the previous one, and a rollback removes the top
+    candidate    the model registered last, until it is promoted or rejected
+    production   the model in use. A promotion puts a model on top of the previous one, and a rollback removes the top
 
     promote small-1, promote small-3, rollback: small-1 again        the history is never deleted
+
+Not here: the database (ledger_file.py), the decision to promote (tasks/retraining.py), the checkpoints themselves.
 """
 
 import json
@@ -23,20 +24,20 @@ from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ledger import Ledger
 
 NOTHING = 0
-"""Stands for "no model" in place of a model's id; ids count from 1."""
+"""Used in place of a model's id to mean "no model". Ids begin at 1."""
 _REGISTERED = "registered"
-"""Reason of the change that makes a model the candidate."""
+"""Reason of an alias change that makes a model the candidate."""
 
 
 class Alias(StrEnum):
-    """Names that move between the models of a line."""
+    """Names that are moved between the models of a line."""
 
     CANDIDATE = "candidate"
     PRODUCTION = "production"
 
 
 class ProductionChangedError(PermanentInfraError):
-    """Production differs from the model that the caller expected; nothing was changed."""
+    """Production differs from the model that the caller expected. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,28 +45,28 @@ class Model:
     """A registered checkpoint."""
 
     id: int
-    """Unique in the store."""
+    """Id that is unique in the store."""
     line: str
     version: int
-    """Position in the order of registration, from 1."""
+    """Number in the order of registration, from 1."""
     checkpoint: str
     """Folder of the checkpoint, relative to the store."""
     digest: str
     run_id: str
-    """The run that trained it."""
+    """Id of the run that trained the model."""
     stages: tuple[str, ...]
-    """Directories of the stages that led to it, sft-<fingerprint> and so on."""
+    """Directories of the stages that led to the model: sft-<fingerprint> and so on."""
     data: Mapping[str, str]
-    """Digests of its training data, by path."""
+    """Digests of the model's training data, by path."""
     evaluation: Mapping[str, Any]  # Any: JSON
-    """Figures of its last comparison; empty before the first."""
+    """Figures of the model's latest comparison. Empty before the first comparison."""
     registered_at: float
-    """Seconds since 1970, like all times here."""
+    """Time of the registration in seconds since 1970, like all times here."""
     registered_by: str
 
     @property
     def name(self) -> str:
-        """The model's name for users, for example small-3."""
+        """The model's name that users see, for example small-3."""
         return f"{self.line}-{self.version}"
 
 
@@ -78,7 +79,7 @@ class AliasChange:
     alias: Alias
     model_id: int | None
     below: int | None
-    """Id of the change whose model a rollback restores."""
+    """Id of the earlier change whose model a rollback restores."""
     changed_at: float
     changed_by: str
     reason: str
@@ -96,14 +97,15 @@ def register_model(
     by: str,
     now: float | None = None,
 ) -> Model:
-    """Register a model as the candidate and return it. A model with known content only gets its new folder."""
+    """Register a model as the candidate. Returns it. If a model with the same content is known, only its folder is
+    updated."""
     at = time.time() if now is None else now
     with ledger.transaction() as database:
         known = _select(database, "WHERE line = ? AND digest = ?", line, digest)
         if known:
             database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, known[0].id))
             return replace(known[0], checkpoint=checkpoint)
-        # Counted in the history, so that the number of a forgotten model is not used again.
+        # Count in the history, so that the number of a removed model is not used again.
         version = 1 + database.execute(_COUNT_REGISTERED, (line, Alias.CANDIDATE, _REGISTERED)).fetchone()[0]
         values = (line, version, checkpoint, digest, run_id, json.dumps(list(stages)), json.dumps(dict(data)))
         database.execute(
@@ -132,12 +134,12 @@ def models(ledger: Ledger, line: str = "") -> list[Model]:
 
 
 def select_models(database: sqlite3.Connection) -> list[Model]:
-    """Return all models, oldest first, within a running transaction."""
+    """Return all models, oldest first. Needs a running transaction."""
     return _select(database, "ORDER BY id")
 
 
 def find_model(ledger: Ledger, name_or_id: str) -> Model:
-    """Return the model with a name like small-3 or with an id.
+    """Return the model with this name (for example small-3) or id.
 
     Raises:
         PermanentInfraError: the registry has no such model.
@@ -161,15 +163,15 @@ def current(ledger: Ledger, line: str, alias: Alias) -> Model | None:
 def promote(
     ledger: Ledger, model: Model, *, by: str, reason: str, instead_of: int | None = None, now: float | None = None
 ) -> None:
-    """Put a model into production. If it is already there, nothing is written.
+    """Put a model into production. If it is already in production, nothing is written.
 
     Args:
-        instead_of: id of the model that must be in production now; NOTHING if production must be empty; None skips the
-            check.
+        instead_of: id of the model that must be in production now. NOTHING means that production must be empty. None
+            skips this check.
 
     Raises:
         ProductionChangedError: production differs from `instead_of`.
-        PermanentInfraError: the model was forgotten meanwhile.
+        PermanentInfraError: the model was removed from the registry meanwhile.
     """
     at = time.time() if now is None else now
     with ledger.transaction() as database:
@@ -202,10 +204,10 @@ def find_replaced(ledger: Ledger, line: str) -> Model:
 
 
 def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | None = None) -> Model:
-    """Restore the model that the present production model replaced, and return it.
+    """Restore the model that the present production model has replaced. Returns it.
 
     Args:
-        to: the expected result; None skips the check.
+        to: the expected result. None skips this check.
 
     Raises:
         ProductionChangedError: the result would differ from `to`.
@@ -220,7 +222,7 @@ def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | Non
 
 
 def forget_model(ledger: Ledger, model: Model) -> None:
-    """Remove a model from the registry, so that its stages can be pruned. Its number stays used.
+    """Remove a model from the registry, so that its stages can be pruned. Its number is not used again.
 
     Raises:
         PermanentInfraError: the model is the candidate, is in production, or a rollback could restore it.
@@ -269,7 +271,7 @@ def _latest(database: sqlite3.Connection, line: str, alias: Alias) -> AliasChang
 
 
 def _replaced(database: sqlite3.Connection, line: str) -> tuple[Model, int | None]:
-    """Return the model that a rollback restores, and the id of the change below it."""
+    """Return the model that a rollback would restore, and the id of the change that the next rollback would restore."""
     change = _latest(database, line, Alias.PRODUCTION)
     below = None if change is None or change.below is None else _change_of(database, change.below)
     if below is None or below.model_id is None:

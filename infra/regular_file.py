@@ -17,7 +17,7 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # checked before opening, because that may start a device
+    if not stat.S_ISREG(path.stat().st_mode):  # checked before opening, because opening may already start a device
         raise _not_a_file(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file was replaced in between
@@ -26,7 +26,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:
-    """Return the content of a regular UTF-8 file; raises as `read_bytes` does, and UnicodeDecodeError."""
+    """Return the text of a regular UTF-8 file. Raises the errors of `read_bytes`, and UnicodeDecodeError."""
     return read_bytes(path).decode("utf-8", errors)
 
 

@@ -12,13 +12,14 @@ logger = logging.getLogger(__name__)
 def repeating(
     act: Callable[[], None], *, interval_s: float, thread_name: str, once_more: bool = False
 ) -> Iterator[None]:
-    """Call `act` after every interval while the block runs; calls never overlap.
+    """Call `act` after every interval while the block runs. Calls never overlap.
 
-    Leaving the block waits for a running call. Leaving it by an exception or an interrupt does not wait.
+    At its end, the block waits for a running call. It does not wait after an exception or an interrupt.
 
     Args:
-        act: is called again after an exception, which is logged. The action may guard a machine that costs money.
-        once_more: call `act` once more after the block and wait for it, unless an exception left the block.
+        act: the action. If it raises, the exception is logged and the action is called again later, because the action
+            may guard a machine that costs money.
+        once_more: call `act` once more at the end of the block and wait for it. Skipped after an exception.
     """
     is_over, is_last_due = threading.Event(), threading.Event()
 

@@ -17,20 +17,20 @@ from rollouts.infra.ledger import Ledger
 
 
 class RetrainingState(StrEnum):
-    """Progress of a retraining."""
+    """The progress of a retraining."""
 
     TRAINING = "training"
     COMPARED = "compared"
-    """A candidate was compared with the production model."""
+    """A candidate has been compared with the production model."""
     WAITING = "waiting"
-    """A user was asked whether to promote the candidate."""
+    """A user has been asked whether to promote the candidate."""
     PROMOTED = "promoted"
     REJECTED = "rejected"
     FAILED = "failed"
 
     @property
     def is_over(self) -> bool:
-        """Whether its run takes no further action by itself."""
+        """Whether its run does nothing more by itself."""
         return self in (RetrainingState.PROMOTED, RetrainingState.REJECTED, RetrainingState.FAILED)
 
 
@@ -40,23 +40,23 @@ class Retraining:
 
     run_id: str
     line: str
-    """The line of its models."""
+    """The line to which its models belong."""
     state: RetrainingState = RetrainingState.TRAINING
     data: Mapping[str, str]
-    """Digests of the watched data by path, read before the training."""
+    """Digests of the watched data, by path. They were computed before the training."""
     model_id: int | None = None
-    """The candidate."""
+    """Id of the candidate."""
     baseline_id: int | None = None
-    """The model that the candidate was compared with; `registry.NOTHING` for the base model."""
+    """Id of the model with which the candidate was compared. `registry.NOTHING` means the base model."""
     is_better: bool = False
-    """Whether the candidate won the comparison."""
+    """Whether the candidate was better in the comparison."""
     approved: bool | None = None
-    """A user's decision about this comparison; None before the decision."""
+    """A user's decision about this comparison. None before the decision."""
     approved_by: str = ""
     note: str = ""
-    """A sentence about its last change."""
+    """A sentence about the latest change."""
     began_at: float
-    """Seconds since 1970, like all times here."""
+    """Time of the begin in seconds since 1970, like all times here."""
     ended_at: float | None = None
 
 
@@ -66,7 +66,7 @@ _COLUMNS = ", ".join(Retraining.__slots__)
 def begin_retraining(
     ledger: Ledger, run_id: str, line: str, data: Mapping[str, str], *, now: float | None = None
 ) -> Retraining:
-    """Store a new retraining of this run and return it; it replaces an earlier attempt of the same run."""
+    """Store a new retraining for this run, in place of an earlier attempt of the same run. Returns it."""
     row = Retraining(run_id=run_id, line=line, data=dict(data), began_at=time.time() if now is None else now)
     _write(ledger, row)
     return row

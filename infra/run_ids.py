@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 _VERSION_AT = 14
-"""Index of the version digit in the text of a UUID."""
+"""Index of the version digit in a UUID's text."""
 
 
 def short_id(run_id: str, num_chars: int = 8) -> str:
-    """Return the random part of a run's id, by which machines, folders and records are named.
+    """Return the random part of a run's id. Machines, folders and records are named by it.
 
-    Prefect's server gives ids of version 7 to scheduled runs. They begin with the time of planning, which many runs
-    share, and end with random digits. Other ids begin with random digits.
+    Prefect's server gives ids of UUID version 7 to scheduled runs. These ids begin with the time of planning, which
+    many runs share, and end with random digits. Other ids begin with random digits.
     """
     is_of_a_time = run_id[_VERSION_AT : _VERSION_AT + 1] == "7" and run_id.count("-") == 4
     return run_id[-num_chars:] if is_of_a_time else run_id[:num_chars]

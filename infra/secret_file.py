@@ -1,8 +1,9 @@
-"""Secrets of a store: files and folders that only their owner can access, checked on every use.
+"""Secrets of a store: files and folders that only their owner can access. They are checked on every use.
 
-A store belongs to one user. As ssh does with keys, a file is refused if other users can read it or if another user
-created it. The message names the command that helps. Root may use another user's store, because containers mount such
-stores.
+A store belongs to one user. Like ssh with its keys, this module refuses files of another user, and files with read
+access for other users. The message names the command that solves the problem. Root may use another user's store,
+because
+containers mount such stores.
 """
 
 import os
@@ -22,10 +23,10 @@ OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
 
 def own_secret(path: Path, make: Callable[[], str]) -> str:
-    """Return the secret in the file. Without a file, write the secret that `make` returns.
+    """Return the secret in the file. If the file is missing, call `make` and write the secret that it returns.
 
     Raises:
-        PermanentInfraError: other users can read the file, or another user made the file or the link.
+        PermanentInfraError: other users can read the file, or another user created the file or the link.
     """
     if (known := _read_secret(path)) is not None:
         return known
@@ -36,9 +37,9 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             file.write(make())
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # if two processes create a secret at once, the first one wins
+        os.link(partial, path)  # if two processes create a secret at the same time, the first one wins
     except FileExistsError:
-        if _read_secret(path) is None:  # an empty file, from a full disk
+        if _read_secret(path) is None:  # the existing file is empty, because the disk was full
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -48,10 +49,10 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def _read_secret(path: Path) -> str | None:
-    """Return the secret in the file, or None if the file is missing or empty. This user's own link is followed.
+    """Return the secret in the file. None if the file is missing or empty. A link that this user created is followed.
 
     Raises:
-        PermanentInfraError: other users can read the file, or another user made the file or the link.
+        PermanentInfraError: other users can read the file, or another user created the file or the link.
     """
     try:
         _check_owner(path, path.lstat())
@@ -72,10 +73,10 @@ def _read_secret(path: Path) -> str | None:
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder with mode 0700, or give an existing folder this mode.
+    """Create a folder with mode 0700, or give an existing folder this mode.
 
     Raises:
-        PermanentInfraError: another user made the folder, or other users could write into it until now.
+        PermanentInfraError: another user created the folder, or other users could write into it until now.
     """
     path.mkdir(mode=OWN_FOLDER, parents=True, exist_ok=True)
     _check_owner(path, path.lstat())
@@ -95,7 +96,7 @@ def own_folder(path: Path) -> None:
 
 
 def open_own_log(path: Path) -> BinaryIO:
-    """Open a file with mode 0600 to append to it."""
+    """Open a file with mode 0600 for appending."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, OWN_FILE), "ab")
 

@@ -1,11 +1,12 @@
-"""Sessions: run commands, read and write files on one node.
+"""Sessions: run commands, and read and write files, on one node.
 
 All code of this package that acts on a node takes a `Session`. `LocalSession` is the session of this machine.
-Not here: other machines (ssh/ssh_session.py), settings of nodes (node.py), jobs that outlive this process (jobs.py).
 
     with open_session(node) as session:
-        session.run(["nvidia-smi"], timeout_s=30)        one command, one record
-        with session.stream(["tail", "-f", log]) as lines: ...   killed at the end of the block
+        session.run(["nvidia-smi"], timeout_s=30)        runs one command and returns its record
+        with session.stream(["tail", "-f", log]) as lines: ...   the command is killed at the end of the block
+
+Not here: other machines (ssh/ssh_session.py), settings of nodes (node.py), jobs that outlive this process (jobs.py).
 """
 
 import contextlib
@@ -39,16 +40,17 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.supervisor.files import parse_object
 
 MAX_READ_BYTES = 64 << 20
-"""Size limit of `read_file`. Read larger files by offset, or copy them."""
+"""Largest file that `read_file` reads. Larger files must be copied, or read in parts."""
 MAX_LINE_BYTES = 64 << 20
-"""Limit of a line of a stream. Metrics records have at most 4 MiB, and nesting JSON in JSON at most sextuples that."""
+"""Largest length of a line of a stream. A metrics record has at most 4 MiB, and JSON inside JSON is at most six times
+as long."""
 MAX_GREETING_BYTES = 64 << 10
-"""Limit of the output that shells may print before the first word of our program."""
+"""Largest output that login shells may print before a program of the project begins."""
 MAX_OUTPUT_BYTES = 64 << 20
-"""Output limit of `Session.run` on another machine. Use `stream` for more."""
+"""Largest output of `Session.run` on another machine. Use `stream` for more output."""
 
 _REASON_LINES = 3
-"""Number of last lines of a program that explain why it did not start."""
+"""Number of the output's last lines that explain why a program did not start."""
 LOOPBACK = "127.0.0.1"
 
 _READ_BYTES = 256 << 10
@@ -61,7 +63,7 @@ class Session(Protocol):
 
     @property
     def python(self) -> str:
-        """The interpreter on the node that runs our programs there."""
+        """The interpreter on the node that runs the project's programs."""
 
     def run(
         self,
@@ -75,8 +77,8 @@ class Session(Protocol):
         """Run one command to its end and return its record.
 
         Args:
-            may_repeat: the command is idempotent, even if it runs twice at the same time. If the connection breaks
-                before the answer, it is run once more.
+            may_repeat: whether the command is idempotent, even if it runs twice at the same time. If so, it is run once
+                more if the connection breaks before the answer.
 
         Raises:
             CommandFailedError: the exit code is not 0, and `check` is true.
@@ -95,43 +97,44 @@ class Session(Protocol):
         check: bool = True,
         may_repeat: bool = False,
     ) -> CompletedCommand:
-        """Run one of our Python programs (node_programs.py) as `run` does, but faster on a distant node.
+        """Run one of the project's Python programs (node_programs.py) like `run`. This is faster on a distant node.
 
-        The program ignores the interpreter's environment (`ISOLATED`) and may be a fork of a process that has already
-        loaded it.
+        The program ignores the interpreter's environment (`ISOLATED`). A fork of a process with the loaded program may
+        run it.
         """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
-        """Start a command and yield its output line by line; leaving the block kills the command.
+        """Start a command and yield its output line by line. The command is killed at the end of the block.
 
         Every line ends with its newline, except the last line of a broken stream. The command's standard input stays
-        open after `stdin` was sent; its end tells the command that the reader is gone.
+        open after `stdin` was sent. Its end tells the command that the reader is gone.
 
         Raises:
             CommandFailedError: raised by the iterator if the command ended with a code other than 0.
         """
 
     def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
-        """Start a command as `stream` does, but yield its output in pieces of any size."""
+        """Start a command like `stream`, but yield its output in pieces of any size."""
 
     def pipe_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes = b""
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """Start one of our programs as `run_program` does, and yield its output as `pipe` does."""
+        """Start one of the project's programs like `run_program`, and yield its output like `pipe`."""
 
     @property
     def can_pour(self) -> bool:
-        """Whether `pour_program` and `feed_program` work. Each costs a login, which pays off from hundreds of MiB."""
+        """Whether `pour_program` and `feed_program` work. Each call costs a login, which pays off from hundreds of MiB
+        on."""
 
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> AbstractContextManager[Iterator[dict[str, Any]]]:  # Any: JSON
-        """Start a program as `pipe_program` does, but write its output directly into a file.
+        """Start a program like `pipe_program`, but write its output directly into a file.
 
-        Yields the JSON objects that the program prints on stderr. The first object is not yielded: it means that the
-        program runs. Only then is `stdin` sent, and output goes to the beginning of `into`, so that earlier output of
-        shells is cut off. When the iterator has ended, all received output is in the file. The caller has to check
-        whether that is everything.
+        Yields the JSON objects that the program prints on stderr. The first object only tells that the program runs,
+        and is not yielded. `stdin` is sent after it, and the output then begins at the start of `into`. Earlier output
+        of shells is therefore overwritten. When the iterator has ended, all received output is in the file. The caller
+        has to check whether the output is complete.
 
         Args:
             max_bytes: approximate limit of the output, if the system can enforce it.
@@ -143,7 +146,7 @@ class Session(Protocol):
     def feed_program(
         self, source: Path, arguments: Sequence[str], *, stdin: FileIO
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """Start a program as `pipe_program` does, with a whole file as its input; yield the lines that it prints.
+        """Start a program like `pipe_program`, with a whole file as its input. Yields the lines that it prints.
 
         Raises:
             NodeUnreachableError: raised by the iterator if the connection broke.
@@ -151,33 +154,33 @@ class Session(Protocol):
         """
 
     def forward(self, port: int, host: str = LOOPBACK) -> AbstractContextManager[int]:
-        """Yield a local port that is forwarded to `host:port` as seen from the node, while the block runs.
+        """Yield a local port. While the block runs, it is forwarded to `host:port` as seen from the node.
 
         Raises:
             PermanentInfraError: the node cannot forward ports.
         """
 
     def write_file(self, path: str, content: bytes) -> None:
-        """Write a file atomically; missing parent directories are created."""
+        """Write a file atomically. Missing parent directories are created."""
 
     def expect_chunks(self, num_chunks: int) -> None:
-        """Prepare connections in the background for this many chunks that will be written soon; never fails."""
+        """Prepare connections in the background, because this many chunks will be written soon. Never fails."""
 
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        """Write chunks of files at their offsets; the rest of each file stays, and missing directories are created.
+        """Write chunks of files at their offsets. The rest of each file stays. Missing directories are created.
 
-        Chunks of one file must be adjacent. Returns the digest of each written chunk, by the name of its file and its
-        number. The data is then on the disk (fsync).
+        Chunks of one file must be adjacent. Returns the digest of each written chunk, by file name and chunk number.
+        When the call returns, the data is on the disk (fsync).
 
         Args:
-            digest: the name of a digest that the node's Python supports (`node_agent.DIGESTS`).
+            digest: name of a digest that the node's Python supports (`node_agent.DIGESTS`).
 
         Raises:
-            NodeUnreachableError: the connection broke; some chunks may be written, completely or partly.
+            NodeUnreachableError: the connection broke. Some chunks may be written, wholly or partly.
             DiskFullError: the disk has no room for the chunks.
-            TransientInfraError: another copy moved or removed a file meanwhile.
+            TransientInfraError: another copy has moved or removed a file meanwhile.
         """
 
     def read_file(self, path: str) -> bytes:
@@ -189,7 +192,7 @@ class Session(Protocol):
         """
 
     def place_program(self, source: Path) -> str:
-        """Make one of our Python programs (node_programs.py) available on the node and return its path there."""
+        """Put one of the project's Python programs (node_programs.py) on the node. Returns its path there."""
 
     def __enter__(self) -> Self: ...
 
@@ -197,7 +200,7 @@ class Session(Protocol):
 
 
 class LocalSession:
-    """The session of this machine. Each command gets its own process session, so that our Ctrl-C does not reach it."""
+    """The session of this machine. Each command gets its own process session, so that Ctrl-C here does not reach it."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -347,7 +350,7 @@ class LocalSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to close: the session keeps no state between commands."""
+        """Do nothing: the session has no state between commands."""
 
 
 @contextlib.contextmanager
@@ -363,8 +366,8 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
     """Return the error for a file that cannot be written.
 
     Args:
-        number: the system's error number; None if the error has none.
-        num_bytes: number of bytes to write, as far as known.
+        number: the system's error number. None without one.
+        num_bytes: number of bytes that were to be written, as far as known.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(path, num_bytes)
@@ -388,7 +391,8 @@ def _start_process(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and its children. After `wait`, do nothing: the process number may belong to another process."""
+    """Kill a command and its children. Does nothing after `wait`, because another process may have got the process
+    id."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -399,19 +403,19 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def poured_objects(
     process: subprocess.Popen[bytes], stdin: bytes, into: FileIO, *, max_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of `Session.pour_program` from the process whose standard output is the file.
+    """Yield the JSON objects of `Session.pour_program`. The file `into` is the standard output of `process`.
 
     Raises:
         TransientInfraError: the process ended, or printed too much other text, before its first object.
     """
     assert process.stdin is not None and process.stderr is not None
-    if hasattr(resource, "prlimit"):  # Linux: only the system can limit what the process writes into the file
+    if hasattr(resource, "prlimit"):  # on Linux, let the system limit the file's size: nothing else can limit it
         with contextlib.suppress(ProcessLookupError):
             most = max_bytes + MAX_GREETING_BYTES
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
     other: list[bytes] = []
     num_bytes = 0
-    for line in read_lines(process.stderr):  # shells and interpreters may print other text first
+    for line in read_lines(process.stderr):  # shells and interpreters may print other text before the first object
         if parse_object(line) is not None:
             break
         other = [*other, line[:MAX_GREETING_BYTES]][-_REASON_LINES:]
@@ -420,7 +424,7 @@ def poured_objects(
     else:
         reason = b"".join(other).decode(errors="replace").strip() or "it printed nothing"
         raise TransientInfraError(f"a program that sends a file ended before it began: {reason}")
-    # The process shares the file's position with us. Rewinding here moves its position too.
+    # The process shares the file's position with this process, so rewinding here also rewinds it there.
     into.seek(0)
     into.truncate()
     with contextlib.suppress(BrokenPipeError):
@@ -430,7 +434,8 @@ def poured_objects(
 
 
 class Answer(dict[str, Any]):  # Any: JSON
-    """A JSON answer of our program on a node. A missing key raises an error: another program may have answered."""
+    """The JSON answer of a program of the project on a node. A missing key raises: another program may have
+    answered."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise PermanentInfraError(
@@ -439,7 +444,8 @@ class Answer(dict[str, Any]):  # Any: JSON
 
 
 def read_answer(completed: CompletedCommand) -> Answer:
-    """Return the JSON object in the last line of a program's output. Interpreters may print other lines before it.
+    """Return the JSON object in the last line of a program's output. Interpreters may print other lines before this
+    line.
 
     Raises:
         CommandFailedError: the last line is not a JSON object.
@@ -452,17 +458,17 @@ def read_answer(completed: CompletedCommand) -> Answer:
 
 
 def last_line(completed: CompletedCommand) -> str:
-    """Return the last line of a program's output. Interpreters may print other lines before it."""
+    """Return the last line of a program's output. Interpreters may print other lines before this line."""
     return (completed.stdout.splitlines() or [b""])[-1].decode()
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream. A line longer than MAX_LINE_BYTES comes in pieces."""
+    """Yield the lines of a stream. A line longer than MAX_LINE_BYTES is yielded in pieces."""
     return iter(functools.partial(stream.readline, MAX_LINE_BYTES), b"")
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream with their newlines. The rest after the last newline comes last, without newline.
+    """Yield the lines of a stream with their newlines. Text after the last newline is yielded last, without a newline.
 
     Raises:
         PermanentInfraError: a line is longer than MAX_LINE_BYTES.

@@ -1,8 +1,10 @@
-"""The training library: SFT, rollouts, RL, checkpoints and evaluation, usable without Prefect or machines.
+"""The training library: SFT, rollouts, RL, checkpoints and evaluation.
+
+It works without Prefect and without rented machines.
 
     from rollouts_core import SFTTrainingConfig, create_pytorch_backend, run_sft_training
 
-Names load when they are first used, so importing the package, or its settings, does not import torch.
+A public name is imported when it is first used, so importing the package or its settings does not import torch.
 """
 
 from importlib import import_module
@@ -57,7 +59,7 @@ _MODULE_OF = {name: module for module, names in PUBLIC_NAMES.items() for name in
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
+def __getattr__(name: str) -> Any:  # Any: a public name can be a class, a function or a value
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

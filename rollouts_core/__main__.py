@@ -1,7 +1,7 @@
 """`python -m rollouts_core {sft,rl,eval,generate,serve} job.json`: run one job in the directory of its job.json.
 
 Exit codes: 0 done, 1 failed, 2 the user must change something, 75 one of several machines is gone and a restart may
-help. With 2 and 75 the last line says what to do.
+help, 76 a GPU was full and the next start needs less memory. With 2, 75 and 76 the last line says what to do.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import argparse
 import contextlib
 import errno
 import gc
+import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,17 @@ from rollouts_core.backends.launch import (
 from rollouts_core.backends.multi_node import MACHINE_LOST_CODE, Unit, follow, lead
 from rollouts_core.checkpoint import newest_step
 from rollouts_core.config.messages import first_line
-from rollouts_core.errors import InputError, MachineLostError
+from rollouts_core.errors import FullGPUError, InputError, MachineLostError
 from rollouts_core.hub_cache import use_fallback
 from rollouts_core.job import Job, ServeJob, TrainingJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
+from rollouts_core.less_memory import (
+    FULL_GPU_CODE,
+    find_lowered,
+    find_next,
+    is_gpu_full,
+    with_less,
+)
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.stages import TRAININGS
@@ -87,6 +95,7 @@ exit codes:
   1   failed
   2   the user must change something: see the last line
   75  one of several machines is gone: a restart may help
+  76  a GPU ran out of memory: the next start needs less
 
 docs/run_directory.md describes the files, docs/library.md the same from Python.
 """
@@ -129,18 +138,26 @@ def _run(kind: str, path: Path, directory: RunDirectory) -> int:
         die_with_parent()
     elif needs_launcher(job):
         _look_for_garbage()
-        return launch(
+        code = launch(
             [job.kind, str(path.resolve())],
             num_processes=num_processes(job),
             log_dir=directory.root / "torchrun",
             join=partial(_join_machines, job, directory),
         )
+        assert isinstance(job, TrainingJob), "only training has a launcher"
+        is_to_lower = code == FULL_GPU_CODE and not job.node_rank  # the leader's machine lowers for all
+        return need_less_memory(job, directory, "the traceback is in a log of this training") if is_to_lower else code
     if isinstance(job, TrainingJob) and not is_follower():
         tell_saved_step(directory)
+        job = with_less(job, directory)
     run = _load_runner(job)
     _look_for_garbage()
     try:
         run(directory)
+    except FullGPUError as error:
+        logger.error("a GPU has too little memory", exc_info=error)
+        assert isinstance(job, TrainingJob), "only training raises it"
+        return FULL_GPU_CODE if is_launched() else need_less_memory(job, directory, str(error))
     except (OSError, SafetensorError) as error:
         if not is_disk_full(error):
             raise
@@ -149,7 +166,7 @@ def _run(kind: str, path: Path, directory: RunDirectory) -> int:
         if not is_gpu_full(error):
             raise
         logger.error("a GPU has too little memory", exc_info=error)
-        return _fail(directory, describe_full_gpu(job, error))
+        return _fail(directory, describe_full_gpu(job, first_line(error)))
     return 0
 
 
@@ -197,19 +214,43 @@ def is_disk_full(error: OSError | SafetensorError) -> bool:
     return any(os.strerror(number) in str(error) for number in NO_ROOM)
 
 
-def is_gpu_full(error: RuntimeError) -> bool:
-    """True if a GPU ran out of memory, in torch or JAX."""
-    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("RESOURCE_EXHAUSTED")
+def need_less_memory(job: TrainingJob, directory: RunDirectory, reason: str) -> int:
+    """Lower a setting for the next start of a training that ran out of GPU memory. Returns the exit code."""
+    current = with_less(job, directory)
+    lowered = find_next(current, directory)
+    if lowered is None:
+        tried = [each.describe(job.kind) for each in find_lowered(job, directory)]
+        return _fail(directory, describe_full_gpu(current, reason, tried))
+    message = (
+        f"a GPU has too little memory ({shorten(reason)}): the training restarts from its last checkpoint with "
+        f"{lowered.describe(job.kind)} (was {json.dumps(lowered.was)})"
+    )
+    sys.stderr.write(f"rollouts: {message}\n")
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("less_memory", setting=lowered.setting, was=lowered.was, now=lowered.now, message=message)
+    return FULL_GPU_CODE
 
 
-def describe_full_gpu(job: Job, error: RuntimeError) -> str:
-    """A sentence about a full GPU, with the settings that lower the job's need."""
+def describe_full_gpu(job: Job, reason: str, tried: Sequence[str] = ()) -> str:
+    """A sentence about a full GPU, with the settings that lower the job's need.
+
+    Args:
+        tried: settings that the job lowered itself.
+    """
     from rollouts_core.checks.resource_needs import find_remedies  # only needed here
 
-    told = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
     remedies = find_remedies(job.kind, job.training) if isinstance(job, TrainingJob) else []
     advice = [*remedies, "end other programs on that GPU", "use more or larger GPUs"]
-    return f"a GPU has too little memory ({told}): {', '.join(advice[:-1])}, or {advice[-1]}; then start again"
+    already = f", also after the run set {' and '.join(tried)}" if tried else ""
+    return (
+        f"a GPU has too little memory ({shorten(reason)}){already}: {', '.join(advice[:-1])}, or {advice[-1]}; then "
+        "start again"
+    )
+
+
+def shorten(reason: str) -> str:
+    """The first sentences of torch's message, which goes on for a paragraph."""
+    return ". ".join(reason.split(". ")[:3]).rstrip(".")
 
 
 def _fail(directory: RunDirectory, message: str, *, code: int = USER_ERROR_CODE) -> int:

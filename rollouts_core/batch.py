@@ -1,15 +1,16 @@
-"""Turn samples into the tensors of one forward pass. No other module shifts or pads.
+"""Turn samples into the tensors of one forward pass. No other module shifts targets or pads rows.
 
-A sample of n tokens gives n - 1 positions: position i reads token i and is scored on token i + 1. Every per-token
-array of the sample is cut to its last n - 1 entries, so that index i describes `targets[i]`:
+A sample of n tokens has n - 1 positions. At position i, the model reads token i and is scored on its prediction of
+token i + 1. Each per-token array of the sample is cut to its last n - 1 entries, so entry i describes `targets[i]`:
 
     sample.tokens      5 7 9          inputs     5 7
     sample.loss_mask   0 1 1          targets    7 9
                                       loss_mask  1 1
 
-A row holds one sample, or several packed end to end. `position_ids` restart with each sample. `segment_ids` separate
-samples so that attention does not cross between them; padding has segment 0. Samples of a group can share their
-prompt: the prompt is stored once, as its own segment, and the samples also attend to it (`prompt_ids`).
+A row holds one sample, or several samples packed end to end. `position_ids` restart at 0 with each sample.
+`segment_ids` number the samples of a row, so that attention does not cross from one sample to another; padding has
+segment 0. Samples of the same prompt can share its tokens: the prompt is stored once, as its own segment, and each of
+these samples also attends to that segment (`prompt_ids`).
 
     two samples of prompt 5 6 7    inputs      5 6 | 7 1 1 | 7 2        the prompt's last token predicts a different
     share it                       segments    1 1 | 2 2 2 | 3 3        token in each sample, so each sample has it
@@ -36,25 +37,29 @@ Row = Sequence[Sample]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Indices into the rows of a batch, laid end to end. Computed on the host, so that no caller waits for a GPU."""
+    """Indices into the rows of a batch, laid end to end.
+
+    They are computed on the CPU, so that no caller waits for a GPU.
+    """
 
     scored_N: Tensor
-    """Indices of the N positions with a weight in the loss."""
+    """Indices of the N positions whose targets have a weight in the loss."""
     tokens_M: Tensor
     """Indices of the M positions that are not padding."""
     bounds: Tensor
-    """Start of each sample among the M positions, then M; int32. Valid for rows that share no prompts."""
+    """Index, among the M positions, at which each sample starts, followed by M itself; int32. Valid only if no samples
+    of a row share a prompt."""
     longest: int
     """Number of positions of the longest sample."""
     num_segments: int
-    """The largest segment id, plus 1 for padding."""
+    """The largest segment id of the batch plus 1; padding (id 0) counts as a segment."""
     largest_target: int
-    """The largest scored token id; -1 if nothing is scored."""
+    """The largest target token id with a weight in the loss; -1 if no target has a weight."""
     shares_prompts: bool
     """Whether some samples of a row share a prompt."""
 
     def to(self, device: torch.device) -> RowLayout:
-        """The layout with its tensors on `device`."""
+        """Return a layout whose tensors are on `device`."""
         return replace(
             self,
             scored_N=to_device(self.scored_N, device),
@@ -64,7 +69,10 @@ class RowLayout:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor. A copy to a GPU uses pinned memory, so the caller does not wait for the copy."""
+    """Copy a tensor to `device`.
+
+    A copy to a GPU goes through pinned memory, so that the caller does not wait for it.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -72,9 +80,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Tensors of one forward and backward pass, all of shape (B, T); index t describes `targets_BT[:, t]`.
+    """Tensors of one forward and backward pass, all of shape (B, T).
 
-    A step here is one optimizer update: its totals count all batches whose gradients are added for it.
+    Index t of each tensor describes `targets_BT[:, t]`.
+
+    In this class, a step is one optimizer update. The totals of a step count all batches whose gradients that update
+    adds.
     """
 
     inputs_BT: Tensor
@@ -82,52 +93,59 @@ class TrainBatch:
     targets_BT: Tensor
     """Token ids to predict."""
     position_ids_BT: Tensor
-    """Positions within each sample, from 0; 0 for padding, since a packed row can exceed a model's longest position."""
+    """Positions within each sample, from 0. Padding has position 0, because a packed row can be longer than the model's
+    position limit."""
     segment_ids_BT: Tensor
     """1, 2, ... for the samples and shared prompts of a row, 0 for padding."""
     prompt_ids_BT: Tensor
-    """Segment of the shared prompt that a position also attends to; its own segment if the prompt is not shared."""
+    """Id of the shared prompt's segment, to which the position also attends. Without a shared prompt: the position's
+    own segment id."""
     loss_mask_BT: Tensor
     """Weight of each target in the loss."""
     advantages_BT: Tensor
-    """Advantage of each target (equal within a sample unless per token); 0 in SFT."""
+    """Advantage of each target; 0 in SFT. All targets of a sample have the same advantage unless advantages are per
+    token."""
     rollout_logprobs_BT: Tensor
-    """log p(target) by the engine when sampling, nats; 0 in SFT."""
+    """log p(target) that the engine reported when it sampled the target, nats; 0 in SFT."""
     old_logprobs_BT: Tensor | None = None
-    """log p(target) by the trainer before the step's first update, nats; None if this pass is the first update."""
+    """log p(target) under the trainer's weights before the step's first update, nats; None if this pass belongs to that
+    update."""
     ref_logprobs_BT: Tensor | None = None
-    """log p(target) by the model that training started from, nats; None if the loss does not use it."""
+    """log p(target) under the initial model of the training, nats; None if the loss does not use it."""
     old_values_BT: Tensor | None = None
     """The value head's prediction before the step's first update; None without a value head."""
     returns_BT: Tensor | None = None
-    """Target of the value head; None without a value head."""
+    """Target value for the value head; None without a value head."""
     group_tokens_BT: Tensor | None = None
-    """Sum of the loss mask over the step's samples of the same prompt; set only if the loss averages by prompt."""
+    """For each position: sum of the loss mask over all samples of the same prompt in the step. Set only if the loss
+    averages per prompt."""
     num_loss_tokens: float
-    """Sum of the loss mask over every micro-batch and rank of the step: the divisor of token means."""
+    """Sum of the loss mask over all micro-batches and ranks of the step. Divisor of means per token."""
     num_scored_tokens: float
-    """Sum of the loss mask over the rows of the step's batches: the divisor of metrics."""
+    """Sum of the loss mask over the rows of the step's batches. Divisor of metrics."""
     num_samples: int
-    """Samples with a trained token over every micro-batch and rank of the step: the divisor of sample means."""
+    """Number of samples with a trained token, over all micro-batches and ranks of the step. Divisor of means per
+    sample."""
     num_groups: int = 1
-    """Groups with a trained token over every micro-batch and rank of the step: the divisor of prompt means."""
+    """Number of groups with a trained token, over all micro-batches and ranks of the step. Divisor of means per
+    prompt."""
     is_packed: bool
     """Whether some row holds more than one segment."""
     sample_ids: tuple[str, ...] = ()
-    """Names of the samples (prompt and place), for messages."""
+    """Names of the samples for error messages: prompt id and index in the group, or the row of the data."""
     _layout: RowLayout | None = field(default=None, init=False, repr=False, compare=False)
-    """Computed at first use. `replace` resets it, because the new batch may have other rows."""
+    """Computed at first use. `dataclasses.replace` resets it, because the new batch may have other rows."""
 
     @property
     def layout(self) -> RowLayout:
-        """The layout of the rows. A batch that `to` moved has a copy of the layout computed on the host."""
+        """The layout of the rows. If `to` moved the batch to a GPU, the layout was computed on the CPU and copied."""
         if self._layout is None:
             object.__setattr__(self, "_layout", find_layout(self))
         assert self._layout is not None, "it was just set"
         return self._layout
 
     def to(self, device: torch.device) -> TrainBatch:
-        """The batch with its tensors on `device`; copies to a GPU are asynchronous."""
+        """Return the batch with its tensors on `device`. Copies to a GPU are asynchronous."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: to_device(v, device) for name, v in values.items() if isinstance(v, Tensor)}
         batch = replace(self, **moved)
@@ -136,7 +154,7 @@ class TrainBatch:
 
 
 def find_layout(batch: TrainBatch) -> RowLayout:
-    """Compute the layout of a batch. On a GPU this waits for the batch to arrive."""
+    """Compute the layout of a batch. For a batch on a GPU, this blocks until the batch is there."""
     scored_N = torch.nonzero(batch.loss_mask_BT.flatten()).squeeze(1)
     tokens_M = torch.nonzero(batch.segment_ids_BT.flatten()).squeeze(1)
     starts = torch.nonzero(batch.position_ids_BT.flatten()[tokens_M] == 0).squeeze(1)
@@ -155,14 +173,17 @@ def find_layout(batch: TrainBatch) -> RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The n - 1 positions of one sample in its row. Other samples may share the first ones, the prompt."""
+    """Positions of one sample in its row, n - 1 for n tokens.
+
+    Other samples may share the leading positions (the prompt).
+    """
 
     shared: slice
-    """Positions of the shared prompt; empty if nothing is shared."""
+    """Positions of the shared prompt; empty if the sample shares no prompt."""
     own: slice
-    """The positions after the shared positions."""
+    """The sample's positions after the shared prompt."""
     prompt_segment: int
-    """Segment of the shared prompt; the sample's own segment if nothing is shared."""
+    """Segment id of the shared prompt; the sample's own segment id if the sample shares no prompt."""
     segment: int
     """Segment of the sample's own positions."""
 
@@ -172,7 +193,10 @@ class Placement:
 
 
 def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
-    """Lay samples end to end; with `share_prompts`, neighbours of one group share their prompt."""
+    """Lay the samples of a row end to end.
+
+    With `share_prompts`, neighbouring samples of one group share their prompt.
+    """
     placements: list[Placement] = []
     end = segment = 0
     for samples, num_shared in group_sharers(row) if share_prompts else [([sample], 0) for sample in row]:
@@ -188,10 +212,10 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
 
 
 def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
-    """Split a row into sets of samples that share a prompt, each with its number of shared positions.
+    """Split a row into runs of samples that share a prompt. Each run comes with its number of shared positions.
 
-    The shared positions are the leading ones with equal tokens on which no sample is scored. A neighbour of the same
-    group joins a set unless this would shorten the shared part.
+    The shared positions are the leading positions at which all samples of the run have equal tokens and no target is
+    scored. The next sample of the same group joins the run unless this would reduce the number of shared positions.
     """
     found: list[tuple[list[Sample], int]] = []
     for sample in row:
@@ -208,7 +232,7 @@ def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
 
 
 def _count_unscored_positions(sample: Sample) -> int:
-    """Number of positions before the first scored position; all positions but one if nothing is scored."""
+    """Number of positions before the first scored position. If no position is scored: all positions but the last."""
     scored = (place for place, weight in enumerate(sample.loss_mask) if weight and place)
     return next(scored, len(sample.tokens) - 1) - 1
 
@@ -220,13 +244,14 @@ def build_batch(
     advantages: Sequence[Sequence[Tensor | float]] | None = None,
     share_prompts: bool = False,
 ) -> TrainBatch:
-    """The tensors of `rows`, shifted once and padded on the right.
+    """Build the tensors of `rows`: targets are shifted by one position, and rows are padded on the right.
 
     Args:
-        advantages: in the shape of `rows`: one number per sample, or a tensor with one value per position.
-        share_prompts: let neighbours of one group share their prompt. The loss is the same, with less computation.
+        advantages: in the shape of `rows`: for each sample one number, or a tensor with one value per position.
+        share_prompts: neighbouring samples of one group share their prompt. The loss stays the same and needs less
+            computation.
 
-    The totals count this batch only; `with_step_totals` replaces them if a step has several batches.
+    The totals count only this batch. If a step has several batches, `with_step_totals` replaces them.
     """
     layouts = [place_samples(row, share_prompts=share_prompts) for row in rows]
     laid_out = [_lay_out(row, layout) for row, layout in zip(rows, layouts, strict=True)]
@@ -256,7 +281,10 @@ def build_batch(
 
 @dataclass(slots=True)
 class _RowOfBatch:
-    """One row of a batch without padding, as lists: building a tensor per sample would dominate the run time."""
+    """One row of a batch without padding.
+
+    It uses lists, because building a tensor per sample would dominate the run time.
+    """
 
     inputs: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -285,7 +313,10 @@ def _lay_out(row: Row, layout: Sequence[Placement]) -> _RowOfBatch:
 
 
 def _pad(rows: Sequence[list[Any]], length: int, value: float) -> Tensor:  # Any: int or float
-    """A (B, T) tensor of the rows, padded with `value` on the right, in the number type of `value`."""
+    """Return a (B, T) tensor of the rows, padded with `value` on the right.
+
+    The type of `value` (int or float) sets the dtype.
+    """
     dtype = torch.long if isinstance(value, int) else torch.float32
     return torch.tensor([row + [value] * (length - len(row)) for row in rows], dtype=dtype)
 
@@ -299,10 +330,11 @@ def _name_sample(sample: Sample) -> str:
 def with_step_totals(
     batches: Sequence[TrainBatch], samples: Iterable[Sample], *, count_untrained: bool = False
 ) -> list[TrainBatch]:
-    """The micro-batches of one step with the totals of all its samples, so that their losses sum to the step's loss.
+    """Return the micro-batches of one step with the totals of the whole step, so that their losses sum to the step's
+    loss.
 
     Args:
-        samples: every sample of the step, also samples without a gradient, which no batch holds.
+        samples: all samples of the step, including samples without a gradient, which are in no micro-batch.
         count_untrained: also count samples and groups without a trained token.
     """
     trained = [sample for sample in samples if count_untrained or any(sample.loss_mask[1:])]
@@ -322,10 +354,10 @@ def with_step_totals(
 def spread_over_rows(
     values: Sequence[Sequence[Tensor | float]], layouts: Sequence[Sequence[Placement]], *, num_positions: int
 ) -> Tensor:
-    """(B, T) with each sample's values at its own positions and 0 elsewhere.
+    """Return a (B, T) tensor with each sample's values at its own positions, and 0 at all other positions.
 
     Args:
-        values: per sample, in the shape of `layouts`: one number, or a tensor with one value per position.
+        values: in the shape of `layouts`: for each sample one number, or a tensor with one value per position.
     """
     spread_BT = torch.zeros(len(layouts), num_positions)
     for b, layout in enumerate(layouts):
@@ -336,7 +368,10 @@ def spread_over_rows(
 
 
 def split_by_sample(values_BT: Tensor, layouts: Sequence[Sequence[Placement]]) -> list[list[Tensor]]:
-    """Each sample's values, in the shape of `layouts`; 0 at shared positions. The inverse of `spread_over_rows`."""
+    """Return each sample's values in the shape of `layouts`; shared positions have 0.
+
+    The inverse of `spread_over_rows`.
+    """
     return [
         [torch.nn.functional.pad(values_BT[b, place.own], (place.num_shared, 0)) for place in layout]
         for b, layout in enumerate(layouts)
@@ -344,10 +379,10 @@ def split_by_sample(values_BT: Tensor, layouts: Sequence[Sequence[Placement]]) -
 
 
 def block_causal_mask(batch: TrainBatch, dtype: torch.dtype = torch.float32, *, window: int | None = None) -> Tensor:
-    """(B, 1, T, T) to add to attention scores: 0 if query t may read key u, -inf elsewhere.
+    """Return a (B, 1, T, T) mask to add to attention scores: 0 if query t may read key u, otherwise -inf.
 
-    Query t reads key u <= t of the same sample or its shared prompt; with a `window`, only if u is fewer than `window`
-    positions back. Padding reads padding, so that every query reads something.
+    Query t may read key u <= t of the same sample or of its shared prompt. With a `window`, u must also be fewer than
+    `window` positions back. Padding may read padding, because a query without any key would give NaN.
     """
     keys_B1T = batch.segment_ids_BT[:, None, :]
     may_read_BTT = torch.tril(
@@ -355,6 +390,6 @@ def block_causal_mask(batch: TrainBatch, dtype: torch.dtype = torch.float32, *, 
     )
     if window is not None:
         may_read_BTT &= batch.position_ids_BT[:, :, None] - batch.position_ids_BT[:, None, :] < window
-    # Numbers, because a model without fused attention would add booleans to its scores as 0 and 1.
+    # A float mask, because a model without fused attention would add a boolean mask to its scores as 0 and 1.
     mask_BTT = torch.zeros_like(may_read_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(~may_read_BTT, -math.inf)[:, None]

@@ -1,6 +1,7 @@
 """The format of checkpoints: directories with a manifest, written atomically and verified before use.
 
-`saving.py` writes and resumes checkpoints; a training backend provides the content (`backends/training_state.py`).
+`saving.py` writes checkpoints and resumes from them. A training backend defines the files in `trainer/`
+(`backends/training_state.py`).
 
     step_000100/
       model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it directly
@@ -34,12 +35,14 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 BESIDE_MODEL = ("trainer/", "adapter/")
-"""Folders of a checkpoint that do not belong to its model."""
+"""Folders of a checkpoint whose files do not count for the digest of its model."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
-"""Files that a program may load or run from a checkpoint: each must be in the manifest."""
+"""Suffixes of files that a program may load or run from a checkpoint. A file with such a suffix must be in the
+manifest."""
 SETTLED_NS = 2_000_000_000
-"""A file that changed less than this long ago is always hashed again: file system clocks are coarse."""
+"""Nanoseconds. A file that changed less than this long ago is always hashed again, because file system clocks are
+coarse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +57,21 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint directory."""
+    """Content of a checkpoint's manifest.json."""
 
     step: int
-    """Number of training steps before the save."""
+    """Number of training steps done before the checkpoint was written."""
     files: dict[str, FileEntry]
     """Every file except the manifest, by its path inside the directory."""
     created_at: float
-    """Seconds since 1970."""
+    """Time of writing, seconds since 1970."""
     score: float | None = None
-    """Quality of the policy during the preceding steps, higher is better; None if it was not measured."""
+    """Quality of the policy during the steps before the checkpoint, higher is better; None if it was not measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     """Settings and inputs of the training, by name (`saving.describe_settings`)."""
     is_early: bool = False
     """True if the checkpoint was written only because the user stopped the training. A resumed run deletes it after its
-    next checkpoint, so that its files equal those of an unstopped run."""
+    next checkpoint, so that the run ends with the same checkpoints as a run that was never stopped."""
 
     @property
     def fingerprint(self) -> str:
@@ -77,14 +80,15 @@ class Manifest:
 
     @property
     def content_digest(self) -> str:
-        """One digest over all files."""
+        """One digest over all files of the checkpoint."""
         return self._digest_of(sorted(self.files))
 
     @property
     def digest(self) -> str:
         """One digest over the files of the model: weights, config and tokenizer.
 
-        Adapters are left out: their settings name the folder of the base model, which differs between machines.
+        The folder `adapter/` is left out, because its settings contain the path of the base model, which differs
+        between machines.
         """
         return self._digest_of(sorted(name for name in self.files if not name.startswith(BESIDE_MODEL)))
 
@@ -104,7 +108,10 @@ def new_checkpoint(
     settings: Mapping[str, Any] | None = None,  # Any: JSON
     is_early: bool = False,
 ) -> Iterator[Path]:
-    """Yield a directory to fill. When the block succeeds, the directory appears at `path` with its manifest."""
+    """Yield a temporary directory to fill.
+
+    When the `with` block ends without an error, it is renamed to `path`, with its manifest.
+    """
     with new_directory(path) as partial:
         yield partial
         files = {name: _describe(partial / name) for name in _file_names(partial)}
@@ -120,7 +127,7 @@ def new_checkpoint(
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint without checking its files.
+    """Read the manifest of a checkpoint. The files that it lists are not checked.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or has another format version.
@@ -148,7 +155,10 @@ def _entry_of(name: str, entry: Mapping[str, Any]) -> FileEntry:  # Any: JSON
 
 
 def _of_kind(value: Any, *kinds: type) -> Any:  # Any: JSON
-    """The value if it has one of the types; booleans are not numbers, and integers have at most 64 bits."""
+    """Return `value` if its type is one of `kinds`.
+
+    Raises TypeError for booleans and for integers of more than 64 bits.
+    """
     if type(value) not in kinds or (isinstance(value, int) and value.bit_length() > 64):
         raise TypeError(f"expected {kinds[0].__name__}, found {value!r:.40}")
     return value
@@ -157,13 +167,14 @@ def _of_kind(value: Any, *kinds: type) -> Any:  # Any: JSON
 def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
     """Check every file of a checkpoint against its manifest and return the manifest.
 
-    A file that this process has hashed before, and that did not change since, is not read again.
+    A file is not read again if this process has hashed it and its inode shows no change since then.
 
     Args:
         by_size_alone: compare sizes only, without reading the files.
 
     Raises:
-        CheckpointError: a file is missing, differs, or was added. The message names the first such file.
+        CheckpointError: a file is missing, differs from the manifest, or was added. The message names the first such
+            file.
     """
     manifest = load_manifest(path)
 
@@ -192,12 +203,12 @@ def step_directory(parent: Path, step: int) -> Path:
 
 
 def newest_step(parent: Path) -> int:
-    """The step of a run's newest checkpoint; 0 without one."""
+    """The step number of a run's newest checkpoint; 0 if the run has no checkpoint."""
     return max((int(path.name.removeprefix("step_")) for path in list_checkpoints(parent)), default=0)
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The checkpoint folders of a run in the order of their steps, including damaged ones."""
+    """The checkpoint folders of a run, sorted by step, including damaged checkpoints."""
     if not parent.is_dir():
         return []
     named = [(match, path) for path in parent.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
@@ -205,7 +216,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def latest_intact_checkpoint(parent: Path) -> Path | None:
-    """The newest checkpoint that verifies; damaged ones are skipped with a warning."""
+    """The newest checkpoint that passes `verify_checkpoint`. Damaged checkpoints are skipped with a warning."""
     for path in reversed(list_checkpoints(parent)):
         try:
             verify_checkpoint(path)
@@ -217,10 +228,10 @@ def latest_intact_checkpoint(parent: Path) -> Path | None:
 
 
 def set_damaged_aside(parent: Path) -> list[Path]:
-    """Rename checkpoints that do not verify, so that they are no longer offered; returns their new paths.
+    """Rename damaged checkpoints, so that no run loads them. Returns their new paths.
 
-    Checkpoints before the newest intact one are compared by size only: a resumed run does not need them, reading large
-    ones takes hours, and they are verified when they are loaded.
+    Checkpoints before the newest intact one are compared by file size only. A resumed run does not need them, reading
+    large files takes hours, and every checkpoint is verified when it is loaded.
     """
     moved = []
     has_whole = False
@@ -236,10 +247,11 @@ def set_damaged_aside(parent: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Resolve a path to a checkpoint: the path itself, or the newest one in a run's folder or a checkpoints folder.
+    """Find a checkpoint by a path: the path itself if it is a checkpoint, or the newest checkpoint in a run's folder or
+    its `checkpoints` folder.
 
     Raises:
-        CheckpointError: the path has no checkpoint.
+        CheckpointError: there is no checkpoint at the path.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -260,7 +272,8 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     manifest = verify_checkpoint(source)
     path = step_directory(parent, manifest.step)
     with new_directory(path) as partial:
-        for name in (*manifest.files, MANIFEST):  # an unlisted file may link to another user's file
+        # a file that the manifest does not list may link to another user's file
+        for name in (*manifest.files, MANIFEST):
             link_or_copy(source / name, partial / name)
     return path
 
@@ -273,13 +286,14 @@ def prune_checkpoints(
     keep_best: int = 0,
     is_comparable: Callable[[Mapping[str, Any]], bool] = lambda settings: True,  # Any: JSON
 ) -> None:
-    """Delete checkpoints except `newest`, the `keep` last ones, and the `keep_best` with the highest scores.
+    """Delete all checkpoints except `newest`, the `keep` last ones, and the `keep_best` ones with the highest scores.
 
-    Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. Early checkpoints do not
-    count, and are deleted once there is a newer one, so that the result equals an unstopped run's.
+    Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. A checkpoint that was
+    written because the user stopped the run does not count as one of the `keep` last. It is deleted when a newer
+    checkpoint exists, so that the result equals the result of a run that was never stopped.
 
     Args:
-        is_comparable: takes a checkpoint's settings; False excludes it from `keep_best`.
+        is_comparable: takes the settings of a checkpoint. False excludes the checkpoint from the `keep_best` ones.
     """
     checkpoints = list_checkpoints(parent)
     if _is_early(newest):
@@ -297,7 +311,10 @@ def prune_checkpoints(
 def _best_of(
     checkpoints: list[Path], num_best: int, is_comparable: Callable[[Mapping[str, Any]], bool]
 ) -> list[Path]:  # Any: JSON
-    """The checkpoints with the highest scores, earlier ones first among equals. Unscored checkpoints are left out."""
+    """The checkpoints with the highest scores.
+
+    If scores are equal, the earlier checkpoint comes first. Checkpoints without a score are left out.
+    """
     found = [(_score_of(path, is_comparable), path) for path in checkpoints if num_best]
     scored = [(score, path) for score, path in found if score is not None]
     return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]
@@ -306,7 +323,7 @@ def _best_of(
 def _is_early(path: Path) -> bool:
     try:
         return load_manifest(path).is_early
-    except CheckpointError:  # damaged: kept or deleted by its place, like a regular one
+    except CheckpointError:  # a damaged checkpoint is kept or deleted by its step, as a regular checkpoint
         return False
 
 
@@ -329,7 +346,7 @@ def _describe(path: Path) -> FileEntry:
 
 
 def _sha256(path: Path) -> str:
-    """The digest of a file, cached while its inode shows no change."""
+    """Return the digest of a file. The digest is cached as long as the file's inode, size and times do not change."""
     stat = path.stat()
     changed_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
     if time.time_ns() - changed_ns < SETTLED_NS:

@@ -1,7 +1,9 @@
-"""Estimate a checkpoint's score and compare two checkpoints, with the uncertainty of few prompts.
+"""Estimate the score of a checkpoint and compare two checkpoints.
 
-A score is a number per row, higher is better: the mean reward of a prompt's completions, or minus the mean loss of a
-demonstration. `evaluate.py` computes the scores.
+Few prompts make scores uncertain, so results have intervals.
+
+A score is one number per row; higher is better. It is the mean reward of a prompt's completions, or minus the mean loss
+of a demonstration. `evaluate.py` computes the scores.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import numpy as np
 
 NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
-"""The smallest possible p-value of a comparison."""
+"""The smallest possible p-value of a comparison. It occurs if no random choice of
+signs reached the observed mean."""
 CONFIDENCE = 0.95
 VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
-"""End of every verdict. Another seed trains another checkpoint, which may score several points better or worse."""
+"""The end of every verdict. The same training with another seed gives another checkpoint, whose score may differ by
+several points."""
 MAX_EFFECTIVE_ROWS = 1_000.0
-"""Upper limit of the number of rows with scores 0 or 1 that one row counts as, also if all scores are equal."""
+"""Upper limit of the weight of one row in Wilson's interval, in rows with scores of 0 or 1. It applies if the scores
+hardly vary."""
 MAX_NUMBERS = 1 << 21
-"""Limit of numbers in memory while resampling, 16 MB per array."""
+"""Limit for the number of values in one resampling array; 2**21 values take 16 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,24 +37,24 @@ class Estimate:
 
     mean: float
     low: float
-    """Lower end of the 95 % interval."""
+    """Lower end of the 95 % confidence interval."""
     high: float
-    """Upper end."""
+    """Upper end of the 95 % confidence interval."""
     num_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How much better one checkpoint scored than another on the same rows."""
+    """The difference between the scores of two checkpoints on the same rows."""
 
     difference: float
-    """Mean score of the candidate minus that of the baseline."""
+    """Mean score of the candidate minus mean score of the baseline."""
     low: float
     """Lower end of the 95 % bootstrap interval of the difference."""
     high: float
-    """Upper end."""
+    """Upper end of the 95 % bootstrap interval of the difference."""
     p_value: float
-    """Probability of at least this difference if the two checkpoints were equally good."""
+    """Probability of at least this difference under the assumption that both checkpoints are equally good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,23 +62,26 @@ class Verdict:
     """The answer to whether training helped."""
 
     is_accepted: bool
-    """Whether the candidate counts as better; always true if every result is accepted."""
+    """Whether the candidate is accepted. Always true if the settings accept every result."""
     is_improvement: bool | None
-    """Whether the candidate is better beyond noise; None if no test was made."""
+    """Whether the candidate is better by more than noise; None if no test was made."""
     sentence: str
     """The verdict with its numbers, for readers."""
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean score of one checkpoint with its 95 % interval over rows; see `estimate_means` for several."""
+    """The mean score of one checkpoint with its 95 % confidence interval.
+
+    `estimate_means` does it for several checkpoints.
+    """
     return estimate_means([scores], seed=seed)[0]
 
 
 def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> list[Estimate]:
-    """Mean scores of several checkpoints, with 95 % intervals by the same method.
+    """Mean scores of several checkpoints, with 95 % confidence intervals by the same method.
 
-    The method is Wilson's interval if all scores are between 0 and 1, else a bootstrap. A bootstrap of rows that are
-    (nearly) all wrong is too narrow, and would make the worse checkpoint look more certain than a Wilson interval does.
+    The method is Wilson's interval if all scores are between 0 and 1; otherwise a bootstrap. The bootstrap interval of
+    rows that are (nearly) all wrong is too narrow, so it would make the worse checkpoint look more certain.
     """
     every = [np.asarray(scores, dtype=np.float64) for scores in compared]
     if all(bool(((values >= 0) & (values <= 1)).all()) for values in every):
@@ -88,12 +96,13 @@ def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> lis
 
 
 def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, seed: int = 0) -> Comparison:
-    """Test whether the candidate beats the baseline: a one-sided paired sign-flip test.
+    """Test whether the candidate scored better than the baseline, with a one-sided paired sign-flip test.
 
-    Under the null hypothesis the sign of each row's difference is arbitrary. The p-value is the share of random sign
-    choices, including the observed one, whose mean is at least the observed mean.
+    Under the null hypothesis, each row's difference is as likely positive as negative. The p-value is the share of sign
+    choices whose mean difference is at least the observed mean. The sign choices are random; the observed signs count
+    as one more choice.
 
-    Source: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for including the observed choice.
+    Sources: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for counting the observed signs.
     """
     assert len(baseline) == len(candidate), f"{len(baseline)} scores against {len(candidate)}"
     differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
@@ -103,15 +112,15 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
 
 
 def least_p_value(num_rows: int) -> float:
-    """The p-value if every row improved by the same amount: no result on so many rows has a smaller one."""
+    """The smallest possible p-value with this many rows: the p-value if every row improved by the same amount."""
     return _sign_flip_p_value(np.ones(num_rows), 0)
 
 
 def least_wins(num_rows: int, *, margin: float, max_p_value: float) -> int:
-    """The number of rows that the candidate must get right beyond the baseline to count as better.
+    """The number of rows that the candidate must get right, and the baseline wrong, to count as better.
 
-    Assumes scores of 0 and 1 and no row that only the baseline gets right; such rows raise the number. Returns
-    `num_rows` + 1 if even all rows are not enough.
+    Assumes scores of 0 and 1, and no rows that only the baseline gets right; each such row would raise the number.
+    Returns `num_rows` + 1 if the candidate cannot count as better even if it alone gets every row right.
     """
 
     def is_enough(num_wins: int) -> bool:
@@ -129,12 +138,12 @@ def judge_improvement(
     max_p_value: float,
     margin: float = 0.0,
 ) -> Verdict:
-    """Judge whether the candidate scored better than the baseline beyond noise.
+    """Judge whether the candidate scored better than the baseline by more than noise.
 
     Args:
-        names: names of the baseline and the candidate, for the sentence.
-        max_p_value: highest accepted p-value; 1 accepts everything without a test.
-        margin: required improvement; a negative margin permits that much loss.
+        names: names of the baseline and the candidate, for the verdict's sentence.
+        max_p_value: the highest p-value that is accepted; 1 accepts every result without a test.
+        margin: improvement that the candidate needs. A negative margin is the loss that the candidate may have.
     """
     comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
@@ -153,9 +162,11 @@ def judge_improvement(
 
 
 def select_best(mean_scores: Sequence[float]) -> int:
-    """The index of the highest mean score. Among equal scores (up to rounding) the first, which trained least.
+    """The index of the highest mean score.
 
-    A score that is not finite counts as lowest.
+    If several scores are equal (up to rounding), the first one, because that checkpoint trained least.
+
+    NaN and infinite scores count as the lowest.
     """
     ranked = [score if math.isfinite(score) else -math.inf for score in mean_scores]
     highest = max(ranked)
@@ -174,17 +185,21 @@ def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
 
 
 def _share_of_variance(every: Sequence[np.ndarray]) -> float:
-    """Variance of scores between 0 and 1, divided by the variance of 0/1 scores with the same means.
+    """Variance of scores between 0 and 1, divided by the variance that scores of 0 and 1 with the same means would
+    have.
 
-    1 for scores of 0 and 1; less for means of several completions. Computed over all checkpoints, because a checkpoint
-    with only right or only wrong rows has no variance.
+    The result is 1 for scores of 0 and 1, and less if each score is a mean over several completions. It is computed
+    over all checkpoints together, because the scores of a checkpoint with only right or only wrong rows have no
+    variance.
     """
     widest = sum(float(values.mean() * (1 - values.mean())) for values in every)
     return min(1.0, sum(float(values.var()) for values in every) / widest) if widest > 0 else 1.0
 
 
 def _wilson_interval(values: np.ndarray, share_of_variance: float) -> tuple[float, float]:
-    """Wilson's interval for scores between 0 and 1; a smaller variance counts as proportionally more rows.
+    """Wilson's interval for scores between 0 and 1.
+
+    With a smaller variance, each row counts as proportionally more rows.
 
     Sources: Wilson 1927; for the effective number of rows, Franco et al. 2019.
     """
@@ -204,7 +219,7 @@ def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
 
 
 def _blocks(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Shapes of blocks that together are all resamples; the block size limits memory and does not change the draws."""
+    """Shapes of the blocks of resamples. The block size limits the memory; it does not change the random draws."""
     num_together = max(1, MAX_NUMBERS // max(1, num_rows))
     for start in range(0, NUM_RESAMPLES, num_together):
         yield min(num_together, NUM_RESAMPLES - start), num_rows

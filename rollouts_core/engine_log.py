@@ -1,6 +1,6 @@
-"""Explain from the end of an engine's log why the engine ended.
+"""Explain why an engine ended, from the end of its log.
 
-The orchestrator also reads these logs, so this file must not import torch.
+This file must not import torch, because the orchestrator also reads these logs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ SIGNS = (
 
 
 def explain_engine_log(log: str) -> str:
-    """A sentence about the cause of an engine's failure, from the end of its log; "" if no known pattern matches."""
+    """Return a sentence with the cause of an engine's failure, from the end of its log; "" if no known pattern
+    matches.
+    """
     for pattern, sentence in SIGNS:
         if re.search(pattern, log, re.IGNORECASE):
             return sentence

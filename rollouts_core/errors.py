@@ -1,28 +1,29 @@
-"""The exceptions of the training core, grouped by the user's possible reaction.
+"""The exceptions of the training core, grouped by how the user can react to them.
 
     RolloutsError
     ├── InputError               the user changes something, then starts again (exit code 2)
     │   ├── ConfigError          a key, type or value of a configuration
-    │   ├── DataError            an unusable row, file or tokenizer
-    │   │   └── DemonstrationError   a demonstration in place of a prompt
+    │   ├── DataError            a row, file or tokenizer that cannot be used
+    │   │   └── DemonstrationError   a row with a completion, although a prompt was expected
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
-    │   │   └── DivergedError    its weights give non-finite numbers
-    │   ├── RewardError          a user's function that raised or returned something unusable
+    │   │   └── DivergedError    the checkpoint's weights give NaN or infinite numbers
+    │   ├── RewardError          a user's function raised an error or returned an unusable value
     │   ├── NoMemoryError        settings that need more memory than the machine has
     │   ├── NoSignalError        training ended because rewards gave no learning signal
     │   └── StoppedByRuleError   training ended because of a warning that `stop_on` names
-    ├── EngineError              an inference server refused or answered nonsense
-    │   ├── EngineUnavailableError   unreachable, restarting or overloaded: a retry may help
-    │   ├── NoNumbersError       its weights give non-finite log-probs
+    ├── EngineError              an inference server refused a request or gave an unusable answer
+    │   ├── EngineUnavailableError   the engine is unreachable, restarting or overloaded: a retry may help
+    │   ├── NoNumbersError       the engine's weights give NaN or infinite log-probs
     │   └── WeightSyncError      the engine did not take the published weights
-    │       └── OtherVersionError    it reports another version than the published one
+    │       └── OtherVersionError    the engine reports another weight version than the published one
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: a retry may help
-    │   └── EnvironmentOutageError   it failed so often that the run ends until it is repaired
+    │   └── EnvironmentOutageError   it failed so often that the run ends: it must be repaired first
     └── TrainingError            training itself failed
-        ├── NonFiniteError       a loss or gradient that is not finite; the weights are unchanged
+        ├── NonFiniteError       a loss or gradient is NaN or infinite; the weights are unchanged
+        ├── FullGPUError         a training step ran out of GPU memory
         └── MachineLostError     one of several training machines is gone: a restart may help
 
-Exceptions take strings only, so they survive pickling and Prefect's storage.
+Exceptions take only strings as arguments, so that they can be pickled and stored by Prefect.
 """
 
 
@@ -31,7 +32,10 @@ class RolloutsError(Exception):
 
 
 class InputError(RolloutsError):
-    """Unusable input of the user; the message has the expected and found values and the remedy."""
+    """Input of the user that cannot be used.
+
+    The message says what was expected, what was found and how to correct it.
+    """
 
 
 class ConfigError(InputError):
@@ -51,39 +55,41 @@ class CheckpointError(InputError):
 
 
 class DivergedError(CheckpointError):
-    """A checkpoint whose weights give non-finite numbers."""
+    """A checkpoint whose weights give NaN or infinite numbers."""
 
 
 class RewardError(InputError):
-    """A user's reward, filter, generate function or environment that failed."""
+    """A user's reward, filter, generate function or environment failed."""
 
 
 class NoMemoryError(InputError):
-    """Settings that need more memory than available; the message names the settings to lower."""
+    """The settings need more memory than is available. The message names the settings to lower."""
 
 
 class NoSignalError(InputError):
-    """RL without learning signal: all completions of each prompt had equal rewards for too many steps."""
+    """RL ended because it had no learning signal: for too many steps, all completions of each prompt had equal
+    rewards.
+    """
 
 
 class StoppedByRuleError(InputError):
-    """RL that a warning ended, because `training.rl.stop_on` names its rule."""
+    """RL ended because of a warning whose rule `training.rl.stop_on` names."""
 
 
 class EngineError(RolloutsError):
-    """An inference engine that refused a request or answered something unusable."""
+    """An inference engine refused a request or gave an unusable answer."""
 
 
 class EngineUnavailableError(EngineError):
-    """An engine that is unreachable or starting; the same request may work later."""
+    """An engine is unreachable or still starting. The same request may work later."""
 
 
 class EngineBusyError(EngineUnavailableError):
-    """An overloaded engine.
+    """An engine is overloaded.
 
     Args:
         problem: the engine's answer.
-        retry_after_s: the delay that the engine requested, seconds; 0 without such a request.
+        retry_after_s: delay that the engine asked for, seconds; 0 if it asked for none.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
@@ -92,22 +98,22 @@ class EngineBusyError(EngineUnavailableError):
 
 
 class EngineAnswerError(EngineError):
-    """An engine's unusable answer that another engine would not give."""
+    """An engine gave an unusable answer that other engines would not give to the same request."""
 
 
 class NoNumbersError(EngineAnswerError):
-    """An engine whose weights give non-finite log-probs, for example after training diverged."""
+    """An engine's weights give NaN or infinite log-probs, for example after training diverged."""
 
 
 class WeightSyncError(EngineError):
-    """An engine that does not serve the published weights."""
+    """An engine does not serve the published weights."""
 
 
 class OtherVersionError(WeightSyncError):
-    """An engine that took an update but reports another version.
+    """An engine took an update but reports another weight version than the published one.
 
     Args:
-        problem: the published and the served version.
+        problem: names the published and the reported version.
         served: the version that the engine reports.
     """
 
@@ -117,23 +123,27 @@ class OtherVersionError(WeightSyncError):
 
 
 class EnvironmentUnavailableError(RolloutsError):
-    """A dependency of an environment or reward failed: a sandbox, a service, a machine.
+    """A sandbox, a service or a machine that an environment or reward needs failed.
 
-    The policy did not cause it, so its sample is not graded; the same conversation may work on a retry.
+    The policy did not cause the failure, so the sample is not graded. The same conversation may work on a retry.
     """
 
 
 class EnvironmentOutageError(EnvironmentUnavailableError):
-    """An environment or reward that failed so often that it must be repaired first."""
+    """An environment or reward failed so often that the run ends: it must be repaired first."""
 
 
 class TrainingError(RolloutsError):
-    """Training that cannot continue."""
+    """Training cannot continue."""
 
 
 class MachineLostError(TrainingError):
-    """One of several training machines did not connect or is gone; progress since the last checkpoint is lost."""
+    """One of several training machines did not connect or is gone. The steps since the last checkpoint are lost."""
+
+
+class FullGPUError(TrainingError):
+    """A training step that ran out of GPU memory."""
 
 
 class NonFiniteError(TrainingError):
-    """A loss or gradient that is not finite. The step's gradient is dropped; the weights are unchanged."""
+    """A loss or gradient is NaN or infinite. The step's gradient is dropped; the weights are unchanged."""

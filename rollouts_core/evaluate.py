@@ -1,7 +1,9 @@
 """Score checkpoints on the same rows with the same random numbers, and record their completions.
 
-A score is a number per row, higher is better: the mean reward of a prompt's completions (metric accuracy), or minus
-the mean loss of a demonstration (metric loss). Statistical comparison: `comparison.py`.
+A score is one number per row, and a higher score is better. With the metric accuracy, the score is the mean reward of a
+prompt's completions. With the metric loss, it is minus the mean loss of a demonstration.
+
+Not here: the statistical comparison (comparison.py).
 """
 
 from __future__ import annotations
@@ -63,16 +65,16 @@ from rollouts_core.user_code.failures import describe_raised
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 8192
-"""Limit of padded tokens of demonstrations in one batch."""
+"""Largest number of tokens in a batch of demonstrations, including padding."""
 
 
 async def generate_samples(
     model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_slots: int
 ) -> list[Sample]:
-    """`config.n_samples_per_prompt` ungraded completions of every prompt, by the decoder in this process.
+    """Generate `config.n_samples_per_prompt` ungraded completions of every prompt with the decoder in this process.
 
-    The random numbers of a sample depend on its prompt's place, its own place and `config.seed`, so all compared
-    checkpoints use the same ones.
+    The random numbers of a sample depend only on its prompt's index, its index in the group and `config.seed`. All
+    compared checkpoints therefore use the same random numbers.
 
     Raises:
         DivergedError: a token's log-probs are not finite.
@@ -109,10 +111,10 @@ async def generate_samples(
 async def ask_engine(
     engine: InferenceEngine, model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_running: int
 ) -> list[Sample]:
-    """Like `generate_samples`, by an engine that serves the model.
+    """Generate like `generate_samples`, but through an engine that serves the model.
 
     Args:
-        num_running: number of completions that the engine generates at the same time.
+        num_running: number of completions that the engine generates concurrently.
 
     Raises:
         DivergedError: a token's log-probs are not finite.
@@ -123,14 +125,14 @@ async def ask_engine(
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
     wait_out = OutagePauses(config).wait_out
     calls = [partial(wait_out, partial(generate_whole, generate, group)) for group in pending_groups(prompts, config)]
-    # Twice the engine's capacity, so that it stays busy while environments answer or requests travel.
+    # Send twice as many requests as the engine runs, so that it stays busy while environments or requests take time.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
     with _explained_no_numbers(model):
         return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
 
 
 async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
-    """Grade the completions of an evaluation concurrently; invalid ones get 0, with a warning.
+    """Grade the completions of an evaluation concurrently. Invalid completions get the reward 0, with a warning.
 
     Raises:
         DataError: too many completions are invalid.
@@ -157,17 +159,17 @@ def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Gro
 
 
 def longest_prompt(model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig) -> int:
-    """Tokens of the longest prompt, including the tool descriptions of the environment."""
+    """The number of tokens of the longest prompt, including the environment's tool descriptions."""
     tools = describe_tools(resolve_environment(config))
     tokens = tokenize_prompts(load_tokenizer(model), [prompt.messages for prompt in prompts], tools)
     return max(map(len, tokens))
 
 
 def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
-    """Mean reward of each prompt's samples, in order.
+    """Mean reward of each prompt's samples, in order of the prompts.
 
     Raises:
-        RewardError: a sample has no reward. A mean over the others would compare checkpoints on different rows.
+        RewardError: a sample has no reward. A mean of the other samples would compare checkpoints on different rows.
     """
     scores = []
     for group in group_samples(samples):
@@ -184,12 +186,12 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 def outcomes_by_prompt(
     samples: Sequence[Sample], evaluation: EvaluationConfig, vote_fn: VoteFn | None
 ) -> dict[str, Any]:  # Any: JSON
-    """Per prompt, how many of its graded samples are right, and the outcome of their vote if there is one.
+    """The number of right samples of each prompt, and the outcome of their majority vote if there is a vote function.
 
-    The fields are those of a checkpoint in result.json, for several samples per prompt.
+    The result has the fields that a checkpoint with several samples per prompt has in result.json.
 
     Raises:
-        RewardError: the vote of an environment raised.
+        RewardError: the environment's vote function raised.
     """
     groups = [list(group) for group in group_samples(samples)]
     passed = [[sample.reward is not None and sample.reward >= evaluation.pass_reward for sample in g] for g in groups]
@@ -216,12 +218,12 @@ def _vote(vote_fn: VoteFn, sample: Sample) -> str | None:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """Minus the mean loss of each demonstration's trained tokens; on the first GPU if there is one.
+    """Minus the mean loss over each demonstration's trained tokens. Uses the first GPU if there is one.
 
     Raises:
         DivergedError: a loss is not finite.
     """
-    from rollouts_core.model.policy import compute_logprobs  # takes two seconds; evaluations by reward do not need it
+    from rollouts_core.model.policy import compute_logprobs  # slow import (2 s) that reward evaluations do not need
 
     hf_model = load_hf_model(model, device=default_device()).eval()
     check_attention(hf_model)
@@ -238,7 +240,8 @@ def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[
 
 
 def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
-    """Places of the samples in batches of similar length, each at most `MAX_BATCH_TOKENS` or one sample."""
+    """Indices of the samples in batches of similar length. A batch has at most `MAX_BATCH_TOKENS`, or a single
+    sample."""
     by_length = sorted(range(len(samples)), key=lambda place: len(samples[place].tokens), reverse=True)
     while by_length:
         num_rows = max(1, MAX_BATCH_TOKENS // len(samples[by_length[0]].tokens))
@@ -260,7 +263,8 @@ def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) ->
 
 @contextmanager
 def _explained_no_numbers(model: ModelConfig) -> Iterator[None]:
-    """Turn an engine's non-finite log-probs into DivergedError: evaluation settings cannot cause them."""
+    """Raise an engine's non-finite log-probs as DivergedError: only the model can cause them, not evaluation
+    settings."""
     try:
         yield
     except NoNumbersError as error:

@@ -1,7 +1,7 @@
-"""Decide which groups of samples are worth training on.
+"""Decide which groups of samples are worth training on. A group has the samples of one prompt.
 
-Samples without a reward could not be scored; filters of rewards ignore them. A trajectory counts once, regardless of
-its number of samples.
+A sample whose reward could not be computed has the reward None, and filters of rewards ignore it. A trajectory counts
+once, even if it has several samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIN_REWARD_STD = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class FilterDecision:
-    """Whether a group is kept; if not, the reason under which the drop is counted."""
+    """Whether a group is kept. If not, `reason` is the name under which the drop is counted."""
 
     keep: bool
     reason: str = ""
@@ -30,19 +30,20 @@ UNSCORED = FilterDecision(False, "unscored")
 """No sample of the group has a reward."""
 
 FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
-"""Takes the graded samples of one group; True keeps the group."""
+"""A group filter: takes the graded samples of one group; True keeps the group."""
 
 BufferFilterFn = Callable[[Sequence[Sequence[Sample]], int], Sequence[Sequence[Sample]]]
-"""Takes the interrupted groups, in order, and the wanted number of groups; returns the groups to generate now."""
+"""A buffer filter: takes the interrupted groups, in order, and the number of groups wanted; returns the groups to
+generate now."""
 
 
 def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
-    """Keep a group whose rewards differ: equal rewards give advantages of 0. Source: DAPO, arXiv:2503.14476."""
+    """Keep a group whose rewards differ, because equal rewards give advantages of 0. Source: DAPO, arXiv:2503.14476."""
     rewards = scored_rewards(group)
     if not rewards:
         return UNSCORED
     is_constant = statistics.pstdev(rewards) <= MIN_REWARD_STD
-    # Rounded, so that continuous rewards give few distinct reasons.
+    # The reason has the rounded reward, so that continuous rewards give few distinct reasons.
     return FilterDecision(not is_constant, f"zero_std_{round(rewards[0], 1):g}" if is_constant else "")
 
 
@@ -56,7 +57,7 @@ def check_min_reward(group: Sequence[Sample], *, min_reward: float = 0.0) -> Fil
 
 
 def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -> FilterDecision:
-    """Keep a group with at least one sample of `success_reward` or more."""
+    """Keep a group in which at least one sample has a reward of `success_reward` or more."""
     rewards = scored_rewards(group)
     if not rewards:
         return UNSCORED
@@ -65,7 +66,7 @@ def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -
 
 
 def check_response_diversity(group: Sequence[Sample], *, min_unique_share: float = 0.5) -> FilterDecision:
-    """Keep a group in which at least this share of the responses are distinct texts."""
+    """Keep a group if at least this share of its responses are distinct texts."""
     responses = [sample.response for sample in _last_samples(group)]
     keep = len(set(responses)) >= min_unique_share * len(responses)
     return FilterDecision(keep, "" if keep else "low_diversity")
@@ -74,7 +75,7 @@ def check_response_diversity(group: Sequence[Sample], *, min_unique_share: float
 def check_reasonable_length(
     group: Sequence[Sample], *, min_tokens: int = 1, max_tokens: int = 1 << 20
 ) -> FilterDecision:
-    """Keep a group whose responses have between `min_tokens` and `max_tokens` sampled tokens, over all turns."""
+    """Keep a group if each trajectory has between `min_tokens` and `max_tokens` sampled tokens over all its turns."""
     lengths = [
         sum(1 for place in places for weight in group[place].loss_mask if weight) for places in trajectory_places(group)
     ]
@@ -83,12 +84,15 @@ def check_reasonable_length(
 
 
 def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
-    """Keep a group that has a success, different rewards and different responses."""
+    """Keep a group that passes `check_any_success`, `check_reward_nonzero_std` and `check_response_diversity`."""
     return compose_filters(check_any_success, check_reward_nonzero_std, check_response_diversity)(group)
 
 
 def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
-    """A filter that keeps a group if all `filters` keep it. Otherwise it returns the first failing filter's reason."""
+    """Return a filter that keeps a group if all `filters` keep it.
+
+    Otherwise the reason is that of the first filter that drops it.
+    """
 
     def check_all(group: Sequence[Sample]) -> FilterDecision:
         for check in filters:
@@ -102,7 +106,7 @@ def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDe
 
 
 def scored_rewards(group: Sequence[Sample]) -> list[float]:
-    """The rewards of the trajectories, without missing rewards."""
+    """The rewards of the group's trajectories; missing rewards are left out."""
     return [sample.reward for sample in _last_samples(group) if sample.reward is not None]
 
 

@@ -1,6 +1,6 @@
 """The findings of checks before a run: facts, and warnings about probable mistakes.
 
-Errors that prevent a run: `errors.py`.
+Errors that prevent a run are exceptions in `errors.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Caution(str):
-    """A warning that the user should read before the run starts; other findings are facts.
+    """A warning that the user should read before the run starts. A finding of another type is a fact.
 
     It is a subclass of str, so that checks can return facts and warnings in one list.
     """

@@ -1,7 +1,7 @@
-"""Compute the identity of work: a hash of everything that can change its result.
+"""Compute fingerprints. A fingerprint identifies work by a hash of everything that can change its result.
 
-The hash covers settings that differ from their defaults, digests of the inputs, and SEMANTICS_VERSION. Fields marked
-PLACEMENT are left out: paths, ports, threads and log intervals do not change results.
+The hash covers the settings that differ from their defaults, digests of the inputs, and SEMANTICS_VERSION. Paths,
+ports, threads and log intervals do not change results. Their fields are marked PLACEMENT and left out.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 12
-"""Increased whenever the same settings and data train to another result than before."""
+"""Increased when a change of the code makes the same settings and data give another result."""
 
 FINGERPRINT_CHARS = 16
 
 NO_RESULT = tuple(PLACEMENT)
 NO_WEIGHTS = tuple(SELECTION)
-"""Marks of fields in config/: NO_RESULT of fields that cannot change a result, NO_WEIGHTS of fields that cannot change
-weights."""
+"""Marks of fields in config/. NO_RESULT marks fields that cannot change any result; NO_WEIGHTS marks fields that cannot
+change the trained weights."""
 
 
 def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "", semantics: int = SEMANTICS_VERSION) -> str:
-    """The identity of a stage's job: 16 hex digits.
+    """Return the fingerprint of a stage's job: 16 hex digits.
 
     Args:
-        salt: changes the identity, for a fresh start of the same work.
+        salt: any text. Another salt gives another fingerprint, so that the same work is done again.
         semantics: the SEMANTICS_VERSION of the code that does the work.
     """
     content = {"stage": stage, "semantics": semantics, "salt": salt, "job": affecting_settings(job)}
@@ -47,12 +47,12 @@ def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "", semantics: in
 
 
 def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
-    """The settings that can change weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
+    """The settings that can change the trained weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
     return _flatten(affecting_settings(_with_names(record), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
 
 
 def _with_names(record: BaseModel) -> BaseModel:
-    """Replace functions by their names, even functions that a configuration file cannot name."""
+    """Replace functions by their names, including functions that a configuration file cannot name."""
     named: dict[str, Any] = {}  # Any: settings of every type
     for name, value in record:
         if isinstance(value, tuple):
@@ -63,17 +63,18 @@ def _with_names(record: BaseModel) -> BaseModel:
 
 
 def flat_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
-    """`affecting_settings` by dotted names."""
+    """Return `affecting_settings` as one flat dict with dotted names."""
     return _flatten(affecting_settings(record))
 
 
 def affecting_settings(
     record: BaseModel, default: BaseModel | None = None, *, unless_marked: Collection[str] = NO_RESULT
 ) -> dict[str, Any]:  # Any: JSON
-    """The fields of a record that can change a result and differ from their defaults, as JSON values.
+    """The fields of a record that can change a result and whose values differ from the defaults, as JSON values.
 
     Args:
-        default: the record's default in its section, which may differ from the default of its type.
+        default: default of the record in the section that contains it. It may differ from the default of the record's
+            type.
         unless_marked: fields with one of these marks are left out.
     """
     record = record.without_places() if isinstance(record, Record) else record
@@ -118,7 +119,9 @@ def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
 
 
 def digest_model(model: ModelConfig) -> str:
-    """The digest of a model's content: from the manifest of this project's checkpoints, else from its files."""
+    """The digest of a model's content, from its manifest if the model is a checkpoint of this project; otherwise from
+    its files.
+    """
     path = Path(model.path)
     if (path / MANIFEST).is_file():
         return load_manifest(path).digest
@@ -126,23 +129,24 @@ def digest_model(model: ModelConfig) -> str:
 
 
 def digest_datasets(datasets: Sequence[BaseModel]) -> str:
-    """One digest of a mixture: of the content and the share of each dataset."""
+    """One digest of several datasets, over the content and the share of each dataset."""
     return hashlib.sha256(json.dumps([affecting_settings(each) for each in datasets]).encode()).hexdigest()
 
 
 def digest_checkpoint(path: str) -> str:
-    """The digest of a checkpoint including the trainer's state; "" for an empty path.
+    """The digest of a checkpoint including the trainer's state; "" if `path` is empty.
 
     Raises:
-        CheckpointError: the path has no checkpoint.
+        CheckpointError: there is no checkpoint at the path.
     """
     return load_manifest(find_checkpoint(Path(path))).content_digest if path else ""
 
 
 def digest_plugins(*names: FunctionName) -> str:
-    """One digest of the user's packages behind `package.module:function` names and of the packages that they import.
+    """One digest over the code of the user's functions: the packages in `package.module:function` names, and the user's
+    packages that these import.
 
-    Without such names the digest is "".
+    Names without a colon are built in. If all names are built in, the digest is "".
 
     Raises:
         ConfigError: a package cannot be found.
@@ -163,9 +167,9 @@ def digest_plugins(*names: FunctionName) -> str:
 
 
 def _digest_code(code: OwnCode) -> str:
-    """The digest of the importable files of a package, folder or file; an editor's hidden files do not count.
+    """The digest of the importable files of a package, folder or file. Hidden files, such as an editor's, do not count.
 
-    For an installed package, the file with its entry points is included.
+    For an installed package, the digest includes the file with the package's entry points.
     """
     digest = _digest_files(code)
     points = [digest_path(path) for path in code.about.values() if path.name == ENTRY_POINTS]

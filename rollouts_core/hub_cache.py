@@ -1,7 +1,8 @@
-"""Choose the folder for downloads from the hub on a machine without a setting for it.
+"""Choose a folder for downloads from the Hugging Face hub if no variable of the machine names a folder.
 
-An SSH session has few variables, and the hub's default is the home directory. On rented machines the home directory's
-disk is often small, but the volume with this project's files is large.
+The hub's default is a folder in the home directory. On rented machines, the disk of the home directory is often small,
+but the volume with this project's files is large. An SSH session has few environment variables, so a variable of the
+image may not be set.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 FALLBACK = "ROLLOUTS_HUB_HOME"
-"""Variable with the folder to use if no other variable of the machine names a folder."""
+"""Variable with the folder to use if no other variable names a folder."""
 _CHOSEN_BY = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 
 def use_fallback(environment: MutableMapping[str, str]) -> None:
-    """Set HF_HOME to the fallback folder unless a variable chooses a folder or the usual folder holds models.
+    """Set HF_HOME to the fallback folder, unless a variable names a folder or the default folder already contains
+    models.
 
-    A login to the hub on this machine stays valid: the token's usual path is kept.
+    The token stays at its default path, so a login to the hub on this machine stays valid.
     """
     usual = Path(environment.get("HOME", "/nowhere"), ".cache", "huggingface")
     fallback = environment.get(FALLBACK, "")

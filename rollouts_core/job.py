@@ -258,8 +258,11 @@ class ServeJob(Record):
     """Port for lease renewals by a trainer on another node; 0 if the trainer is on this node."""
     parent_pid: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """Process id of the starter; the server ends when that process ends. 0: no such process."""
-    context_length: int = Field(ge=2)
-    """Highest number of prompt and completion tokens of one request."""
+    context_length: int = Field(ge=0)
+    """Highest number of prompt and completion tokens of one request. 0: as many as the model and the memory allow."""
+    served_name: str = Field("", json_schema_extra=PLACEMENT)
+    """Name of the model in people's requests, which have texts. Empty: the server is for RL, and takes token ids and
+    new weights."""
     engine: EngineConfig = EngineConfig()
     """Kind and settings of the server."""
     adapter_rank: int = Field(0, ge=0)

@@ -1,4 +1,7 @@
-"""Keys of services and engines: settings name an environment variable; only processes that need the key read it.
+"""Read the API keys of services and engines.
+
+Settings contain only the name of an environment variable with the key. Only a process that needs the key reads the
+variable.
 
 `tasks/stage.py` passes the variables to a job. This file must not import torch.
 """
@@ -18,11 +21,11 @@ if TYPE_CHECKING:
     from rollouts_core.config import RolloutConfig
 
 HUB_TOKEN = "HF_TOKEN"
-"""Variable in which Hugging Face's libraries look for a token."""
+"""Variable from which Hugging Face's libraries read a token."""
 OWN_KEY_VARIABLE = "ROLLOUTS_OWN_UNIT_KEY"
-"""Variable with the generated key of a run on several nodes, used between nodes if the settings name no key."""
+"""Variable with a generated key. The nodes of a run use the key between each other if the settings name no key."""
 SENDABLE = re.compile(r"[!-~]+")
-"""The characters that an HTTP header can carry in a key."""
+"""Matches the keys that an HTTP header can carry."""
 
 
 def read_key(
@@ -32,19 +35,19 @@ def read_key(
     *,
     name: str = "api_key_variable",
 ) -> str:
-    """The key in an environment variable; "" if `variable` is empty.
+    """Return the key in an environment variable; "" if `variable` is empty.
 
     Args:
-        setting: section that names the variable, for the message.
-        known: values to use instead of the environment.
-        name: setting within the section, for the message.
+        setting: section of the settings that names the variable, for the error message.
+        known: keys by variable; they take precedence over the environment.
+        name: setting within the section, for the error message.
 
     Raises:
         ConfigError: the variable is unset or its value cannot be a key.
     """
     if not variable:
         return ""
-    # Files of variables may leave line ends, on Windows also a carriage return.
+    # Files of variables may leave line ends in a value, on Windows also a carriage return.
     if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
             f"{setting}: {name} {variable} is not set: export it where the run is started, or save it in the "
@@ -59,12 +62,12 @@ def read_key(
 
 
 def key_header(key: str) -> dict[str, str]:
-    """The HTTP header with the key; empty for an empty key."""
+    """Return the HTTP header with the key; no header for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def engine_key_variable(job: Mapping[str, Any]) -> str:  # Any: JSON
-    """The variable that a job names for its engine's key; "" if the job names no variable."""
+    """The variable with the key of a job's engine; "" if the job names no variable."""
     engine = job.get("engine", job.get("rollout", {}).get("engine", {}))
     return str(engine.get("api_key_variable", ""))
 
@@ -73,11 +76,13 @@ def read_named_keys(
     job: Mapping[str, Any],  # Any: JSON
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """The variables that a job's engine, rewards and several nodes need, with their keys.
+    """Read the keys that a job needs: of its engine, of its rewards, and of its nodes if there are several.
+
+    Returns keys by variable.
 
     Args:
         job: content of job.json.
-        known: values to use instead of the environment.
+        known: keys by variable; they take precedence over the environment.
 
     Raises:
         ConfigError: a variable is not set.
@@ -92,17 +97,18 @@ def read_named_keys(
 
 
 def key_variables(rollout: RolloutConfig) -> set[str]:
-    """The variables that the settings of the engine and the rewards name."""
+    """The variables that the settings of the engine and the rewards name for their keys."""
     return {rollout.engine.api_key_variable, *(reward.api_key_variable for reward in rollout.rewards)} - {""}
 
 
 def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The hub's token and its variable, if the job reads from the hub and the token is set.
+    """Return the hub's token by its variable if the job reads from the hub and the token is set; otherwise an empty
+    dict.
 
     Args:
         job: content of job.json.
     """
-    data = job.get("data")  # a file, or datasets; only the leader reads them
+    data = job.get("data")  # a file, or datasets; only the leader reads datasets
     datasets = data if isinstance(data, list | tuple) and not job.get("node_rank") else ()
     models = [model["model"] for model in (*job.get("checkpoints", ()), *([job["model"]] if "model" in job else ()))]
     reads_hub = any(not Path(each["path"]).is_absolute() for each in (*datasets, *models))

@@ -1,7 +1,7 @@
-"""Append metrics and events to files that stay readable while they are written and after a crash.
+"""Append metrics and events to files of JSON lines that can be read while they are written and after a crash.
 
-Each line is flushed whole. A line torn by a crash is cut off when the file is opened again. A resumed run repeats some
-steps, so readers keep the last line per step. Readers skip lines that a disk damaged.
+Each line is written to the file at once. If a crash cut a line off, the part is removed when the file is opened again.
+A resumed run repeats some steps, so readers keep the last line of each step. Readers skip damaged lines.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from typing import Any, Protocol, Self
 logger = logging.getLogger(__name__)
 
 MAX_SUFFIX = "_max"
-"""Metrics of micro-batches and ranks with this suffix combine by maximum; all other metrics are summed."""
+"""When metrics of micro-batches or ranks are combined, names with this suffix give the maximum; all other names the
+sum."""
 NUM_LAST = 100
-"""Number of last lines that `read_spread_lines` always keeps."""
+"""`read_spread_lines` always keeps this number of lines from the end of a file."""
 LAST_BYTES = 1 << 20
-"""Number of last bytes that `read_last_lines` reads, bytes."""
+"""Default number of bytes that `read_last_lines` reads from the end of a file."""
 
 
 def sum_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of micro-batches or ranks: maxima for `MAX_SUFFIX`, else sums."""
+    """Combine the metrics of micro-batches or ranks: the maximum for names with `MAX_SUFFIX`, otherwise the sum."""
     return {
         name: (max if name.endswith(MAX_SUFFIX) else sum)(metrics[name] for metrics in results) for name in results[0]
     }
 
 
 def average_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's updates: maxima for `MAX_SUFFIX`, else means."""
+    """Combine the metrics of a step's updates: the maximum for names with `MAX_SUFFIX`, otherwise the mean."""
     return {
         name: value if name.endswith(MAX_SUFFIX) else value / len(results)
         for name, value in sum_metrics(results).items()
@@ -63,11 +64,11 @@ class JSONLLogger:
         append_line(self._file, line)
 
     def sync(self) -> None:
-        """Flush everything logged to disk, to survive a power failure."""
+        """Flush all logged lines to disk, so that a power failure does not lose them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; everything logged is already in it."""
+        """Close the file. All logged lines are already in it."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -80,7 +81,7 @@ class JSONLLogger:
 
 
 def keep_logged(metrics_logger: MetricsLogger | None) -> None:
-    """Flush the metrics to disk if the logger is a `JSONLLogger`. Other loggers flush by themselves."""
+    """If the logger is a `JSONLLogger`, flush its lines to disk. Other loggers are left alone."""
     if isinstance(metrics_logger, JSONLLogger):
         metrics_logger.sync()
 
@@ -94,13 +95,13 @@ class EventLog:
         self._file = open_for_lines(self.path)
 
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
-        """Append an event. The event is on disk when this returns."""
+        """Append an event. It is on disk when this method returns."""
         line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
         append_line(self._file, line)
         os.fsync(self._file.fileno())
 
     def warn(self, message: str, **details: Any) -> None:  # Any: JSON
-        """Append a warning and log it; an empty message does nothing."""
+        """Log a warning and append it as an event. An empty message does nothing."""
         if message:
             logger.warning("%s", message)
             self.write("warning", message=message, **details)
@@ -119,7 +120,7 @@ class EventLog:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """The objects in a metrics, event or sample file; torn and damaged lines are left out."""
+    """The objects in a file of JSON lines (metrics, events or samples). Damaged and incomplete lines are left out."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
@@ -127,13 +128,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dict[str, Any]]:  # Any: JSON
-    """Like `read_json_lines`, but from a long file only every n-th line and the last `NUM_LAST` lines.
+    """Like `read_json_lines`, but from a long file read only every n-th line and the last `NUM_LAST` lines.
 
-    Finding the beginnings of lines takes a tenth of the time of parsing them.
+    Only the chosen lines are parsed: finding where lines begin takes a tenth of the time of parsing them.
 
     Args:
-        max_lines: from a file with many more lines, only about this many lines are read.
-        rare: a key that few lines may have. Lines with the key are chosen separately.
+        max_lines: if a file has many more lines, about this many are read.
+        rare: a key that only few lines may have. Every n-th line is chosen separately among lines with and without this
+            key.
     """
     if not path.is_file():
         return []
@@ -152,7 +154,10 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
 
 
 def read_some_lines(path: Path, count: int) -> list[dict[str, Any]]:  # Any: JSON
-    """At most `count` of the objects in a file, at even distances in bytes, and the last one; reads nothing else."""
+    """At most `count` objects of a file, at even distances in bytes, and the last object.
+
+    The rest of the file is not read.
+    """
     if not path.is_file():
         return []
     lines = []
@@ -161,7 +166,7 @@ def read_some_lines(path: Path, count: int) -> list[dict[str, Any]]:  # Any: JSO
         for place in range(count):
             file.seek(size * place // count)
             if place:
-                file.readline()  # the rest of a line that begins earlier
+                file.readline()  # the rest of a line that begins before `place`
             if file.tell() > at:
                 lines.append(file.readline())
                 at = file.tell() - 1
@@ -169,14 +174,14 @@ def read_some_lines(path: Path, count: int) -> list[dict[str, Any]]:  # Any: JSO
 
 
 def read_last_lines(path: Path, max_bytes: int = LAST_BYTES) -> list[dict[str, Any]]:  # Any: JSON
-    """The objects among the last bytes of a file; a torn last line is left out."""
+    """The objects in the last `max_bytes` bytes of a file. An incomplete last line is left out."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size > max_bytes:
             file.seek(size - max_bytes - 1)
-            file.readline()  # the rest of a line that begins earlier
+            file.readline()  # the rest of a line that begins before these bytes
         else:
             file.seek(0)
         return _whole_objects(file)
@@ -187,7 +192,7 @@ def _whole_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:  # Any: JSON
-    """The object in a line; None if the line is damaged."""
+    """The JSON object in a line; None if the line is damaged."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -196,16 +201,16 @@ def parse_line(line: bytes) -> dict[str, Any] | None:  # Any: JSON
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The metrics in a file, one line per step; see `metrics_by_step`."""
+    """The metrics in a file, one line per step; `metrics_by_step` explains which line is kept."""
     return metrics_by_step(read_json_lines(path))
 
 
 def metrics_by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, float]]:  # Any: JSON
-    """The last line of each step, in order of steps.
+    """The last line of each step, sorted by step.
 
-    If an attempt went beyond the checkpoint that a later attempt resumed from, its later steps are dropped: they are
-    not part of the training. A step number that goes back also marks a new attempt, because another machine counts
-    attempts from 1 again.
+    If an attempt went beyond the checkpoint from which a later attempt resumed, the lines of its further steps are
+    dropped, because the training does not contain these steps. A step number that decreases also marks a new attempt,
+    because a run that moves to another machine counts its attempts from 1 again.
     """
     by_step: dict[int, dict[str, float]] = {}
     before: tuple[object, float] = (None, 0)
@@ -218,7 +223,7 @@ def metrics_by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, float]]: 
 
 
 def open_for_lines(path: Path) -> FileIO:
-    """Open a file for appending lines, after cutting off a torn last line."""
+    """Open a file for appending lines. If the last line is incomplete, it is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -226,13 +231,13 @@ def open_for_lines(path: Path) -> FileIO:
 
 
 def append_line(file: FileIO, record: Mapping[str, Any]) -> None:  # Any: JSON
-    """Append a record to a file of `open_for_lines`, completely or not at all.
+    """Append a record to a file from `open_for_lines`, completely or not at all.
 
-    On a full disk or quota, `write` stores the beginning of the line without an error. The part is removed, so that
-    later lines do not follow it.
+    On a full disk or quota, `write` may store only the beginning of a line without an error. This beginning is removed,
+    so that the next line does not follow it on the same line.
 
     Raises:
-        OSError: no space is left.
+        OSError: there is no space left.
     """
     line = json.dumps(record).encode() + b"\n"
     size = os.fstat(file.fileno()).st_size

@@ -1,6 +1,6 @@
-"""Collect configuration errors, so that one check shows all errors at once.
+"""Collect configuration errors, so that one check shows all of them at once.
 
-`checks/validate.py` and `config/messages.py` create the errors.
+`checks/validate.py` and `config/messages.py` raise the errors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ SETTING = re.compile(r"[a-z_]+(?:\.\w+)+")
 class _Noted:
     place: str
     text: str
-    """Each line gets the place as prefix unless it names the place."""
+    """The message. Each of its lines starts with the place (the setting), unless the line names the setting anyway."""
     error: Exception
 
 
 class Mistakes:
-    """Errors of several checks, each with its setting.
+    """The errors that several checks raised, each with the setting that it belongs to.
 
     Args:
-        kinds: exception types to collect. Several errors are raised together, as the first of these types that occurs.
+        kinds: exception types to collect. Several errors are raised as one exception, whose type is the first of these
+            types that any of the errors has.
     """
 
     def __init__(self, *kinds: type[Exception]) -> None:
@@ -37,22 +38,25 @@ class Mistakes:
         self._settings: Mapping[str, Any] = {}
         self._noted: list[_Noted] = []
         self._places: set[str] = set()
-        """Settings with errors, including duplicates of errors noted before."""
+        """Settings with errors, including errors that were not collected because their text was already collected."""
         self._left_out: set[str] = set()
 
     def order_by(self, settings: Mapping[str, Any]) -> None:  # Any: unchecked input
-        """Sort the errors in the order of these settings, the order of the file."""
+        """Sort the errors in the order in which these settings occur in the configuration file."""
         self._settings = settings
 
     def leave_out(self, setting: str) -> None:
-        """Ignore errors that name this setting: its value was invalid, so later checks see a default."""
+        """Ignore errors that name this setting: its value was invalid and replaced by a default, which later checks
+        see.
+        """
         self._left_out |= {setting} - {""}
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Collect an error of the block under this setting; errors of other types are raised.
+        """Collect an error of the `with` block for this setting. Errors of other types are raised.
 
-        The block ends at its first error, so a check that needs the result of another check belongs in the same block.
+        The block ends at its first error, so a check that needs the result of another check belongs into the same
+        block.
         """
         try:
             yield
@@ -60,10 +64,10 @@ class Mistakes:
             self.note(place, error)
 
     def note(self, place: str, error: Exception, *, names_place: bool = False) -> None:
-        """Collect an error unless it names an ignored setting. A repeated text is not shown again.
+        """Collect an error, unless it names an ignored setting or its text is already part of a collected error.
 
         Args:
-            names_place: the message already names its setting.
+            names_place: whether the message already names its setting.
         """
         text = str(error)
         if self._is_left_out(place, text):
@@ -76,7 +80,9 @@ class Mistakes:
         self._noted.append(_Noted(place, "\n".join(lines), error))
 
     def rename_source(self, settings: Iterable[str], source: str, other: str) -> None:
-        """Begin the errors of these settings and of settings below them with `other` instead of the file's name."""
+        """In the errors of these settings and of settings below them, replace the file's name at the beginning by
+        `other`.
+        """
         renamed = tuple(f"{each}." for each in settings)
         begins = re.compile(rf"^{re.escape(source)}: ", re.MULTILINE)
         self._noted = [
@@ -85,7 +91,7 @@ class Mistakes:
         ]
 
     def has(self, place: str) -> bool:
-        """True if the setting, or a setting below it, has an error or is ignored."""
+        """Return True if the setting, or a setting below it, has an error or is ignored."""
         is_left_out = any(f"{place}.".startswith(f"{each}.") for each in self._left_out)
         marked = [*self._left_out, *self._places]
         return is_left_out or any(f"{each}.".startswith(f"{place}.") for each in marked)
@@ -94,10 +100,12 @@ class Mistakes:
         return bool(self._noted)
 
     def check(self) -> None:
-        """Raise the collected errors: a single error unchanged, several errors as one exception with a line for each.
+        """Raise the collected errors.
+
+        A single error is raised unchanged; several errors become one exception with a line for each.
 
         Raises:
-            Exception: of one of the collected types.
+            Exception: an exception of one of the collected types.
         """
         if not self._noted:
             return
@@ -110,7 +118,10 @@ class Mistakes:
         raise type(first.error)(first.text) from first.error
 
     def describe(self) -> str:
-        """The errors in the order of the configuration, one per line; lines after MAX_SHOWN_MISTAKES are counted."""
+        """The errors in the order of the configuration, one per line.
+
+        Beyond MAX_SHOWN_MISTAKES lines, only the number is given.
+        """
         ordered = sorted(self._noted, key=self._position)
         lines = [line for each in ordered for line in each.text.splitlines()]
         shown = lines[:MAX_SHOWN_MISTAKES]
@@ -125,29 +136,32 @@ class Mistakes:
         return any(f"{name}.".startswith(f"{each}.") for name in named for each in self._left_out)
 
     def _position(self, noted: _Noted) -> tuple[int, ...]:
-        """Position in the configuration of the setting that the error names first, else of the check."""
+        """Position in the configuration of the first setting that the error names; otherwise of the setting of the
+        check.
+        """
         named = [name for name in SETTING.findall(noted.text) if name.partition(".")[0] in self._settings]
         within = [name for name in named if not noted.place or f"{name}.".startswith(f"{noted.place}.")]
         return place_in(self._settings, (within[0] if within else noted.place).split("."))
 
 
 def _sibling_names(place: str) -> re.Pattern[str]:
-    """Matches words that a message uses for settings: in backticks, with an underscore, or as its subject.
+    """Return a pattern for words that a message uses as names of settings: in backticks, with an underscore, or as its
+    subject.
 
-    Other words are plain language, as the prompts in "12 prompts". Parts of paths do not match.
+    Other words are plain language, such as "prompts" in "12 prompts". Parts of file paths do not match.
     """
     subject = rf"(?:^|{re.escape(place)}: )(\w+)"
     return re.compile(rf"`(\w+)`|(?<![\w./-])([a-z0-9]+(?:_[a-z0-9]+)+)(?![\w/-]|\.\w)|{subject}", re.MULTILINE)
 
 
 def _names(line: str, place: str) -> bool:
-    """True if a message names the setting, or begins with the list or table that contains it."""
+    """Return True if a line names the setting, or begins with the list or table that contains the setting."""
     parents = [place[: match.start()] for match in re.finditer(r"\.", place)]
     return place in line or line.startswith(tuple(f"{each}:" for each in parents))
 
 
 def place_in(settings: Any, path: Sequence[str]) -> tuple[int, ...]:  # Any: unchecked input
-    """Position of a key in the order of the settings; a missing key comes last in its section."""
+    """Position of a key in the order of the settings. A missing key comes after all other keys of its section."""
     place: list[int] = []
     section = settings
     for part in path:

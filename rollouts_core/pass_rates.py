@@ -1,10 +1,10 @@
-"""Score several completions of a prompt: pass@k and majority@k, a number per prompt.
+"""Compute pass@k and majority@k from several completions of each prompt. Both give one number per prompt.
 
     n completions of a prompt, c of them right  ->  pass@k = 1 - C(n - c, k) / C(n, k)
     their final answers, as votes               ->  majority@n = whether the most frequent answer is right
 
-A number per prompt can be averaged, resampled and compared as a score: comparison.py treats a prompt as one row, so
-completions of one prompt never count as independent.
+`comparison.py` averages, resamples and compares these numbers like any score. It treats a prompt as one row, so
+completions of the same prompt never count as independent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that any of k completions is right, estimated from `num_samples` completions without bias.
+    """Unbiased estimate, from `num_samples` completions, of the probability that at least one of k completions is
+    right.
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
@@ -26,11 +27,14 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority_at_n(votes: Sequence[str | None], is_right: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right. Ties count as an even draw among their answers.
+    """The mean, over the most frequent answers, of the share of right completions among those with the answer.
+
+    Usually one answer is the most frequent and its completions are all right (result 1) or all wrong (result 0).
 
     Args:
-        votes: the final answer of each completion; None does not vote.
-        is_right: whether the completion is right. Completions of the same answer may differ, as with a graded format.
+        votes: the final answer of each completion. None counts as no vote.
+        is_right: whether each completion is right. Completions with the same answer may differ, for example if the
+            format is graded.
 
     Source: Wang et al. 2023, "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
     """
@@ -45,16 +49,16 @@ def majority_at_n(votes: Sequence[str | None], is_right: Sequence[bool]) -> floa
 
 
 def shown_ks(num_samples: int) -> list[int]:
-    """The k of pass@k that are shown: powers of two, and all completions."""
+    """The values of k for which pass@k is shown: powers of two, and the number of all completions."""
     return sorted({num_samples, *(1 << i for i in range(num_samples.bit_length()) if 1 << i <= num_samples)})
 
 
 def measures_of(entry: Mapping[str, Any]) -> dict[str, list[float]]:  # Any: JSON
-    """pass@k and majority@n of a checkpoint by name, a number per prompt.
+    """pass@k and majority@n of a checkpoint, by the name of the measure; each has one number per prompt.
 
     Args:
-        entry: the checkpoint in an evaluation's result.json. With one completion per prompt, or written by an older
-            version, it has no counts, and the result is empty.
+        entry: the checkpoint in an evaluation's result.json. If it has no counts (one completion per prompt, or written
+            by an older version), the result is empty.
     """
     num_samples = entry.get("samples_per_prompt", 1)
     if num_samples < 2 or "num_right" not in entry:

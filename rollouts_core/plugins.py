@@ -1,13 +1,13 @@
-"""Registries that installed packages extend by entry points: built-in rows first, then those of packages.
+"""Registries of named values. Installed packages can add values through entry points, after the built-in values.
 
-    [project.entry-points."rollouts.objectives"]         group of the registry
-    mine = "my_package.losses:MINE"                      name in a configuration = location of its value
+    [project.entry-points."rollouts.objectives"]         the registry's group
+    mine = "my_package.losses:MINE"                      name for a configuration = where the value is defined
 
-A built-in name is looked up without reading the installed packages. Any other name imports the package of its entry
-point, and no other package. An unusable package is left out with one warning.
+To look up a built-in name, no installed package is read. To look up another name, only the package with that entry
+point is imported. A package that cannot be used is left out with one warning.
 
-`infra/plugins.py` is a symbolic link to this file: infra must not import rollouts_core, and a rented machine has only
-the package rollouts_core.
+`infra/plugins.py` is a symbolic link to this file, because infra must not import rollouts_core, and a rented machine
+has only the package rollouts_core.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 PREFIX = "rollouts."
-"""Prefix of each group's name."""
+"""Prefix of the name of each entry point group."""
 ENTRY_POINTS = "entry_points.txt"
 ABOUT = (ENTRY_POINTS, "METADATA")
-"""Files with the entry points and the name of an installed package."""
+"""Files of an installed package that contain its entry points and its name."""
 ValueT = TypeVar("ValueT")
 
 logger = logging.getLogger(__name__)
@@ -42,24 +42,24 @@ class Plugin:
     package: str
     version: str
     is_loaded: bool = False
-    value: Any = None  # Any: of every group
+    value: Any = None  # Any: the type depends on the group
     problem: str = field(default="", kw_only=True)
-    """Reason why the plugin is left out; known after loading."""
+    """Why the plugin is left out; "" if it can be used. Known only after loading."""
 
 
 class Registry(Mapping[str, ValueT], Generic[ValueT]):
-    """Built-in values by name, and the values of the group's entry points.
+    """Built-in values by name, and the values of the entry points in the registry's group.
 
     Args:
-        built_in: a string is a value to import late: `package.module:name`.
-        find_fault: returns why a package's value cannot be used; "" if it can.
+        built_in: the built-in values. A string `package.module:name` is imported when it is first looked up.
+        find_fault: takes a name and the value of a package; returns why the value cannot be used, or "" if it can.
     """
 
     def __init__(
         self,
         group: str,
         built_in: Mapping[str, ValueT | str],
-        find_fault: Callable[[str, Any], str],  # Any: whatever a package names
+        find_fault: Callable[[str, Any], str],  # Any: a package can define any value
     ) -> None:
         self.group, self.built_in, self._find_fault = group, built_in, find_fault
 
@@ -85,12 +85,15 @@ class Registry(Mapping[str, ValueT], Generic[ValueT]):
         return sum(1 for _ in self)
 
     def locate(self, name: str) -> str:
-        """Translate a package's name to `package.module:name`; other names stay. Nothing is imported."""
+        """Translate the name of an entry point to `package.module:name`.
+
+        Other names are returned unchanged. Nothing is imported.
+        """
         plugin = None if name in self.built_in or ":" in name else self._find(name)
         return plugin.point.value if plugin else name
 
     def describe_plugins(self) -> list[dict[str, str]]:
-        """A row for each entry point of the group. `problem` has the reason if it is left out, else ""."""
+        """One row for each entry point of the group. `problem` is the reason why the entry point is left out, or ""."""
         return [
             {
                 "group": self.group,
@@ -130,13 +133,13 @@ class Registry(Mapping[str, ValueT], Generic[ValueT]):
 
 
 def find_fault_of_callable(name: str, value: object) -> str:
-    """Check for groups whose values are functions."""
+    """The `find_fault` of registries whose values are functions."""
     return "" if callable(value) else f"it is {value!r:.80}, which cannot be called"
 
 
 @cache
 def find_plugins() -> tuple[Plugin, ...]:
-    """The entry points of all groups, in the order of Python's search; nothing is imported."""
+    """The entry points of all groups, in the order in which Python finds the packages. Nothing is imported."""
     return tuple(
         Plugin(point, package.name, package.version)
         for package in _packages()
@@ -147,9 +150,10 @@ def find_plugins() -> tuple[Plugin, ...]:
 
 @cache
 def files_about_packages() -> dict[str, dict[str, Path]]:
-    """For each top-level name of a package with entry points for us, the files with its entry points.
+    """For each top-level module of the packages with our entry points: the files with the entry points and the
+    package's name.
 
-    Keys of the inner dict are the paths that the files need below a folder of `sys.path`.
+    The keys of the inner dict are paths relative to a folder of `sys.path`; the values are the files on this machine.
     """
     about: dict[str, dict[str, Path]] = {}
     for package in _packages():
@@ -164,7 +168,10 @@ def files_about_packages() -> dict[str, dict[str, Path]]:
 
 @cache
 def _packages() -> tuple[Distribution, ...]:
-    """The installed packages with entry points of our groups; the first on `sys.path` wins."""
+    """The installed packages with entry points of our groups.
+
+    If two have the same name, the first on `sys.path` is used.
+    """
     found: dict[str, Distribution] = {}
     for package in distributions():
         if f"[{PREFIX}" in (package.read_text(ENTRY_POINTS) or ""):
@@ -172,9 +179,9 @@ def _packages() -> tuple[Distribution, ...]:
     return tuple(found.values())
 
 
-@dataclass(frozen=True, eq=False)  # no hash: the registry has none
+@dataclass(frozen=True, eq=False)  # no hash, because a registry cannot be hashed
 class KeyOf:
-    """Marks a string setting as a key of a registry, which is read when a value is checked; a form offers the keys."""
+    """Marks a text setting whose value must be a key of a registry. The registry is read when a value is checked."""
 
     registry: Mapping[str, object]
 

@@ -1,9 +1,9 @@
 """Generate the quickstart's data: demonstrations, prompts, a tokenizer and an untrained model.
 
-The demonstrations have two styles: a share adds column by column and is right; the rest gives a number at once and is
-mostly wrong. A model that imitates both styles scores in between, so RL can improve it by preferring the worked style.
+Some demonstrations add column by column and are right. The others give a number at once and are mostly wrong. A model
+that imitates both kinds is right in some cases, so RL can improve it by preferring the column-by-column kind.
 
-The files depend only on `QuickstartSize` and the seed of the model's weights.
+The files depend only on `QuickstartSize` and on the seed of the model's weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""One in this many additions, chosen by checksum, is held out of all training data."""
+"""One of this many additions is kept out of all training data. The additions are chosen by checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class QuickstartSize:
     num_selection_prompts: int = 200
     num_heldout_prompts: int = 400
     worked_share: float = 0.4
-    """Share of demonstrations that work the addition out; the others give a number at once."""
+    """Share of the demonstrations that add column by column. The others give a number at once."""
     wrong_share: float = 0.7
-    """Share of wrong numbers among the demonstrations that give a number at once. Imitating these helps little."""
+    """Share of the demonstrations with a wrong number among those that give a number at once."""
     hidden_size: int = 64
     num_layers: int = 3
 
@@ -66,13 +66,13 @@ SMALL_SIZE = QuickstartSize(
     hidden_size=32,
     num_layers=2,
 )
-"""Runs every stage within seconds but is too small to learn from: for tests and rehearsals."""
+"""For tests and rehearsals: every stage runs within seconds, but the model is too small to learn."""
 
 
 def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int = 0) -> None:
     """Write sft.jsonl, prompts.jsonl, selection.jsonl, heldout.jsonl and base_model/ into `directory`.
 
-    Training, selection and held-out files share no addition.
+    No addition is in both the training files and the selection or held-out files.
     """
     num_possible = (9 * 10 ** (size.num_digits - 1)) ** 2
     num_training = size.num_demonstrations + size.num_prompts
@@ -97,7 +97,7 @@ def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int =
 
 
 def build_character_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, and a chat template of one special token per role."""
+    """Return a tokenizer with one token per character. Its chat template marks each role with a special token."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -134,7 +134,7 @@ def build_untrained_model(tokenizer: PreTrainedTokenizerFast, size: QuickstartSi
 
 
 def _draw_distinct(rng: random.Random, size: QuickstartSize, *, is_heldout: bool) -> Iterator[Addition]:
-    """Distinct additions, either all held out or all for training."""
+    """Draw distinct additions without end: only held-out additions, or only additions for training."""
     seen: set[Addition] = set()
     while True:
         problem = draw_addition(rng, num_digits=size.num_digits)

@@ -1,7 +1,7 @@
-"""Ask a reward model served by SGLang or vLLM for scores of conversations.
+"""Get scores of conversations from a reward model that SGLang or vLLM serves.
 
-/v1/models -> kind of server, and its longest conversation
-token ids  -> SGLang: /classify | vLLM: /pooling -> raw scores of the model's head -> score of the label
+/v1/models -> the server program, and the length limit of conversations
+token ids  -> SGLang: /classify | vLLM: /pooling -> raw outputs of the model's head -> score of the chosen label
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.system.http_service import HTTPService
 
 SCORING_APIS = {name: engine.scoring for name, engine in ENGINES.items() if engine.scoring}
-"""The scoring API by a server's name for itself (`owned_by`)."""
+"""The scoring API of each server program, by the program's name in the field `owned_by` of /v1/models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FoundServer:
     api: ScoringAPI
     max_tokens: int | None
-    """Longest conversation, tokens; None if the server does not report it."""
+    """The longest conversation that the server accepts, tokens; None if the server does not report a limit."""
 
 
 class RewardModelServer:
-    """A served reward model. The first request finds out the kind of server.
+    """A served reward model. The first request asks which program serves the model.
 
     Args:
         config: a reward of the kind reward_model.
@@ -43,11 +43,13 @@ class RewardModelServer:
         self._found: _FoundServer | None = None
 
     async def score(self, conversations: Sequence[list[int]]) -> list[list[float]]:
-        """Raw outputs of the model's head for each conversation; too long conversations are cut at their beginning.
+        """Return the raw outputs of the model's head for each conversation.
+
+        A conversation that is too long loses its beginning.
 
         Raises:
-            EnvironmentUnavailableError: the server is unreachable, or its answer is unreadable.
-            RewardError: the server refused the request, or serves no reward model.
+            EnvironmentUnavailableError: the server is unreachable, or its answer cannot be read.
+            RewardError: the server refused the request, or does not serve a reward model.
         """
         found = self._found = self._found or await self._find_out()
         service = self._scores = self._scores or HTTPService(f"{self.url}{found.api.path}", self._config)
@@ -74,11 +76,12 @@ class RewardModelServer:
 
 
 def find_label(config: RewardConfig) -> int | None:
-    """The index of the label whose score is the reward; None for a single or unknown number of labels.
+    """Return the index of the label whose score is the reward; None if the model has one label or does not name its
+    labels.
 
     Raises:
-        ConfigError: the model has several labels and the settings name no label, or the named label does not exist.
-        CheckpointError: the folder's config.json cannot be read.
+        ConfigError: the settings name no label although the model has several, or the named label does not exist.
+        CheckpointError: config.json in the model's folder cannot be read.
     """
     labels = _read_labels(Path(config.model) / "config.json")
     if config.label in labels:
@@ -99,7 +102,7 @@ def find_label(config: RewardConfig) -> int | None:
 
 
 def _read_labels(file: Path) -> list[str]:
-    """The names of a classifier's labels in order; empty if its config.json does not name them."""
+    """The names of a classifier's labels, in order. The list is empty if its config.json does not name the labels."""
     if not file.is_file():
         return []
     try:
@@ -110,10 +113,10 @@ def _read_labels(file: Path) -> list[str]:
 
 
 def pick_score(scores: Sequence[float], label: int | None, url: str) -> float:
-    """Select the score that is the reward.
+    """Return the score of the label.
 
     Raises:
-        RewardError: the number of scores does not fit the settings.
+        RewardError: the number of scores does not fit the label.
     """
     if label is None and len(scores) != 1:
         raise RewardError(

@@ -1,9 +1,10 @@
-"""Rewards computed outside of a plain function: by an HTTP service, a classifier (local or served), or an LLM judge.
+"""Rewards that are not plain functions: from an HTTP service, a classifier (local or served), or an LLM judge.
 
     sample -> cache -> batch of samples -> service --rewards--> samples
 
-An unreachable service raises `EnvironmentUnavailableError`, and its samples are not graded. A service that refuses a
-request has wrong settings or a bug, and ends the run. Retries: `system/http_service.py`.
+If a service is unreachable, `EnvironmentUnavailableError` is raised and the samples are not graded. If a service
+refuses a request, settings are wrong or the service has a bug, so the run ends. `system/http_service.py` retries
+requests.
 """
 
 from __future__ import annotations
@@ -37,32 +38,33 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
-"""Seconds that an incomplete batch waits for more samples."""
+"""Seconds for which a batch that is not full waits for more samples."""
 MARKS = "\"'*_`\\s"
 SCORE = re.compile(
     rf"score[{MARKS}]*[:=][{MARKS}\[]*(\d+(?:\.\d+)?)(?:[{MARKS}\]]*(?:/|out\s+of)[{MARKS}]*(\d+)|\s*\\?(%))?",
     re.IGNORECASE,
 )
-"""Finds the score in a judge's answer. Markdown or JSON marks may surround word or number (**Score**: 7), and a maximum
-may follow (7/10)."""
+"""Finds the score in a judge's answer. Markdown or JSON characters may surround the word or the number (**Score**: 7).
+The maximum may follow the score (7/10)."""
 MAX_SCORE = 10.0
 
 UNLIMITED = 10**20
-"""A larger `model_max_length` means that the tokenizer has no limit."""
+"""A larger `model_max_length` means that the tokenizer has no length limit."""
 MAX_JUDGE_TOKENS = 256
-"""Token limit of a judge at SGLang's own endpoint; other endpoints set their own limit."""
+"""Token limit of a judge's answer at SGLang's native endpoint. Other endpoints have their own limits."""
 
 AskJudge = Callable[[Message], Awaitable[float]]
 ScoreFn = Callable[[Sequence[Sample]], Awaitable[Sequence[float | None]]]
 
 
 class BatchedReward:
-    """A reward function that scores samples in batches, and equal samples only once.
+    """A reward function that scores samples in batches, and scores equal samples only once.
 
     Args:
-        score: returns the rewards of some samples, in order.
-        batch_size: highest number of samples per call.
-        has_limit: whether each call of `score` has its own time limit, so that the wait for the call needs no limit.
+        score: takes samples and returns their rewards, in order.
+        batch_size: largest number of samples per call of `score`.
+        has_limit: whether each call of `score` has its own time limit. If so, the wait for a call does not count for
+            the time limit of grading.
     """
 
     def __init__(self, score: ScoreFn, *, batch_size: int, has_limit: bool = True) -> None:
@@ -76,7 +78,7 @@ class BatchedReward:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def __call__(self, sample: Sample) -> float | None:
-        """The sample's reward; None if it could not be scored."""
+        """The sample's reward; None if `score` could not compute a reward."""
         key = _identify(sample)
         self.num_calls += 1
         if (known := self._cache.get(key)) is not None:
@@ -96,13 +98,14 @@ class BatchedReward:
         return await self._wait_for(future)
 
     async def _wait_for(self, future: asyncio.Future[float | None]) -> float | None:
-        # Each request has its own limit, so waiting behind other requests does not count.
+        # Each call of `score` has its own time limit, so the wait behind other calls must not count.
         with uncounted() if self.has_limit else nullcontext():
-            # Shielded: another sample may wait for the same reward when this sample is cancelled.
+            # Shielded, because another sample may wait for the same reward when the grading of this sample is
+            # cancelled.
             return await asyncio.shield(future)
 
     def _forget(self, key: bytes, done: asyncio.Future[float | None]) -> None:
-        """Remove failed calls from the cache, so that they are repeated next time."""
+        """Remove failed rewards from the cache, so that the next sample with this key is scored again."""
         if done.cancelled() or done.exception() is not None:
             self._cache.pop(key, None)
 
@@ -118,7 +121,7 @@ class BatchedReward:
             rewards = await self.score([sample for sample, _ in batch])
             if len(rewards) != len(batch):
                 raise RewardError(f"{len(batch)} samples got {len(rewards)} rewards: return one per sample")
-        except Exception as error:  # noqa: BLE001 - a future carries any exception of its work
+        except Exception as error:  # noqa: BLE001 - every exception is passed on to the samples that wait
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
@@ -129,15 +132,15 @@ class BatchedReward:
 
 
 def _identify(sample: Sample) -> bytes:
-    """A digest of all fields sent to the service, because its answer may depend on every field."""
+    """A digest of all fields of the sample that the service receives, because its answer may depend on each of them."""
     sent = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
     return hashlib.sha256(sent.encode()).digest()
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:
-    """A reward of an HTTP service, which gets `{"samples": [...]}` and answers `{"rewards": [...]}`.
+    """A reward from an HTTP service that receives `{"samples": [...]}` and answers `{"rewards": [...]}`.
 
-    Each sample has `prompt`, `response`, `answer` and `metadata`.
+    Each sample in the request has `prompt`, `response`, `answer` and `metadata`.
     """
 
     service = HTTPService(config.url, config)
@@ -161,7 +164,7 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
 
 
 def create_judge_reward(config: RewardConfig) -> BatchedReward:
-    """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, or SGLang's native one."""
+    """A reward between 0 and 1 from a language model at an OpenAI-style endpoint or at SGLang's native endpoint."""
     is_native = is_asked_in_tokens(config.url)
     ask_judge = _create_native_judge(config) if is_native else _create_chat_judge(config)
 
@@ -173,7 +176,10 @@ def create_judge_reward(config: RewardConfig) -> BatchedReward:
 
 
 def _create_chat_judge(config: RewardConfig) -> AskJudge:
-    """A judge with temperature 0, unless the model refuses this setting, as OpenAI's reasoning models do."""
+    """Return a judge that uses temperature 0.
+
+    If the model refuses this setting, like OpenAI's reasoning models, it is omitted.
+    """
     url = f"{config.url.rstrip('/')}/chat/completions"
     service = HTTPService(url, config)
     sampling = {"temperature": 0}
@@ -189,7 +195,7 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
         except RefusedError as error:
             if error.parameter != "temperature":
                 raise
-            if sampling:  # only the first refusal logs the warning
+            if sampling:  # log the warning only at the first refusal
                 sampling.clear()
                 logger.warning("%s refuses temperature 0, so scores may vary between calls: %s", url, error)
             score = await service.ask(body, read)
@@ -199,7 +205,7 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
 
 
 def _create_native_judge(config: RewardConfig) -> AskJudge:
-    """A judge that is asked with token ids, for the embedded engine and for SGLang without a tokenizer."""
+    """Return a judge that receives token ids: for the embedded engine and for SGLang without a tokenizer."""
     service = HTTPService(config.url, config)
     tokenizer = load_tokenizer(ModelConfig(path=config.model))
     sampling = {
@@ -220,18 +226,21 @@ def _create_native_judge(config: RewardConfig) -> AskJudge:
 
 
 def render_judge_prompt(template: str, sample: Sample) -> str:
-    """The text for the judge: {prompt}, {response} and {answer} of the template are replaced once."""
+    """The text for the judge: the template with {prompt}, {response} and {answer} replaced.
+
+    Inserted texts are not replaced.
+    """
     asked = "\n\n".join(message["content"] for message in sample.messages)
     values = {"{prompt}": asked, "{response}": sample.response, "{answer}": str(sample.metadata.get("answer", ""))}
     return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], template)
 
 
 def create_classifier_reward(config: RewardConfig) -> BatchedReward:
-    """A reward by a Hugging Face sequence classifier with one label: its raw output for prompt and response.
+    """A reward from a Hugging Face sequence classifier with one label: its raw output for prompt and response.
 
     Raises:
-        ConfigError: the folder does not exist, or the model has several labels.
-        CheckpointError: the folder cannot be loaded, or has pickled weights.
+        ConfigError: the model's folder does not exist, or the model has several labels.
+        CheckpointError: the model cannot be loaded, or has pickled weights.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -248,9 +257,10 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    for settings in (model.config, model.config.get_text_config()):  # two objects in multimodal models, as Gemma 3
+    # multimodal models, such as Gemma 3, have two settings objects
+    for settings in (model.config, model.config.get_text_config()):
         settings.pad_token_id = tokenizer.pad_token_id
-    # The end of the text is the completion to grade, so a long conversation loses its beginning.
+    # The completion to grade is at the end of the text, so a conversation that is too long loses its beginning.
     tokenizer.truncation_side = "left"
     max_tokens = min(tokenizer.model_max_length, count_positions(model) or tokenizer.model_max_length)
     is_limited = max_tokens < UNLIMITED
@@ -272,7 +282,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
 @contextmanager
 def _loading(config: RewardConfig) -> Iterator[None]:
-    """Turn errors while loading a classifier's folder into sentences that name the folder."""
+    """Turn errors while a classifier is loaded into error messages with the classifier's folder."""
     if not Path(config.model).is_dir():
         raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give the folder of a classifier")
     from rollouts_core.model.loading import BAD_SETTINGS, UNLOADABLE, describe_unloadable  # needs torch
@@ -285,13 +295,13 @@ def _loading(config: RewardConfig) -> Iterator[None]:
 
 
 def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
-    """A reward by a sequence classifier that SGLang or vLLM serves: its raw output for prompt and response.
+    """A reward from a sequence classifier that SGLang or vLLM serves: its raw output for prompt and response.
 
-    The server gets token ids, made with the tokenizer in the folder `config.model`.
+    The server receives token ids. They are made with the tokenizer in the folder `config.model`.
 
     Raises:
-        ConfigError: the folder does not exist, or `label` is missing or unknown.
-        CheckpointError: the folder's tokenizer cannot be loaded.
+        ConfigError: the model's folder does not exist, or `label` is missing or unknown.
+        CheckpointError: the tokenizer in the folder cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -312,9 +322,9 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
 
 
 def count_positions(model: Any) -> int | None:  # Any: transformers' models
-    """The longest input of a model, tokens; None if unlimited or unknown, as with T5's distances or BLOOM's ALiBi.
+    """The longest input of a model, tokens; None if it is unlimited (T5, BLOOM) or unknown.
 
-    RoBERTa and its relatives count positions from the padding's index, so the first positions are unusable.
+    RoBERTa and related models number positions from the padding index on, so their first positions cannot be used.
     """
     num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if num_positions is None or num_positions <= 0:
@@ -330,10 +340,12 @@ def count_positions(model: Any) -> int | None:  # Any: transformers' models
 def encode_for_classifier(
     tokenizer: Any, sample: Sample, max_tokens: int | None = None
 ) -> list[int]:  # Any: transformers' tokenizers
-    """Token ids of prompt and response by the tokenizer's chat template, or of plain text without a template.
+    """Token ids of prompt and response.
+
+    They are rendered with the tokenizer's chat template, or as plain text if it has none.
 
     Args:
-        max_tokens: keep only this many tokens from the end, where the completion is; None keeps all.
+        max_tokens: keep only this many tokens at the end, where the completion is; None keeps all tokens.
     """
     messages = [*sample.messages, Message(role="assistant", content=sample.response)]
     if tokenizer.chat_template is not None:
@@ -358,10 +370,10 @@ def _as_reward(value: Any) -> float | None:  # Any: JSON
 
 
 def read_score(text: str) -> float:
-    """The last score in a judge's text, scaled to 0..1.
+    """The last score in a judge's answer, scaled to between 0 and 1.
 
     Raises:
-        ValueError: the text has no score, or the score is out of range.
+        ValueError: the answer has no score, or the score is out of range.
     """
     found = SCORE.findall(text)
     number, whole, percent = found[-1] if found else ("nan", "", "")
@@ -376,4 +388,4 @@ REWARD_SERVICES: dict[str, Callable[[RewardConfig], BatchedReward]] = {
     "reward_model": create_reward_model_reward,
     "judge": create_judge_reward,
 }
-"""The factory of each kind of reward that is not a plain function."""
+"""For each kind of reward that is not a plain function, the function that creates the reward."""

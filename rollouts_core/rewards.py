@@ -1,6 +1,7 @@
-"""Grade a finished sample: built-in reward functions, their weighted sum, and `grade_sample`, which calls them.
+"""Grade a finished sample: built-in reward functions, the weighted sum of several, and `grade_sample`, which calls
+them.
 
-Rewards from services and models: `reward_services.py`. Environments with conversations: `environments/`.
+`reward_services.py` has rewards from services and models. `environments/` has environments with conversations.
 """
 
 from __future__ import annotations
@@ -29,50 +30,52 @@ from rollouts_core.types import Sample, Status, trajectory_places
 from rollouts_core.user_code.failures import describe_raised
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
-"""Returns the reward of a finished sample, or None if it could not be scored; may be a coroutine function."""
+"""Returns the reward of a finished sample, or None if it could not be computed. May be a coroutine function."""
 
 NUMBER = re.compile(r"(?:(?<!\d)[-−])?(?:\d[\d,]*+(?:\.\d+)?|(?<!\d)\.\d+)")
-"""A number with an optional minus, also the Unicode minus that models write. A dash after a digit is no sign."""
+"""A number with an optional minus sign, ASCII or Unicode. A dash directly after a digit is not a minus sign."""
 THOUSANDS = re.compile(r"[-−]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
-"""A number with thousands separators. Other commas separate numbers."""
+"""A number with commas as thousands separators. Other commas separate numbers."""
 TERMS = "reward_terms"
-"""The metadata of a sample that holds each term of its reward, without weights."""
+"""Key of a sample's metadata with the terms of its reward, before their weights are applied."""
 
 
 def exact_match(sample: Sample) -> float:
-    """1 if the response equals the answer, without surrounding space."""
+    """1 if the response equals the answer, apart from spaces around them; otherwise 0."""
     return float(sample.response.strip() == str(sample.metadata.get("answer", "")).strip())
 
 
 def last_number(sample: Sample) -> float:
-    """1 if the last number of the response equals the last number of the answer."""
+    """1 if the last number of the response equals the last number of the answer; otherwise 0."""
     found, expected = _last_number(sample.response), _last_number(str(sample.metadata.get("answer", "")))
     return float(found is not None and found == expected)
 
 
 VoteFn = Callable[[Sample], str | None]
-"""Returns the final answer of a completion in comparable form, or None, for majority@k."""
+"""For majority@k: returns the final answer of a completion in a form that is equal for equal answers; None if it has
+none."""
 VOTES: dict[str, VoteFn] = {
     "exact_match": lambda sample: sample.response.strip() or None,
     "last_number": lambda sample: _last_number_text(sample.response),
 }
-"""The votes of built-in rewards."""
+"""For each built-in reward, the function that returns a completion's vote for majority@k."""
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
 ALL_REWARDS = Registry[RewardFn]("rollouts.rewards", REWARDS, find_fault_of_callable)
-"""The built-in rewards and those of installed packages."""
+"""The built-in rewards and the rewards of installed packages."""
 
 
 def check_reward_row(name: str, row: Mapping[str, Any]) -> None:  # Any: JSON
-    """Raise ValueError for a row that this reward could never reward."""
+    """Raise ValueError for a row to which this reward could never give more than 0."""
     if name == "last_number" and not NUMBER.search(row["answer"]):
         raise ValueError(f"last_number compares numbers, and the answer {row['answer']!r} has none")
 
 
 def compute_reward(sample: Sample, environment: Environment | None = None) -> float:
-    """The environment's grade of the sample; without an environment, the sample's own reward.
+    """The environment's grade of the sample; without an environment, the reward that the sample already has.
 
     Raises:
-        RewardError: there is neither.
+        RewardError: the sample has no reward and there is no environment, or the environment's `grade` is a coroutine
+            function.
     """
     if environment is not None:
         grade = environment.grade(sample)
@@ -85,15 +88,16 @@ def compute_reward(sample: Sample, environment: Environment | None = None) -> fl
 
 
 async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float | None = None) -> Sample:
-    """The sample with its reward; with None if the function returned None or the sample is invalid.
+    """Return the sample with its reward. The reward is None if the function returned None or the sample is invalid.
 
     Args:
-        timeout_s: time limit of the function, seconds.
+        timeout_s: time limit of the function, seconds; None sets no limit.
 
     Raises:
-        RewardError: the function raised, took too long, or did not return a finite number; names the prompt.
-        EnvironmentUnavailableError: something that the function depends on failed, or the generation of the sample
-            did; names the prompt.
+        RewardError: the function raised an error, took too long, or did not return a finite number. The message names
+            the prompt.
+        EnvironmentUnavailableError: the generation of the sample failed, or something that the function depends on. The
+            message names the prompt.
     """
     if sample.status is Status.FAILED:
         raise EnvironmentUnavailableError(
@@ -102,7 +106,7 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
         )
     if sample.status is Status.INVALID:
         return replace(sample, reward=None)
-    if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt in errors
+    if isinstance(reward_fn, WeightedRewards):  # a WeightedRewards adds the term's name and the prompt to its errors
         reward, terms = await reward_fn.grade(sample, timeout_s=timeout_s)
         return replace(sample, reward=reward, metadata={**sample.metadata, TERMS: terms} if terms else sample.metadata)
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
@@ -126,7 +130,7 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
 
 
 def _is_finite(reward: Real) -> bool:
-    """True if the number fits into a float; Python's integers are unlimited."""
+    """True if the number is finite as a float. Python's integers can be too large for a float."""
     try:
         return math.isfinite(reward)
     except OverflowError:
@@ -134,7 +138,7 @@ def _is_finite(reward: Real) -> bool:
 
 
 def _shortened(reward: object) -> str:
-    """A short repr; Python refuses to write integers beyond 4,300 digits."""
+    """A short repr of a value. Python raises ValueError for integers of more than 4,300 digits."""
     try:
         return textwrap.shorten(repr(reward), 200)
     except ValueError:
@@ -142,13 +146,13 @@ def _shortened(reward: object) -> str:
 
 
 def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
-    """A hint for a function that raised because it does not take exactly one `Sample`; empty otherwise."""
+    """A hint if the function raised because it does not take exactly one `Sample`; otherwise ""."""
     try:
         inspect.signature(reward_fn).bind(None)
         is_mistaken = isinstance(error, TypeError | AttributeError) and "'Sample'" in str(error)
     except TypeError:
         is_mistaken = True
-    except ValueError:  # its signature is unknown
+    except ValueError:  # the function's signature is unknown
         is_mistaken = False
     said = ": a reward function takes one Sample; the completion is in `response`, the row in `metadata`"
     return said if is_mistaken else ""
@@ -157,7 +161,7 @@ def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
 async def grade_group(
     samples: Sequence[Sample], reward_fn: RewardFn, *, timeout_s: float | None = None
 ) -> list[Sample]:
-    """Grade samples concurrently; the samples of one trajectory share the grade of its last one."""
+    """Grade samples concurrently. All samples of a trajectory get the grade of the trajectory's last sample."""
     trajectories = trajectory_places(samples)
     lasts = await gather(
         [partial(grade_sample, samples[places[-1]], reward_fn, timeout_s=timeout_s) for places in trajectories]
@@ -171,10 +175,10 @@ async def grade_group(
 
 
 class WeightedRewards:
-    """A reward function that sums others with weights and counts their failures.
+    """A reward function that adds up the weighted results of others and counts their failures.
 
     Args:
-        terms: name, weight and reward function of each.
+        terms: for each reward function: its name, its weight and the function.
     """
 
     def __init__(self, terms: Sequence[tuple[str, float, RewardFn]]) -> None:
@@ -183,11 +187,14 @@ class WeightedRewards:
         self._num_scored = self._num_unscored = self._num_failed = 0
 
     async def __call__(self, sample: Sample, *, timeout_s: float | None = None) -> float | None:
-        """The weighted sum. It fails if a term fails, and is None if a term is None."""
+        """The weighted sum of the terms. It raises an error if a term does, and is None if a term is None."""
         return (await self.grade(sample, timeout_s=timeout_s))[0]
 
     async def grade(self, sample: Sample, *, timeout_s: float | None = None) -> tuple[float | None, dict[str, float]]:
-        """The weighted sum, and each term without its weight; no terms if there is no sum."""
+        """The weighted sum of the terms, and each term before its weight is applied.
+
+        Without a sum, the terms are left out.
+        """
         calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
         try:
             graded = await gather(calls)
@@ -205,7 +212,9 @@ class WeightedRewards:
         return total, {name: reward for (name, _, _), reward in zip(self.terms, rewards, strict=True)}
 
     def take_metrics(self) -> dict[str, float]:
-        """Means of the terms over scored samples, and the share of failed samples, since the last call."""
+        """The means of the terms over the scored samples, and the share of samples whose grading failed, since the last
+        call.
+        """
         num_asked = self._num_scored + self._num_unscored + self._num_failed
         if not num_asked:
             return {}
@@ -217,7 +226,10 @@ class WeightedRewards:
 
 
 def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
-    """Counts of a reward function since the last call, and of the environments that grade for it."""
+    """The metrics of a reward function since the last call.
+
+    If environments grade, the metrics also say how many gradings exceeded their time limit.
+    """
     own, graders = dict[str, float](), [reward_fn]
     if isinstance(reward_fn, WeightedRewards):
         own, graders = reward_fn.take_metrics(), [term for _, _, term in reward_fn.terms]
@@ -227,16 +239,16 @@ def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
 
 
 def _last_number_text(text: str) -> str | None:
-    """The last number in a form that is the same for equal numbers."""
+    """The last number as text. Equal numbers give equal texts."""
     found = _last_number(text)
     if found is None:
         return None
-    written = f"{found or abs(found):f}"  # minus zero is zero
+    written = f"{found or abs(found):f}"  # -0 becomes 0
     return written.rstrip("0").rstrip(".") if "." in written else written
 
 
 def _last_number(text: str) -> Decimal | None:
-    """The last number as a Decimal: as floats, long numbers that differ after 16 digits would be equal."""
+    """The last number as a Decimal. As floats, long numbers that differ only after 16 digits would be equal."""
     found = NUMBER.findall(text)
     if not found:
         return None

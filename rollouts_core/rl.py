@@ -4,8 +4,8 @@
        ^                                                                                                      |
        +---------------------------- weights, by version, verified <------------------------------------------+
 
-With `rollout.max_staleness` 0, engines and trainer take turns, so every sample of a step comes from one version. Above
-0 the trainer runs in its own thread while the engines generate the next batches.
+With `rollout.max_staleness` 0, engines and trainer take turns, so all samples of a step come from the same weights.
+With a higher value, the trainer runs in its own thread while the engines generate the next batches.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ from rollouts_core.update import SkipCounter, update_policy
 from rollouts_core.warning_rules import WarningWatch
 
 OnBatch = Callable[[int, RolloutBatch], None]
-"""(step, batch): called with the rollouts of every step before training on them."""
+"""(step, batch): called with the rollouts of a step before the trainer trains on them."""
 OnCredit = Callable[[int, Credit, RolloutScores], None]
-"""(step, credit, scores): called with the advantages of every step's samples and the scores before its first update."""
+"""(step, credit, scores): called with the advantages of a step's samples, and with the scores computed before its first
+update."""
 
 
 async def run_rl_training(
@@ -75,30 +76,32 @@ async def run_rl_training(
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps and return the metrics of each step that ran.
 
-    With a `checkpoint_dir`, training resumes from its newest intact checkpoint. Before the first sample is requested,
-    also after a restart, the engines load the trainer's weights. If timing decides which groups a step trains on, the
-    decision is written to `events` before the step, and a resumed run repeats it.
+    With a `checkpoint_dir`, training resumes from the newest intact checkpoint in it. At the start of every attempt,
+    the engines load the trainer's weights before any sample is requested. If timing decides which groups a step trains
+    on, the decision is written to `events` before the step, and a resumed run repeats the decision.
 
     Args:
-        rollout_manager: source of the batches: sampled for the prompts of `data_buffer`, or recorded (no prompts).
-        target: directory and version names for published weights. None uses a folder in `checkpoint_dir`, or a
-            temporary folder, and unique names.
-        on_credit: gets the advantages of each step's samples, and the scores from before the first update.
-        is_colocated: the engines free their GPU memory while the trainer trains; weights are published every step.
-        inputs: digests of the training inputs by name; a checkpoint with other digests is refused.
-        is_end_asked: polled after every step; True saves a checkpoint and ends the training.
-        stop: polled after every step. After a stop request the step is saved and StoppedError is raised.
-
+        rollout_manager: source of the batches: completions sampled for the prompts of `data_buffer`, or recorded
+            completions, which need no prompts.
+        target: directory and version names for published weights. None: a folder in `checkpoint_dir`, or a temporary
+            folder, and unique version names.
+        on_credit: called with the advantages of each step's samples, and the scores computed before the step's first
+            update.
+        is_colocated: the engines free their GPU memory while the trainer trains, and weights are published after every
+            step.
+        inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
+        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
     Raises:
         CheckpointError: the checkpoint has other settings or inputs.
         WeightSyncError: an engine does not take the weights.
         RewardError: a sample has no reward, and the settings do not exclude such samples.
         DataError: a sample lacks the log-probs that the loss needs.
-        NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
+        NonFiniteError: a loss or gradient is NaN or infinite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
-        NoSignalError: too many steps in a row had no learning signal; the last step is saved.
-        StoppedByRuleError: a rule of `config.stop_on` was crossed; the step is saved.
-        StoppedError: `stop` had a request.
+        NoSignalError: too many steps in a row had no learning signal. The last step is saved.
+        StoppedByRuleError: a rule in `config.stop_on` raised its warning. The step is saved.
+        StoppedError: a stop was requested with `stop`.
     """
     rollout = rollout_manager.config
     history: list[Metrics] = []
@@ -128,9 +131,10 @@ async def run_rl_training(
         conclude = partial(conclude_step, checkpoints, watch, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
-        rounded = own_target.rounding.take_metrics()  # metrics of the saved step: the next step may publish nothing
+        # these are metrics of the saved step, because the next step may publish nothing
+        rounded = own_target.rounding.take_metrics()
         await checkpoints.begin()
-        if pending := state.get("pending"):  # the stop saved this step before its weights were published
+        if pending := state.get("pending"):  # a stop saved this step before its weights were published
             await conclude(state["step"], {**pending, "publish_s": perf_counter() - began, **rounded})
         for step in range(state["step"] + 1, config.num_steps + 1):
             began = perf_counter()
@@ -143,7 +147,7 @@ async def run_rl_training(
             skips.after_step(step, metrics)
             trained = perf_counter()
             metrics |= describe_rollouts(batch) | {"generate_s": generated - began, "train_s": trained - generated}
-            # Published at every checkpoint, because a run that resumes there publishes these weights first.
+            # Weights are published at every checkpoint, because a run that resumes there publishes them first.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
             if is_colocated or (is_publish_due and backend.weight_version != published):
                 checkpoints.note_trained(step, metrics, cursors)
@@ -163,12 +167,14 @@ async def conclude_step(
     step: int,
     metrics: Metrics,
 ) -> bool:
-    """Log and save a step after its publication; True if the training ends here, before its last step.
+    """Log and save a step after its weights were published.
+
+    Returns True if the training ends here, before its last step.
 
     Raises:
-        NoSignalError: too many steps in a row had no learning signal; the last step is saved.
-        StoppedByRuleError: a rule of `stop_on` was crossed; the step is saved.
-        StoppedError: a stop was requested; the step is saved.
+        NoSignalError: too many steps in a row had no learning signal. The last step is saved.
+        StoppedByRuleError: a rule in `stop_on` raised its warning. The step is saved.
+        StoppedError: a stop was requested. The step is saved.
     """
     config = checkpoints.config
     history.append(metrics)
@@ -187,17 +193,19 @@ async def resume(
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
 ) -> tuple[TrainingState, SkipCounter, SignalWatch]:
     """Load the newest checkpoint and return its state and counters. Without a checkpoint the state is step 0.
+    Load the newest checkpoint and return its state and its counters. Without a checkpoint, the state is step 0.
 
-    Three rules for changed settings that `allow_changed` permits:
+    `allow_changed` can permit changed settings. Three rules then apply:
 
-    - Other data: the weights are kept and the data start at their beginning. The old cursor and unfinished groups
-      have no meaning in the new data.
-    - Other settings outside `FREE_INPUTS`: finished groups are graded again, because the settings may include rewards.
-    - Another task: the count of steps without signal restarts, because the rewards are not comparable. The logged
-      schedules of the earlier attempt are ignored.
+    - If the data changed, the weights are kept and the data start at their beginning. The old position in the data and
+    the unfinished groups have no meaning in the new data.
+    - If settings outside `FREE_INPUTS` changed, finished groups are graded again, because their rewards may have
+    changed.
+    - If the task changed, the count of steps without signal restarts, because rewards of different tasks are not
+    comparable. The logged schedules of the earlier attempt are ignored.
 
     Raises:
-        NoSignalError: the training had ended for lack of signal, and the limit is unchanged.
+    NoSignalError: the training ended earlier because it had no learning signal, and the limit was not raised.
     """
     config = checkpoints.config
     assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"
@@ -226,11 +234,11 @@ async def publish_version(
     *,
     earlier: EarlierVersion | None = None,
 ) -> int:
-    """Publish the trainer's weights to the engines, tell the rollout manager, and return the version.
+    """Publish the trainer's weights to the engines, give the version to the rollout manager, and return it.
 
     Args:
-        events: gets the event of the publication. None when a run starts or resumes.
-        earlier: publish this version instead.
+        events: log for the publication's event. None when a run starts or resumes.
+        earlier: a version to publish instead of the trainer's weights.
     """
     version = earlier.number if earlier else trainer.weight_version
     name = await publish_weights(trainer, inference_engines, target, earlier=earlier)
@@ -243,7 +251,7 @@ async def publish_version(
 def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None:
     """Write the weights that the engines serve to a file, and return its path.
 
-    None if the backend has the same weights, which a checkpoint contains anyway.
+    Returns None if the trainer has the same weights, because every checkpoint contains the trainer's weights.
     """
     if target.newest.version == target.version_of(backend.weight_version):
         return None
@@ -253,7 +261,9 @@ def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None
 def find_earlier(
     checkpoints: RunCheckpoints, state: TrainingState, inference_engines: Sequence[InferenceEngine]
 ) -> EarlierVersion | None:
-    """The version that was served when the checkpoint was saved; None if it is the checkpoint's own version."""
+    """The version that engines served when the checkpoint was saved; None if the checkpoint's own weights were
+    served.
+    """
     if checkpoints.resumed_from is None or "pending" in state:
         return None
     published, file = state["rollout"].get("published"), checkpoints.resumed_from / SERVED_WEIGHTS
@@ -263,7 +273,7 @@ def find_earlier(
 
 
 def note_batch(step: int, batch: RolloutBatch, events: EventLog | None, on_batch: OnBatch | None) -> None:
-    """Record the rollouts of a step before training on them."""
+    """Write the event about a step's rollouts and call `on_batch`, before the trainer trains on them."""
     if events and "completed" in batch.metadata:
         events.write("rollouts_scheduled", step=step, **schedule_of(batch)._asdict())
     if on_batch:
@@ -276,7 +286,7 @@ def read_cursors(
     skips: SkipCounter,
     signal: SignalWatch,
 ) -> dict[str, Any]:  # Any: JSON
-    """State that a resumed loop needs: the data cursor, unfinished groups and counters."""
+    """The state that a resumed run needs: the position in the data, unfinished groups and counters."""
     return {
         "data_buffer": data_buffer.state_dict() if data_buffer else None,
         "rollout": rollout_manager.state_dict(),
@@ -286,12 +296,12 @@ def read_cursors(
 
 
 def schedule_of(batch: RolloutBatch) -> Schedule:
-    """The decisions about a batch that depended on timing and outages."""
+    """The decisions about a batch that depended on timing and on outages."""
     return Schedule(batch.metadata["completed"], batch.metadata["unavailable"])
 
 
 def read_schedules(events: Path, *, after_step: int) -> list[Schedule]:
-    """The logged schedules after a step, up to the last step that any earlier attempt reached."""
+    """The logged schedules of the steps after `after_step`, up to the last step that an earlier attempt reached."""
     by_step = {
         line["step"]: Schedule(line["completed"], line.get("unavailable", ()))
         for line in read_json_lines(events)
@@ -310,11 +320,11 @@ async def train_on_rollouts(
     stop: TrainingStop | None = None,
     on_credit: Callable[[Credit, RolloutScores], None] | None = None,
 ) -> Metrics:
-    """Make the optimizer updates of one batch of rollouts; none if the batch has no signal.
+    """Make the optimizer updates of one batch of rollouts. A batch without learning signal gives no update.
 
     Args:
-        stop: a request waits while the weights change.
-        on_credit: gets the advantages, and the scores from before the first update.
+        stop: a stop request waits while the weights change.
+        on_credit: called with the advantages, and the scores computed before the first update.
 
     Raises:
         RewardError: a sample has no reward, and the settings do not exclude such samples.
@@ -349,9 +359,10 @@ async def train_on_rollouts(
     if not done:
         return counts
     averaged = average_metrics(done)
-    if not scores.old_logprobs:  # before later updates, earlier ones have changed the trainer
+    # the mismatch is measured in the first update only: later updates see a changed trainer
+    if not scores.old_logprobs:
         averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
-    if find_silent(batch.samples):  # missing log-probs counted as 0 in these metrics
+    if find_silent(batch.samples):  # in these metrics, missing log-probs counted as 0
         averaged = {name: value for name, value in averaged.items() if name not in ENGINE_METRICS}
     return {**averaged, **counts}
 
@@ -372,7 +383,7 @@ def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
 def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
     """Raise DataError if a trained sample lacks the log-probs that the loss needs.
 
-    Without this check missing log-probs would count as 0, as if the sampled tokens had been certain.
+    Without this check, missing log-probs would count as 0, as if every sampled token had had probability 1.
     """
     silent = find_silent(samples)
     if not silent or not (reads_rollout_logprobs(config) if config.loss_fn else config.needs_rollout_logprobs):
@@ -395,9 +406,11 @@ def find_silent(samples: Sequence[Sample]) -> list[Sample]:
 async def score_rollouts(
     backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
 ) -> RolloutScores:
-    """Compute the log-probs of the trainer before the first update and of the reference, if the settings need them.
+    """Compute the log-probs of the trainer before its first update, and of the reference model, if the settings need
+    them.
 
-    With one update per step the trainer's log-probs are not computed here: the update's own forward pass does that.
+    With one update per step, the trainer's log-probs are not computed here, because the update's forward pass computes
+    them.
     """
     old: dict[int, Tensor] = {}
     ref: dict[int, Tensor] = {}
@@ -412,7 +425,7 @@ async def score_rollouts(
         policy = backend.score(micro_batch) if config.needs_old_scores else None
         reference = backend.score(micro_batch, reference=True) if config.with_reference else None
         asked.append((list(itertools.chain(*rows)), layouts, policy, reference))
-    for in_order, layouts, policy, reference in asked:  # a GPU computes later scores while earlier ones are read
+    for in_order, layouts, policy, reference in asked:  # the GPU computes later scores while earlier scores are read
         if policy is not None:
             scores = await policy.result()
             old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)
@@ -425,9 +438,9 @@ async def score_rollouts(
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
-    """Metrics of a step's rollouts; without any reward the metrics of rewards are missing.
+    """Metrics of a step's rollouts. If no completion has a reward, the metrics of rewards are left out.
 
-    A trajectory counts once, regardless of its number of samples.
+    A trajectory counts once, even if it has several samples.
     """
     lasts = [batch.samples[places[-1]] for places in trajectory_places(batch.samples)]
     scored = [sample.reward for sample in lasts if sample.reward is not None]
@@ -451,7 +464,10 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
 
 
 def describe_conversations(samples: Sequence[Sample]) -> Metrics:
-    """Mean turns per conversation and the shares of failed turns; empty without conversations."""
+    """The mean number of turns per conversation, and the shares of failed turns.
+
+    Empty if no sample is a conversation.
+    """
     outcomes = [sample.metadata["outcomes"] for sample in samples if "outcomes" in sample.metadata]
     if not outcomes:
         return {}

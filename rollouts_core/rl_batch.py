@@ -3,8 +3,8 @@
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
                                                                                       of their update
 
-An update is one optimizer step. The divisors count all samples of the update, also samples without a gradient, which no
-row holds. The split into micro-batches therefore does not change the result.
+An update is one optimizer step. The divisors of its means count all samples of the update, including samples without a
+gradient, which are in no row. So the split into micro-batches does not change the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollouts_core.model.attention_choice import MAX_SHARERS
 from rollouts_core.types import RolloutBatch, Sample
 
 Rows = list[list[int]]
-"""The plan of a micro-batch: per row, the indices of its samples in the rollout batch."""
+"""The rows of a micro-batch: for each row, the indices of its samples in the rollout batch."""
 
 
 def prepare_grpo_batch(
@@ -44,12 +44,12 @@ def prepare_grpo_batch(
     pad_id: int = 0,
     scores: RolloutScores | None = None,
 ) -> list[TrainBatch]:
-    """The micro-batches of one update on all samples, with their advantages.
+    """Return the micro-batches of one update on all samples, with their advantages.
 
-    Samples without a gradient are left out, but their tokens count in the averages.
+    Samples without a gradient are left out, but their tokens count in the means.
 
     Args:
-        scores: log-probs and values that the settings need beyond the rollouts (`rl.score_rollouts`).
+        scores: log-probs and values that the settings need, computed by `rl.score_rollouts`.
     """
     return prepare_updates(batch, rewards, config, num_updates=1, pad_id=pad_id, scores=scores)[0]
 
@@ -64,12 +64,14 @@ def prepare_updates(
     scores: RolloutScores | None = None,
     num_ranks: int = 1,
 ) -> list[list[TrainBatch]]:
-    """The micro-batches of each update. Advantages are computed over the whole batch, totals over one update.
+    """Return the micro-batches of each update.
 
-    Groups stay whole and in order. An update without any gradient has no micro-batches.
+    Advantages are computed over the whole batch, the totals over one update.
+
+    Updates contain whole groups, in order. An update in which no sample has a gradient has no micro-batches.
 
     Args:
-        num_ranks: devices that share the rows of each micro-batch.
+        num_ranks: number of devices that share the rows of each micro-batch.
     """
     known = scores or RolloutScores()
     samples = trained_samples(batch.samples, config.reward_shaping)
@@ -81,7 +83,7 @@ def prepare_updates(
 
 
 def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
-    """The indices of the samples of each group, groups in order of first appearance."""
+    """The indices of the samples of each group. Groups are in the order of their first sample."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample.group_index, []).append(place)
@@ -89,14 +91,19 @@ def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
 
 
 def split_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
-    """Split samples into parts of whole groups, in order, as equal as possible; returns indices."""
+    """Split samples into parts that contain whole groups, in order, as equal as possible.
+
+    Returns the indices of each part.
+    """
     groups = list(group_places(samples).values())
     bounds = [len(groups) * part // num_parts for part in range(num_parts + 1)]
     return [[place for group in groups[start:end] for place in group] for start, end in itertools.pairwise(bounds)]
 
 
 def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingConfig) -> bool:
-    """True if training on the sample changes the weights, by its advantage or by another term of the loss."""
+    """Return True if training on the sample changes the weights, through its advantage or through another term of the
+    loss.
+    """
     loss = config.loss
     others = loss.kl_coef > 0 or loss.entropy_coef > 0 or loss.ratio_penalty > 0 or config.with_values
     others = others or not config.objective_spec.follows_advantage
@@ -109,9 +116,11 @@ def is_advantage(advantage: Tensor | float) -> bool:
 
 
 def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> bool:
-    """True if rewards contribute to the step's updates; otherwise only terms such as KL or entropy do.
+    """Return True if rewards contribute to the step's updates.
 
-    With a value head this is always true, because a value head also learns from equal rewards.
+    If False, only other terms of the loss do, such as KL or entropy.
+
+    With a value head the result is always True, because a value head also learns from equal rewards.
     """
     if config.with_values:
         return True
@@ -125,9 +134,10 @@ def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: R
 
 
 def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:
-    """Indices of the samples to score before the first update: the samples that will have a gradient.
+    """The indices of the samples to score before the first update. Usually these are the samples with a gradient.
 
-    If the scores decide the advantages, every trained sample is scored. If no setting needs scores, the list is empty.
+    If the advantages depend on the scores, every trained sample is scored. If no setting needs scores, the list is
+    empty.
     """
     if not (config.needs_old_scores or config.with_reference):
         return []
@@ -141,10 +151,13 @@ def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config:
 def plan_rows(
     places: Sequence[int], samples: Sequence[Sample], config: RLTrainingConfig, *, num_ranks: int = 1
 ) -> list[Rows]:
-    """Plan micro-batches of at most `config.max_micro_batch_tokens` padded tokens, or one row, per rank.
+    """Plan micro-batches.
+
+    Each has at most `config.max_micro_batch_tokens` tokens per rank, padding included, or one longer row.
 
     Rows of similar length share a micro-batch, so there is little padding. A packed row is at most as long as the
-    longest unit (a sample, or samples that share a prompt): longer rows would only add attention over masked tokens.
+    longest unit (one sample, or samples that share a prompt). Longer rows would only compute more attention over masked
+    tokens.
     """
     if not places:
         return []
@@ -164,9 +177,9 @@ def plan_rows(
 
 
 def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[list[int]]:
-    """Split each group into units of at most `MAX_SHARERS` samples of similar length that share their prompt.
+    """Split each group into units. A unit has at most `MAX_SHARERS` samples of similar length that share their prompt.
 
-    A sample that shares nothing is its own unit. A unit above `max_tokens` is split into single samples.
+    A sample that shares no prompt is its own unit. A unit longer than `max_tokens` is split into single samples.
     """
     units: list[list[int]] = []
     for _, members in itertools.groupby(places, key=lambda place: samples[place].group_index):
@@ -179,7 +192,7 @@ def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens
 
 
 def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-    """Split a group into parts of at most `MAX_SHARERS` members, and spread the long samples over the parts."""
+    """Split a group into parts of at most `MAX_SHARERS` samples, so that each part gets some of the long samples."""
     num_parts = math.ceil(len(members) / MAX_SHARERS)
     turns = itertools.cycle([*range(num_parts), *reversed(range(num_parts))])
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -189,7 +202,7 @@ def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[in
 
 
 def _row_length(row: Sequence[Sample], *, share_prompts: bool) -> int:
-    """Tokens of a row in its final layout."""
+    """Number of tokens of a row after its samples are laid end to end."""
     return int(place_samples(row, share_prompts=share_prompts)[-1].own.stop) + len(row)
 
 
@@ -203,7 +216,7 @@ def _build_update(
     pad_id: int,
     num_ranks: int,
 ) -> list[TrainBatch]:
-    """The micro-batches of one update on the samples at `places`."""
+    """Return the micro-batches of one update on the samples at the indices `places`."""
     useful = [place for place in places if has_gradient(samples[place], credit.advantages[place], config)]
     columns: dict[str, Mapping[int, Tensor]] = {
         "old_logprobs_BT": scores.old_logprobs,
@@ -235,7 +248,7 @@ def _build_update(
 
 
 def _count_group_tokens(places: Sequence[int], samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """For the sample at each index, the sum of its group's loss masks."""
+    """For each index in `places`, the sum of the loss mask over all samples of the sample's group."""
     totals: dict[int, float] = {}
     for place in places:
         group = samples[place].group_index

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rollouts_core.types import Sample
 
 FORMAT = 1
-"""Version of the directory's layout; readers must refuse other versions."""
+"""Version of the directory's layout. Programs that read a run directory must refuse other versions."""
 
 
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
-"""Environment variable in which the supervisor passes the attempt's number."""
+"""Environment variable through which the supervisor passes the number of the attempt."""
 
 
 def attempt_number() -> int:
@@ -36,81 +36,85 @@ class RunDirectory:
 
     @property
     def job(self) -> Path:
-        """In: resolved settings and input artifacts."""
+        """Input: the resolved settings and the input artifacts."""
         return self.root / "job.json"
 
     @property
     def log(self) -> Path:
-        """Out: stdout and stderr of the process."""
+        """Output: stdout and stderr of the process."""
         return self.root / "log.txt"
 
     @property
     def metrics(self) -> Path:
-        """Out: one object per logged step."""
+        """Output: the metrics, one JSON object per logged step."""
         return self.root / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """Out: started, resumed, checkpoint, weights_published, failed, ..."""
+        """Output: the events started, resumed, checkpoint, weights_published, failed and others."""
         return self.root / "events.jsonl"
 
     @property
     def gpu_use(self) -> Path:
-        """Out: GPU load and memory, one object per sample; absent without GPUs."""
+        """Output: load and memory of the GPUs, one JSON object per measurement. Absent without GPUs."""
         return self.root / "gpu_use.jsonl"
 
     @property
     def samples(self) -> Path:
-        """Out: completions, one file per step or checkpoint."""
+        """Output: completions, one file per step or per evaluated checkpoint."""
         return self.root / "samples"
 
     @property
     def rows(self) -> Path:
-        """Out: rows of SFT in the form of training, and the lengths of all rows."""
+        """Output: some SFT rows as they are trained on, and the lengths of all rows."""
         return self.root / "rows.json"
 
     @property
     def credit(self) -> Path:
-        """Out: advantages and the trainer's log-probs of each RL sample, one file per step."""
+        """Output: advantages and trainer log-probs of each RL sample, one file per step."""
         return self.root / "credit"
 
     @property
     def checkpoints(self) -> Path:
-        """Out: one directory per checkpoint."""
+        """Output: one directory per checkpoint."""
         return self.root / "checkpoints"
 
     @property
     def weights(self) -> Path:
-        """Out: weight versions published to engines."""
+        """Output: the weight versions that were published to engines."""
         return self.root / "weights"
 
     @property
     def end_request(self) -> Path:
-        """In: the id of a run that requests the end of this attempt's training after the current step."""
+        """Input: the id of a run that requests that this attempt ends its training after the current step."""
         return self.root / f"finish-{attempt_number()}"
 
     @property
     def stop_request(self) -> Path:
-        """In: the seconds that this attempt has to save and end; written before SIGTERM."""
+        """Input: seconds that this attempt gets to save and end. Written before SIGTERM is sent."""
         return self.root / f"stop-{attempt_number()}"
 
     @property
     def stop_state(self) -> Path:
-        """Out: seconds that the training needs to save and end, process id to signal, and saved step."""
+        """Output: the seconds that the training needs to save and end, the id of the process to signal, and the last
+        saved step.
+        """
         return self.root / "stop.json"
 
     @property
     def lease_file(self) -> Path:
-        """In: its modification time is the last lease renewal."""
+        """Input: its modification time is the time of the last lease renewal."""
         return self.root / ".job" / "lease"
 
     @property
     def result(self) -> Path:
-        """Out: the stage's record, written last; absent means not finished."""
+        """Output: the stage's record. It is written last, so a stage without this file is not finished."""
         return self.root / "result.json"
 
     def last_end(self) -> dict[str, Any] | None:  # Any: JSON
-        """The supervisor's record of the last attempt's end; None before the first end and while an attempt runs."""
+        """The supervisor's record of how the last attempt ended; None before the first end and while an attempt
+        runs.
+        """
         begun = [int(path.stem.removeprefix("meta-")) for path in (self.root / ".job").glob("meta-*.json")]
         record = self.root / f"exit-{max(begun, default=0)}.json"
         try:
@@ -120,18 +124,18 @@ class RunDirectory:
         return end
 
     def write_samples(self, name: str, samples: Sequence[Sample], *, temperature: float) -> None:
-        """Write samples/<name>.jsonl; each line has the temperature of its log-probs.
+        """Write samples/<name>.jsonl. Each line has the temperature at which its log-probs were computed.
 
         Raises:
-            RewardError: the user's code stored a value in a sample's metadata that is not JSON. The message names the
-            prompt.
+            RewardError: the user's code stored a value that is not JSON in a sample's metadata. The message names the
+                prompt.
         """
         self.samples.mkdir(exist_ok=True)
         lines = "".join(_sample_line(sample, temperature) for sample in samples)
         write_atomically(self.samples / f"{name}.jsonl", lines)
 
     def write_result(self, result: dict[str, Any]) -> None:  # Any: JSON
-        """Write the stage's record, which marks the stage as finished."""
+        """Write the stage's record. With this file, the stage counts as finished."""
         write_json(self.result, {"format": FORMAT, **result})
 
     def read_result(self) -> dict[str, Any] | None:  # Any: JSON

@@ -1,9 +1,9 @@
-"""The checkpoints of one training run: resume from the newest, save beside the training, delete old ones.
+"""The checkpoints of one training run: resume from the newest, save while training goes on, delete old ones.
 
-The format of a checkpoint: `checkpoint.py`. Its content: `backends/training_state.py`.
+`checkpoint.py` defines the format of a checkpoint, `backends/training_state.py` its content.
 
     resume  ->  same settings?  ->  load            step, step, step ...
-                     \\-> refused, by name            after_step -> due? -> copy -> [thread: write, fsync, rename]
+                     \\-> refused, settings named    after_step -> due? -> copy -> [thread: write, fsync, rename]
                                                      next step  <- event "checkpoint", retention <- renamed ---+
 """
 
@@ -52,11 +52,11 @@ ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
 """Inputs that define the task. Scores are comparable only if these inputs are equal."""
 FREE_INPUTS = ("eval_samples", "policy.attention")
-"""Inputs that change weights at most by rounding: a resumed training may change them."""
+"""Inputs that change the weights at most by rounding, so a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
-"""Explanations of inputs whose names are not clear by themselves."""
+"""Explanations of inputs for messages, if the name alone is not clear."""
 LATER_INPUTS = ("data", "eval_samples")
-"""Inputs that checkpoints of earlier versions do not record; they count as unchanged."""
+"""Inputs that checkpoints of earlier versions do not record. In such a checkpoint they count as unchanged."""
 
 
 class _Save(NamedTuple):
@@ -66,24 +66,25 @@ class _Save(NamedTuple):
     step: int
     future: TrainFuture[None]
     began_at: float
-    """Seconds since 1970."""
+    """Start of the save, seconds since 1970."""
 
 
 class RunCheckpoints:
-    """The checkpoints of one run in one directory. Use with `async with`, which waits for the last save at its end.
+    """The checkpoints of one run in one directory. Leaving the `async with` block waits for the last save.
 
-    At most one save is in flight. Once the new checkpoint is complete on disk, the event `checkpoint` is written and
-    old checkpoints are deleted. An error while saving is raised at the next step or at the end.
+    At most one save runs at a time. When the new checkpoint is complete on disk, the event `checkpoint` is written and
+    old checkpoints are deleted. If a save fails, the error is raised at the next step or at the end.
 
     Args:
-        directory: folder of the checkpoints; None disables saving and resuming.
-        settings: result of `describe_settings`; a checkpoint with other settings is refused.
-        scored_by: metric for `score_steps`. If no step before a checkpoint has the metric, the checkpoint has no score.
-        is_end_asked: polled after every step; True saves a checkpoint and ends the training.
-        before_save: called before a checkpoint is written, after its steps were logged.
-        write_served: called in a thread before a save; returns the file of the weights that the engines serve if they
-            belong to an earlier step.
-        stop: polled after every step. After a stop request the step is saved and StoppedError is raised.
+        directory: folder of the checkpoints. None disables saving and resuming.
+        settings: the result of `describe_settings`. A checkpoint with other settings is refused.
+        scored_by: metric from which `score_steps` computes a checkpoint's score. The checkpoint has no score if none of
+            its steps has the metric.
+        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        before_save: called after the steps of a checkpoint were logged, before the checkpoint is written.
+        write_served: called in a thread before a save. If the engines serve weights of an earlier step, it returns a
+            file with these weights, otherwise None.
+        stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class RunCheckpoints:
         self.write_served = write_served
         self.stop = stop or TrainingStop(can_abandon=False)
         self.changed: list[str] = []
-        """Permitted differences between the current settings and inputs and those of the resumed checkpoint."""
+        """Settings and inputs that differ between the resumed checkpoint and this run, and that `allow_changed`
+        permits."""
         self.resumed_from: Path | None = None
         """The checkpoint that `resume` loaded."""
         self._saving: _Save | None = None
@@ -128,12 +130,14 @@ class RunCheckpoints:
         with anyio.CancelScope(shield=True):
             try:
                 await self._settle(wait=True)
-            except asyncio.CancelledError:  # a signal's cancellation passes the shield
+            except asyncio.CancelledError:  # the cancellation that a signal causes is not blocked by the shield
                 await self._settle(wait=True)
                 raise
 
     async def resume(self) -> TrainingState | None:
-        """Load the newest intact checkpoint, or else `config.resume_from`; None without either.
+        """Load the newest intact checkpoint, or `config.resume_from` if there is none.
+
+        Returns None if there is neither.
 
         Raises:
             CheckpointError: the checkpoint has other settings, another model, or a step beyond `config.num_steps`.
@@ -143,10 +147,10 @@ class RunCheckpoints:
         return state
 
     async def begin(self) -> None:
-        """Start the steps: from now on a stop request waits for the running step.
+        """Mark the start of the first step. From now on, a stop request waits for the running step.
 
         Raises:
-            StoppedError: a stop was already requested.
+            StoppedError: a stop was requested before the first step.
         """
         await asyncio.sleep(0)
         self.stop.is_training = True
@@ -174,15 +178,16 @@ class RunCheckpoints:
         return state
 
     def is_due(self, step: int) -> bool:
-        """True if a checkpoint is written after this step."""
+        """Return True if a checkpoint is to be written after this step."""
         if self.directory is None:
             return False
         return step % self.config.checkpoint_every == 0 or step == self.config.num_steps
 
     def note_trained(self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
-        """Note that a step's weights are final, while publication or evaluation may still take long.
+        """Note that a step's weights are final, although its publication or evaluation may still take long.
 
-        A stop that cannot wait saves the step with `metrics` as its `pending`; the resumed run completes the step.
+        A stop request that cannot wait saves this step, with `metrics` as `pending`. The resumed run then completes the
+        step.
         """
         if not self.stop.is_watched or self.directory is None:
             return
@@ -197,16 +202,18 @@ class RunCheckpoints:
         *,
         is_over: bool = False,
     ) -> bool:
-        """Complete a finished save, and start a save if one is due. True if the training ends before its last step.
+        """Complete a save that is finished, and start a save if one is due.
+
+        Returns True if the training ends before its last step.
 
         Args:
-            cursors: returns the state that the loop needs to resume, besides the step.
-            is_over: True if the loop ends the training after this step for its own reason.
+            cursors: returns the state, besides the step number, that a resumed run needs.
+            is_over: True if the training loop ends the training after this step for a reason of its own.
 
         Raises:
-            StoppedError: a stop was requested; the step is saved.
+            StoppedError: a stop was requested. The step is saved.
         """
-        await asyncio.sleep(0)  # lets a loop that never waits be cancelled
+        await asyncio.sleep(0)  # without this, a loop that never waits could not be cancelled
         self.stop.hold()
         self.stop.note_step(perf_counter() - self._step_began)
         await self._settle(wait=False)
@@ -231,7 +238,7 @@ class RunCheckpoints:
         return ends_here
 
     async def _begin_save(self, step: int, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
-        """Start to write the checkpoint of a finished step; at most one save is in flight."""
+        """Start to write the checkpoint of a finished step, after waiting for a save that still runs."""
         assert self.directory is not None, "saving needs a directory"
         await self._settle(wait=True)
         began_at = time()
@@ -246,7 +253,7 @@ class RunCheckpoints:
     def _save(
         self, backend: TrainingBackend, step: int, state: Mapping[str, Any], *, served: Path | None, began_at: float
     ) -> _Save:  # Any: JSON
-        """Let the backend start to write a checkpoint."""
+        """Start the backend's write of a checkpoint, and return the running save."""
         assert self.directory is not None, "saving needs a directory"
         path = step_directory(self.directory, step)
         whole_state = {**state, SERVED_FILE: str(served)} if served else state
@@ -255,7 +262,7 @@ class RunCheckpoints:
     def _state_of(
         self, step: int, window: Sequence[Metrics], cursors: Mapping[str, Any]
     ) -> dict[str, Any]:  # Any: JSON
-        """State of a checkpoint besides the weights."""
+        """The state that a checkpoint contains besides the weights."""
         return {
             "step": step,
             "num_steps": self.config.num_steps,
@@ -279,7 +286,7 @@ class RunCheckpoints:
         raise StoppedError(step)
 
     def _let_go(self, step: int, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Let a stop request save this step in its current state if the request cannot wait for the next step."""
+        """Allow a stop request that cannot wait for the next step to save this step in its current state."""
         self.stop.let_go(partial(self._save_whole, step, state, get_random_state()))
 
     def _save_whole(
@@ -288,7 +295,7 @@ class RunCheckpoints:
         state: Mapping[str, Any],
         random: RandomState,
     ) -> None:
-        """Write the checkpoint of a finished step while the next step runs; the process ends afterwards."""
+        """Write the checkpoint of the last finished step while the next step runs. The process ends afterwards."""
         if self._saving is not None:
             asyncio.run(_result_of(self._saving.future))
             self._note_saved(self._saving)
@@ -297,7 +304,7 @@ class RunCheckpoints:
         began_at = time()
         self.before_save()
         served = None if "pending" in state else self.write_served()
-        with remembered(random):  # a resumed run repeats the running step with the same random numbers
+        with remembered(random):  # with these random numbers, a resumed run repeats the running step exactly
             saving = self._save(without_thread(self.backend), step, state, served=served, began_at=began_at)
         asyncio.run(_result_of(saving.future))
         self._note_saved(saving)
@@ -307,7 +314,7 @@ class RunCheckpoints:
         self._write_event("checkpoint", step=saving.step)
 
     def _find_checkpoint(self, directory: Path) -> Path | None:
-        """The run's newest intact checkpoint; without one, a copy of `config.resume_from`."""
+        """The run's newest intact checkpoint. If there is none: a copy of `config.resume_from`."""
         remove_partial_directories(directory)
         if damaged := set_damaged_aside(directory):
             self._write_event("damaged_checkpoints", set_aside=[path.name for path in damaged])
@@ -338,16 +345,16 @@ class RunCheckpoints:
             )
 
     async def _settle(self, *, wait: bool) -> None:
-        """Complete the save in flight if it is finished, or wait for it."""
+        """Complete the running save if it is finished. With `wait`, wait for it first."""
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return
         try:
             await saving.future.result()
         except Exception:
-            self._saving = None  # the error of a save is raised only once
+            self._saving = None  # raise the error of a save only once
             raise
-        self._saving = None  # only now: a caller cancelled during the wait must still complete the save
+        self._saving = None  # only now, because a caller that is cancelled during the wait must still complete the save
         prune_checkpoints(
             saving.path.parent,
             newest=saving.path,
@@ -358,7 +365,7 @@ class RunCheckpoints:
         self._note_saved(saving)
 
     def _is_comparable(self, settings: Mapping[str, Any]) -> bool:  # Any: JSON
-        """True if scores under these settings compare with scores of the current settings."""
+        """Return True if scores under `settings` are comparable with scores under the current settings."""
         return is_same_task(changed_settings(self._with_later_inputs(settings), self.settings))
 
     def _with_later_inputs(self, settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -377,11 +384,11 @@ async def _result_of(future: TrainFuture[None]) -> None:
 def describe_settings(
     training: SFTTrainingConfig | RLTrainingConfig, inputs: Mapping[str, str], **sections: BaseModel
 ) -> dict[str, Any]:  # Any: JSON
-    """The identity of a training, by name: settings that differ from their defaults, and inputs.
+    """The identity of a training: its settings that differ from the defaults, and digests of its inputs, by name.
 
     Args:
         inputs: digests of the training inputs, by name.
-        sections: further settings; their names get the section as prefix.
+        sections: further settings. The section is the prefix of their names.
     """
     named = {**training_settings(training), **inputs, "semantics": SEMANTICS_VERSION}
     for section, record in sections.items():
@@ -406,10 +413,13 @@ def check_same_settings(
     allowed: Sequence[str],
     checkpoint: Path,
 ) -> list[str]:
-    """The names of the settings that differ; each is free, or permitted by its name or section in `allowed`.
+    """Return the names of the settings that differ.
+
+    Each must be free to change, or permitted by its name or section in `allowed`.
 
     Raises:
-        CheckpointError: other settings differ. The message has both values, and the useless names in `allowed`.
+        CheckpointError: other settings differ. The message has both values of each, and the entries of `allowed` that
+            match no changed setting.
     """
     changed = changed_settings(saved, current)
     refused = [
@@ -441,15 +451,16 @@ def is_same_task(changed: Sequence[str]) -> bool:
 
 
 def _names(allowed: str, setting: str) -> bool:
-    """True if a name in `allow_changed` is the setting or its section."""
+    """Return True if an entry of `allow_changed` is the setting or a section that contains the setting."""
     return setting == allowed or setting.startswith(f"{allowed}.")
 
 
 def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
-    """Quality of the policy over some steps, higher is better; `keep_best` ranks by it.
+    """Quality of the policy over some steps; higher is better. `keep_best` ranks checkpoints by it.
 
-    The score is the mean reward, the negative mean training loss, or the negative evaluation loss after the last step.
-    None if no step has the metric, or if the last step was not evaluated: an earlier loss belongs to other weights.
+    The score is the mean reward, minus the mean training loss, or minus the evaluation loss after the last step. It is
+    None if no step has the metric. It is also None if the last step was not evaluated, because an earlier evaluation
+    loss belongs to other weights.
     """
     values = [metrics[scored_by] for metrics in window if scored_by in metrics]
     if not values:

@@ -44,22 +44,23 @@ async def run_sft_training(
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps and return the metrics of each step that ran.
 
-    With a `checkpoint_dir`, training resumes from its newest intact checkpoint and writes one every
-    `checkpoint_every` steps and at the end. On the CPU a resumed run equals an unstopped run bit for bit.
+    With a `checkpoint_dir`, training resumes from the newest intact checkpoint in it, and writes a checkpoint every
+    `checkpoint_every` steps and at the end. On the CPU, a resumed run gives bit for bit the same weights as a run that
+    was never stopped.
 
     Args:
         samples: demonstrations. A sequence is shuffled each epoch; a stream is read in its order.
-        inputs: digests of the training inputs by name; a checkpoint with other digests is refused.
+        inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
         eval_samples: demonstrations whose loss is computed every `config.eval_every` steps and at the end.
-        is_end_asked: polled after every step; True saves a checkpoint and ends the training.
-        stop: polled after every step. After a stop request the step is saved and StoppedError is raised.
+        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
 
     Raises:
         CheckpointError: the checkpoint has other settings, samples or inputs.
-        DataError: a stream ended early.
-        NonFiniteError: a loss or gradient is not finite and `on_nonfinite` is "stop", or too many updates in a row
+        DataError: a stream ended before the last step.
+        NonFiniteError: a loss or gradient is NaN or infinite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
-        StoppedError: `stop` had a request.
+        StoppedError: a stop was requested with `stop`.
     """
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
@@ -87,7 +88,7 @@ async def run_sft_training(
             return {"cursor": steps.cursor, "num_skipped": skips.num_in_a_row}
 
         async def conclude(step: int, metrics: Metrics) -> bool:
-            """Evaluate, log and save a trained step; True if the training ends here."""
+            """Evaluate, log and save a trained step. Returns True if the training ends here."""
             if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
                 checkpoints.note_trained(step, metrics, read_cursors)
                 metrics["eval_loss"] = await evaluate()
@@ -118,7 +119,7 @@ async def run_sft_training(
 
 
 def digest_samples(samples: Sequence[Sample]) -> str:
-    """sha256 over the tokens and masks of all samples, in order."""
+    """sha256 over the tokens and loss masks of all samples, in order."""
     total = hashlib.sha256()
     for sample in samples:
         total.update(array("q", sample.tokens).tobytes())
@@ -129,7 +130,7 @@ def digest_samples(samples: Sequence[Sample]) -> str:
 async def compute_eval_loss(
     backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig, *, pad_id: int
 ) -> float:
-    """Mean negative log-likelihood of all trained tokens of `samples`, nats."""
+    """Mean negative log-likelihood of the trained tokens of all `samples`, nats."""
     rows = list(pack_rows(samples, max_length=config.max_length) if config.packing else ([s] for s in samples))
     total, num_tokens = 0.0, 0.0
     size = config.micro_batch_size * backend.num_ranks
@@ -144,10 +145,10 @@ async def compute_eval_loss(
 def prepare_sft_batch(
     rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int, num_ranks: int = 1
 ) -> list[TrainBatch]:
-    """The micro-batches of one step; each has the totals of the whole step.
+    """Return the micro-batches of one step. Each has the totals of the whole step.
 
     Args:
-        num_ranks: devices that share the rows of each micro-batch.
+        num_ranks: number of devices that share the rows of each micro-batch.
     """
     size = config.micro_batch_size * num_ranks
     chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -156,5 +157,5 @@ def prepare_sft_batch(
 
 
 def collate_batch(rows: Sequence[Sequence[Sample]], *, pad_id: int) -> TrainBatch:
-    """The tensors of some rows of demonstrations."""
+    """Build the tensors of some rows of demonstrations."""
     return build_batch(rows, pad_id=pad_id)

@@ -1,10 +1,10 @@
 """Count consecutive RL steps without learning signal, warn about them, and end the training at a limit.
 
-    the step had an update by rewards                           the counter is reset
-    no update; every reward equals the best so far (solved)     the counter is reset
-    no update otherwise                                         +1:  10, 20, 40, ... -> a warning;  limit -> end
+    the step had an update by rewards                        the counter is reset
+    no update; every reward equals the best so far (solved)  the counter is reset
+    no update otherwise                                      +1:  10, 20, 40, ... -> a warning;  limit -> end
 
-An update by other terms of the loss (KL to the start model, entropy) is not an update by rewards.
+An update only by other terms of the loss (KL to the initial model, entropy) is not an update by rewards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from rollouts_core.errors import NoSignalError
 
 FIRST_TOLD = 10
-"""Number of consecutive such steps at the first warning. Each later warning comes at twice the previous number."""
+"""Number of consecutive steps without learning signal at the first warning. The number doubles for each further
+warning."""
 BY_REWARDS = " by rewards, only by the other terms of the loss"
 NO_SIGNAL = "completions of each prompt had equal rewards"
 NOT_TRAINED = "no completion with an advantage is trained on"
@@ -29,7 +30,7 @@ REMEDIES = {
 
 
 def is_untaught(metrics: Mapping[str, float]) -> bool:
-    """True if rewards made no update in a step. Metrics of earlier versions record only whether any update was made."""
+    """Return True if rewards made no update in a step. Metrics of earlier versions lack `without_signal`."""
     return bool(metrics["skipped"] or metrics.get("without_signal", 0.0))
 
 
@@ -43,12 +44,12 @@ def why_skipped(metrics: Mapping[str, float]) -> str:
 class SignalWatch:
     """Counts consecutive steps in which rewards made no update.
 
-    A solved task is not missing signal: a step in which every completion gets the best reward so far resets the
-    counter, if the policy has learned from rewards before.
+    A solved task does not lack signal. If the policy has learned from rewards before, a step in which every completion
+    gets the best reward so far resets the counter.
 
     Args:
-        limit: number of such steps in a row that ends the training; 0 sets no limit.
-        state: result of `state_dict`, to resume counting.
+        limit: number of consecutive steps without an update by rewards at which the training ends; 0 sets no limit.
+        state: a result of `state_dict`, to continue the count of an earlier attempt.
     """
 
     def __init__(self, limit: int, state: Mapping[str, Any] | None = None) -> None:  # Any: JSON
@@ -58,11 +59,11 @@ class SignalWatch:
         self._reason: str = saved.get("reason", NO_SIGNAL)
         self._step: int = saved.get("step", 0)
         self._seen: list[float] = list(saved.get("seen", ()))
-        """Lowest and highest mean reward of the counted steps; empty if no step had a reward."""
+        """The lowest and the highest mean reward of the counted steps. Empty if no counted step had a reward."""
         self._is_uniform: bool = saved.get("is_uniform", True)
-        """True if all completions in each counted step had the same reward, also across prompts."""
+        """True if in each counted step all completions had the same reward, also those of different prompts."""
         self._is_updated: bool = saved.get("is_updated", False)
-        """True if other terms of the loss made an update in one of these steps."""
+        """True if other terms of the loss made an update in one of the counted steps."""
         self._has_learned: bool = saved.get("has_learned", False)
         self._best: float | None = saved.get("best")
 
@@ -81,11 +82,11 @@ class SignalWatch:
 
     @property
     def is_over(self) -> bool:
-        """True if the limit is reached."""
+        """Return True if the count has reached the limit."""
         return 0 < self.limit <= self.num_in_a_row
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Count a step by its metrics; returns a warning if the series is long."""
+        """Count a step by its metrics. Returns a warning if the count reached 10, 20, 40 and so on, otherwise ""."""
         if self._teaches_nothing(metrics):
             self._count(step, metrics)
         else:
@@ -96,7 +97,7 @@ class SignalWatch:
         return self.sentence if is_time_to_tell(self.num_in_a_row) else ""
 
     def check(self) -> None:
-        """Raise NoSignalError if the limit is reached."""
+        """Raise NoSignalError if the count has reached the limit."""
         if self.is_over:
             raise NoSignalError(
                 f"{self.sentence}. The training ended at this step, and its checkpoint is kept. To resume, raise "
@@ -105,7 +106,7 @@ class SignalWatch:
 
     @property
     def sentence(self) -> str:
-        """The observation and its remedy."""
+        """A sentence that says what was observed and what to do."""
         return (
             f"step {self._step}: {self.num_in_a_row} steps in a row made no update{BY_REWARDS * self._is_updated}, "
             f"{self._describe_rewards()} ({self._reason}): {REMEDIES[self._reason]}"
@@ -141,6 +142,6 @@ class SignalWatch:
 
 
 def is_time_to_tell(num_in_a_row: int) -> bool:
-    """True at `FIRST_TOLD`, at twice as many, and so on."""
+    """Return True for `FIRST_TOLD`, for twice as many, for four times as many and so on."""
     times, rest = divmod(num_in_a_row, FIRST_TOLD)
     return rest == 0 and times > 0 and times & (times - 1) == 0

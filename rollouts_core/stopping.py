@@ -1,15 +1,16 @@
 """Stop a training on request without losing a finished step.
 
-The request comes from `jobs/training_job.py`; the checkpoint is written by `saving.py`.
+`jobs/training_job.py` requests the stop. `saving.py` writes the checkpoint.
 
-    asked ──┬── the running step ends in time ──> the loop saves the step, and ends
+    asked ──┬── the running step ends in time ──> the training loop saves the step, and ends
             └── it would outlast the grace period ──> `Watch`, a thread, saves the last whole step and ends the process
 
-A step counts as whole before its first change of the weights and after its last change. In between the loop holds
-`TrainingStop`, and the watch waits. A checkpoint therefore never contains half of an update.
+Before its first change of the weights, and after its last change, a step can be saved. In between, the training loop
+holds `TrainingStop`, and the watch waits. So a checkpoint never contains half of an update.
 
-A GPU queues the change of the weights together with the work before the change, so the loop would hold the stop during
-the whole step. In a long step the loop therefore waits for that work before it holds the stop.
+A GPU queues the change of the weights together with the work before the change. The training loop would therefore hold
+`TrainingStop` during the whole step. In a long step, the loop waits for the earlier work to finish before it holds
+`TrainingStop`.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from rollouts_core.errors import RolloutsError
 
 MIN_GRACE_S = 30.0
 GRACE_FACTOR = 1.5
-"""Safety factor over the longest recent step and save."""
+"""The grace period is this factor times the longest recent step plus the last save."""
 LONG_STEP_S = 10.0
-"""Shorter steps end within any grace period, including their save."""
+"""Seconds. A shorter step, and its save, ends within any grace period, so it is never given up."""
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
-"""Size of the file with the job's needed time. The file is overwritten in place, which also works on a full disk."""
+"""Size of the file in which the job writes how long it needs to stop. The file is overwritten in place, because that
+also works on a full disk."""
 MIN_SAVE_S = 2.0
 
 
 class StoppedError(RolloutsError):
-    """The training has stopped on request. `step` is the last saved step; 0 if no step is saved.
+    """The training has stopped on request. `step` is the last saved step, or 0 if no step is saved.
 
     Args:
-        problem: why a newer step could not be saved; empty if there is no newer step.
+        problem: why the last step could not be saved; "" if it was saved.
     """
 
     def __init__(self, step: int, problem: str = "") -> None:
@@ -53,7 +55,7 @@ class StoppedError(RolloutsError):
 
 
 def describe_stop(step: int, problem: str = "") -> str:
-    """A sentence with the saved step of a stopped training."""
+    """A sentence that says which step of a stopped training is saved."""
     saved = f"step {step} is saved" if step else "there is no step to save"
     if not problem:
         return f"stopped: {saved}"
@@ -61,14 +63,14 @@ def describe_stop(step: int, problem: str = "") -> str:
 
 
 class TrainingStop:
-    """State of a stop request: whether it was made, how long stopping may take, and the last saved step.
+    """State of a stop request: whether a stop was requested, how long stopping may take, and the last saved step.
 
     Args:
-        told: file in which this process writes how many seconds it needs; None writes nothing.
-        granted: file in which the supervisor writes how many seconds it grants. Without the file, the written need
-            counts.
+        told: file in which this process writes the seconds that it needs to stop. None writes no file.
+        granted: file in which the supervisor writes the seconds that it grants. If the file is absent, the seconds that
+            the process needs are used.
         attempt: number of the job's attempt.
-        can_abandon: whether a step may be given up midway. False if several processes share the step.
+        can_abandon: whether a step may be given up midway. False if several processes compute the step together.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class TrainingStop:
         self.saved_step = 0
         self.problem = ""
         self.is_training = False
-        """True once steps run. Before the first step there is nothing to finish."""
+        """True after the first step has started. Before it, a stop need not wait for anything."""
         self.is_watched = False
-        """True if a step that outlasts the grace period is given up, so each whole step must stay available to save."""
+        """True if a step that outlasts the grace period is given up. Each whole step must then stay available for
+        saving."""
         self._told, self._granted, self._attempt = told, granted, attempt
         self._asked = threading.Event()
         self._asked_at = math.inf
@@ -93,23 +96,25 @@ class TrainingStop:
 
     @property
     def is_asked(self) -> bool:
-        """True once a stop was requested."""
+        """True after a stop was requested."""
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Request a stop; safe in a signal handler."""
+        """Request a stop. May be called in a signal handler."""
         if not self.is_asked:
             self._asked_at = time.monotonic()
             self._asked.set()
 
     @property
     def wanted_s(self) -> float:
-        """Seconds that the training needs to stop."""
+        """Seconds that the training needs to stop: the longest recent step plus the last save, times a safety
+        factor.
+        """
         return max(MIN_GRACE_S, GRACE_FACTOR * (max(self._step_times, default=0.0) + self._save_s))
 
     @property
     def grace_s(self) -> float:
-        """Seconds that the training gets to stop."""
+        """Seconds that the training gets to stop: what the supervisor grants, or else what the training needs."""
         with suppress(OSError, ValueError):
             if self._granted is not None:
                 return float(self._granted.read_text(encoding="utf-8"))
@@ -117,9 +122,9 @@ class TrainingStop:
 
     @property
     def may_give_up_step(self) -> bool:
-        """True if the running step may be given up and may be long enough to outlast the grace period.
+        """True if the running step may be given up and can be long enough to outlast the grace period.
 
-        This is also true for the first step, whose length is unknown.
+        The duration of the first step is unknown, so it counts as long enough.
         """
         return self.is_watched and not self._is_held and max(self._step_times, default=math.inf) > LONG_STEP_S
 
@@ -129,7 +134,7 @@ class TrainingStop:
         self._tell()
 
     def note_saved(self, step: int, seconds: float = 0.0) -> None:
-        """Record a complete checkpoint and the time to write it, seconds."""
+        """Record that a checkpoint is complete, and the seconds that it took to write."""
         self.saved_step = step
         self._save_s = seconds or self._save_s
         self._tell()
@@ -140,16 +145,19 @@ class TrainingStop:
         self._tell()
 
     def hold(self) -> None:
-        """Prevent the watch from saving while the weights change. Never returns if the watch is already saving."""
+        """Prevent the watch from saving, because the weights are about to change.
+
+        If the watch is already saving, never return.
+        """
         if not self._is_held:
             self._held.acquire()
             self._is_held = True
 
     def let_go(self, save: Callable[[], None] | None) -> None:
-        """Let the watch save a whole step until the next `hold`.
+        """Allow the watch to save a whole step, until `hold` is called.
 
         Args:
-            save: writes the checkpoint in the calling thread; None if the step is already saved.
+            save: writes the step's checkpoint in the thread that calls it; None if the step is already saved.
         """
         self._save_last_whole = save
         if self._is_held:
@@ -157,11 +165,11 @@ class TrainingStop:
             self._held.release()
 
     def watching(self, on_end: Callable[[int, str], None]) -> Watch:
-        """A context in which a step that outlasts the grace period is given up."""
+        """Return a context manager. Within its block, a step that outlasts the grace period is given up."""
         return Watch(self, on_end)
 
     def wait_until_overdue(self, is_over: threading.Event) -> bool:
-        """Wait until the running step leaves no time to save; False if the training ends first."""
+        """Wait until the grace period leaves just enough time to save. Returns False if the training ends first."""
         while not self._asked.wait(0.5):
             if is_over.is_set():
                 return False
@@ -171,7 +179,10 @@ class TrainingStop:
         return not is_over.wait(max(0.0, until - time.monotonic()))
 
     def save_last_whole(self) -> None:
-        """Save the last whole step once the weights do not change. Called by the watch, which then ends the process."""
+        """Wait until the weights are not changing, then save the last whole step.
+
+        The watch calls this before it ends the process.
+        """
         self._held.acquire()
         if self._save_last_whole is not None:
             self._save_last_whole()
@@ -186,7 +197,7 @@ class TrainingStop:
             "saved_step": self.saved_step,
             "problem": self.problem[: TOLD_BYTES // 8],
         }
-        with suppress(OSError):  # without this file the supervisor grants its default
+        with suppress(OSError):  # without this file, the supervisor grants its default time
             descriptor = os.open(self._told, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.pwrite(descriptor, json.dumps(said).encode().ljust(TOLD_BYTES), 0)
@@ -195,10 +206,10 @@ class TrainingStop:
 
 
 class Watch:
-    """The thread that saves the last whole step if the loop is too slow, and ends the process.
+    """A thread that saves the last whole step and ends the process if the training loop does not end in time.
 
     Args:
-        on_end: called before the process ends, with the saved step and the reason why no newer step is saved.
+        on_end: called before the process ends, with the last saved step and the reason why no newer step is saved.
     """
 
     def __init__(self, stop: TrainingStop, on_end: Callable[[int, str], None]) -> None:
@@ -228,5 +239,5 @@ class Watch:
 
 
 def describe_problem(error: Exception) -> str:
-    """A phrase about why a checkpoint could not be written."""
+    """A phrase that says why a checkpoint could not be written."""
     return f"the last step could not be saved ({str(error) or type(error).__name__})"

@@ -1,6 +1,6 @@
-"""The records that training data is made of: a prompt, a sample, a batch of samples.
+"""The records that training data consists of: a prompt, a sample, a batch of samples.
 
-Readers of files: `data/dataset.py`. Tensors: `batch.py`.
+`data/dataset.py` reads them from files. `batch.py` turns them into tensors.
 
 Index t of every per-token array of a `Sample` describes token t, given the tokens before it:
 
@@ -9,7 +9,7 @@ Index t of every per-token array of a `Sample` describes token t, given the toke
     rollout_log_probs  [ 0,  0,  0,  0, -.2, -.9, -.1]     log p(token t | tokens < t) when it was sampled
     policy_versions                     [(7, 4, 7)]        tokens 4..6 were sampled by policy version 7
 
-Only `batch.build_batch` shifts these arrays.
+Only `batch.build_batch` shifts these arrays by one position.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[dict[str, Any]]]  # Any: JSON arguments
-    """Function calls of an assistant: {"function": {"name": ..., "arguments": {...}}}."""
+    """Function calls of an assistant. Each has the form {"function": {"name": ..., "arguments": {...}}}."""
     tool_call_id: NotRequired[str]
-    """Id of the call that a message with role `tool` answers."""
+    """Id of the tool call whose result this message (role `tool`) contains."""
     name: NotRequired[str]
-    """Name of the answering tool, or of one speaker among several."""
+    """Name of the tool whose result the message contains, or of the speaker if several have the same role."""
     reasoning_content: NotRequired[str]
-    """Reasoning of an assistant before its answer, for templates that render it separately."""
+    """The assistant's reasoning before its answer, for chat templates that render reasoning separately."""
 
 
 class Status(StrEnum):
     """How the generation of a sample ended."""
 
     PENDING = "pending"
-    """Not generated yet, or only partly generated."""
+    """The completion is not generated, or only partly generated."""
     COMPLETED = "completed"
     """The policy ended its turn by itself."""
     TRUNCATED = "truncated"
-    """The token limit was reached."""
+    """Generation ended at the token limit."""
     ABORTED = "aborted"
-    """Generation was cancelled; the partial completion is kept."""
+    """Generation was cancelled. The partial completion is kept."""
     FAILED = "failed"
-    """Generation failed for a reason outside the policy (`metadata["error"]`). The sample is never graded."""
+    """Generation failed for a reason outside the policy, which `metadata["error"]` describes. The sample is never
+    graded."""
     INVALID = "invalid"
-    """Neither graded nor trained on: the chat template hid a reply from the policy, or the policy sampled token ids
-    that its tokenizer lacks. `metadata["invalid"]` has the reason."""
+    """The sample is neither graded nor trained on. `metadata["invalid"]` has the reason: the chat template hid a reply
+    from the policy, or the policy sampled token ids that its tokenizer lacks."""
 
 
 class VersionSpan(NamedTuple):
-    """Tokens [start, end) of a sample were sampled by this policy version."""
+    """Tokens [start, end) of a sample were sampled by the weights of this version."""
 
     version: int
     start: int
@@ -64,20 +65,20 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One dataset item before sampling."""
+    """One row of a prompt dataset, before completions are sampled."""
 
     id: str
-    """Unique within its file. Used in messages and reports only."""
+    """Unique within its file. Used only in messages and reports."""
     messages: tuple[Message, ...]
-    """Conversation that the policy continues."""
+    """The conversation that the policy continues."""
     answer: str = ""
     """Reference answer for rewards."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: fields of a user's row
-    """Every other field of the row."""
+    """All other fields of the row."""
     has_json_answer: bool = field(default=False, compare=False)
-    """True if the row's answer was a JSON list or object; `answer` is its JSON text."""
+    """True if the row's answer was a JSON list or object. `answer` then is its JSON text."""
     row: int = field(default=0, compare=False)
-    """Row number in the source file, from 1; for messages."""
+    """Row number in the source file, from 1. Used only in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +90,35 @@ class Sample:
     """
 
     prompt: str | tuple[Message, ...] = ""
-    """The prompt as text or messages, for readers and rewards; training reads `tokens`."""
+    """The prompt as text or messages, for people and for rewards. Training reads `tokens`."""
     response: str = ""
-    """The completion as text, for readers and rewards. In a conversation this is the policy's last turn;
+    """The completion as text, for people and for rewards. In a conversation this is the policy's last turn;
     `metadata["conversation"]` has all turns."""
     tokens: list[int] = field(default_factory=list)
-    """Prompt and completion, exactly as the policy saw and sampled them."""
+    """Tokens of prompt and completion, exactly as the policy read and sampled them."""
     loss_mask: list[float] = field(default_factory=list)
-    """Per token: 0 for the prompt and observations, 1 (or another weight) for trained tokens."""
+    """For each token: 0 for the prompt and for observations, 1 (or another weight) for trained tokens."""
     rollout_log_probs: list[float] | None = None
-    """Per token, nats, under the distribution that was sampled from; 0 for tokens that were not sampled."""
+    """For each token: log-probability under the distribution that was sampled from, nats; 0 for tokens that were not
+    sampled."""
     reward: float | None = None
-    """Grade of the whole sample. None before grading, and if no score could be computed."""
+    """Reward of the whole sample. None before grading, and if no reward could be computed."""
     group_index: int = 0
-    """Number of the group. The samples of one draw of a prompt have the same number and share a baseline."""
+    """Number of the group. All samples that were generated together for a prompt have the same number and share a
+    baseline."""
     index: int = 0
     """Number of the sample within its group, from 0."""
     turn: int | None = None
-    """Turn number if every turn of a trajectory is its own sample. All turns of a trajectory have the same
-    `group_index` and `index`, share a reward, and count once in the group's baseline."""
+    """Number of the turn, if each turn of a trajectory is a sample of its own. All turns of a trajectory have the same
+    `group_index`, the same `index` and the same reward. They count once in the group's baseline."""
     status: Status = Status.PENDING
-    """How generation ended."""
+    """How the generation ended."""
     finish_reason: str = ""
     """The engine's name for the reason why generation ended."""
     policy_versions: tuple[VersionSpan, ...] = ()
-    """Which policy version sampled which tokens, in order."""
+    """The weight versions that sampled the tokens, in order."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: fields of a user's row
-    """Other fields of the dataset row and notes of rewards, including `answer` and `prompt_id`."""
+    """Other fields of the dataset row, including `answer` and `prompt_id`, and notes of rewards."""
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.tokens):
@@ -131,9 +134,9 @@ class Sample:
         return (Message(role="user", content=self.prompt),) if isinstance(self.prompt, str) else self.prompt
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """JSON values of the sample, sharing its token lists; `sample_from_json` is the inverse."""
+        """The sample as JSON values. It shares the sample's token lists. `sample_from_json` is the inverse."""
         lists = {"tokens": self.tokens, "loss_mask": self.loss_mask, "rollout_log_probs": self.rollout_log_probs}
-        # asdict copies token by token, a microsecond each.
+        # asdict copies lists value by value, which takes about a microsecond per token.
         return asdict(replace(self, tokens=[], loss_mask=[], rollout_log_probs=None)) | lists
 
 
@@ -150,30 +153,33 @@ def sample_from_json(record: Mapping[str, Any]) -> Sample:  # Any: JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The samples of one RL step, ordered by group and place, with the columns that training reads."""
+    """The samples of one RL step, ordered by group and index, with the columns that training reads.
+
+    N is the number of samples.
+    """
 
     tokens: list[list[int]]
-    """N token lists."""
+    """N lists of tokens."""
     loss_masks: list[list[float]]
-    """N masks, each as long as its tokens."""
+    """N loss masks, each as long as the sample's token list."""
     rewards: list[float]
-    """N grades; NaN for a sample without a reward."""
+    """N rewards; NaN for a sample without a reward."""
     response_lengths: list[int]
-    """N counts of the tokens that the policy sampled."""
+    """N counts of sampled tokens."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: counters of several types
-    """Counters of the batch's generation: epoch, step, drops by reason."""
+    """Notes about the batch's generation: epoch, step, and numbers of dropped groups by reason."""
     samples: tuple[Sample, ...] = ()
     """The samples that the columns were taken from."""
 
     @property
     def groups(self) -> list[list[Sample]]:
-        """The samples by group, in the order of the batch."""
+        """The samples of each group, in the order of the batch."""
         return group_samples(self.samples)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """JSON values of the batch; `from_json` is the inverse.
+        """The batch as JSON values; `from_json` is the inverse.
 
-        Columns that equal the samples' own values are left out.
+        Columns that can be computed from the samples are left out.
         """
         derived = _columns_of(self.samples)
         columns = {
@@ -204,12 +210,12 @@ def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  #
 
 
 def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Number of sampled tokens per sample."""
+    """Number of tokens in the loss, for each sample."""
     return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
 
 
 def _columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
-    """Columns of a batch of these samples; a missing reward is None."""
+    """The columns of a batch with these samples. A missing reward is None."""
     fields_of = extract_sample_fields(samples)
     return {
         "tokens": fields_of["tokens"],
@@ -220,7 +226,10 @@ def _columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one 
 
 
 def trajectory_places(samples: Sequence[Sample]) -> list[list[int]]:
-    """Indices of the samples of each trajectory, in order. A trajectory has several samples if each turn is its own."""
+    """Indices of the samples of each trajectory, in order.
+
+    A trajectory has several samples if each turn is its own sample.
+    """
     places: dict[tuple[int, ...], list[int]] = {}
     for place, sample in enumerate(samples):
         key = (place,) if sample.turn is None else (sample.group_index, sample.index)
@@ -229,7 +238,7 @@ def trajectory_places(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Samples by `group_index`, groups in order of first appearance."""
+    """The samples of each group. Groups are in the order of their first sample."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, []).append(sample)

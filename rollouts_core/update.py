@@ -1,4 +1,4 @@
-"""One optimizer update from its micro-batches, shared by SFT and RL."""
+"""Make one optimizer update from its micro-batches. SFT and RL share this code."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ async def update_policy(
     """Add the gradients of the micro-batches, then take an optimizer step.
 
     Args:
-        stop: a request can give up the step until the weights change, and waits from then on.
+        stop: until the weights change, a stop request can give up the step; from then on, the request waits.
 
     Returns:
-        The update's metrics with `num_nonfinite` = 0, or only `num_nonfinite` = 1 if the update was skipped.
+        The update's metrics with `num_nonfinite` = 0. If the update was skipped, only `num_nonfinite` = 1.
 
     Raises:
-        NonFiniteError: the loss or gradient is not finite and `on_nonfinite` is "stop". The message names the
-            samples of the loss; the weights are unchanged.
+        NonFiniteError: the loss or gradient is NaN or infinite and `on_nonfinite` is "stop". The message names the
+            samples whose loss it was. The weights are unchanged.
     """
     results: list[Metrics] = []
     late: list[tuple[TrainBatch, TrainFuture[Metrics]]] = []
     try:
         for micro_batch in micro_batches:
             added = backend.forward_backward(micro_batch)
-            if isinstance(added, LateTrainFuture):  # the device still computes: submit the rest of the step
+            # the device still computes, so the rest of the step is submitted first
+            if isinstance(added, LateTrainFuture):
                 late.append((micro_batch, added))
             else:
                 _collect(results, await _metrics_of(added, micro_batch))
@@ -53,7 +54,8 @@ async def update_policy(
         if stop:
             stop.hold()
         stepped = backend.optim_step()
-        if isinstance(stepped, FailedTrainFuture):  # a failed step may have no metrics, or no ranks to send them
+        # raise its error here: after a failed step, metrics may be missing, or ranks that send them
+        if isinstance(stepped, FailedTrainFuture):
             await stepped.result()
         await _collect_late(results, late)
         return {"num_nonfinite": 0.0, **sum_metrics(results), **await stepped.result()}
@@ -65,11 +67,11 @@ async def update_policy(
 
 
 class SkipCounter:
-    """Counts consecutive skipped updates and ends a run that only skips.
+    """Counts consecutive skipped updates, and ends a run in which too many are skipped.
 
     Args:
-        limit: highest number of skipped updates in a row; 0 sets no limit.
-        num_in_a_row: count at the start, from the checkpoint of a resumed run.
+        limit: largest permitted number of skipped updates in a row; 0 sets no limit.
+        num_in_a_row: the count at the start, from the checkpoint of a resumed run.
     """
 
     def __init__(self, limit: int, num_in_a_row: int = 0) -> None:
@@ -77,7 +79,7 @@ class SkipCounter:
         self.num_in_a_row = num_in_a_row
 
     def after_step(self, step: int, metrics: Metrics) -> None:
-        """Count the skipped updates of a step; a successful update resets the count.
+        """Count the skipped updates of a step. A successful update resets the count.
 
         Raises:
             NonFiniteError: more updates in a row were skipped than `limit`.
@@ -93,10 +95,10 @@ class SkipCounter:
 
 
 def _collect(results: list[Metrics], metrics: Metrics) -> None:
-    """Add a micro-batch's metrics to the list.
+    """Append a micro-batch's metrics to `results`.
 
     Raises:
-        ConfigError: the metrics have other names than those of the first micro-batch.
+        ConfigError: the names of the metrics differ from those of the first micro-batch.
     """
     results.append(metrics)
     if metrics.keys() != results[0].keys():
@@ -108,7 +110,7 @@ def _collect(results: list[Metrics], metrics: Metrics) -> None:
 
 
 async def _collect_late(results: list[Metrics], late: list[tuple[TrainBatch, TrainFuture[Metrics]]]) -> None:
-    """Wait for the device and collect the metrics of the micro-batches in `late`."""
+    """Wait for the micro-batches in `late`, and append their metrics to `results`."""
     while late:
         micro_batch, added = late.pop(0)
         _collect(results, await _metrics_of(added, micro_batch))

@@ -1,12 +1,12 @@
-"""Warnings about an RL run while it goes on: one table of rules over the metrics of its steps.
+"""Warnings about an RL run while it trains: one table of rules over the metrics of its steps.
 
-Not here: warnings before a run (checks/), the count of steps without signal (signal_watch.py).
+Other modules: checks/ warns before a run, and signal_watch.py counts the steps without learning signal.
 
-    metrics of a step -> each rule sees the last steps, and the first -> event `warning`, with the rule's name
-                                                                      -> the end of the run, if `stop_on` names the rule
+    metrics of a step -> each rule reads the first steps and the last steps -> event `warning`, with the rule's name
+                                                                            -> end of the run, if `stop_on` names it
 
-A rule warns when its bound is crossed, and again only after it was kept for a step in between. The watch reads metrics
-and changes nothing, so a run that no rule ends is the same with and without it. A resumed run begins the count anew.
+A rule warns when its bound is crossed. It warns again only after a step in which the bound was kept. The rules only
+read metrics, so they change a run only if they end it. A resumed run forgets the metrics of earlier attempts.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from rollouts_core.signal_watch import SignalWatch
 logger = logging.getLogger(__name__)
 
 WINDOW = 100
-"""Number of last steps that rules see."""
+"""Rules see this number of last steps."""
 MEAN_STEPS = 10
-"""Rules compare means over this number of steps, because single steps are noisy."""
+"""Rules compare means over this number of steps, because the metrics of single steps are noisy."""
 IN_A_ROW = 3
 MIN_ENTROPY_SHARE = 0.1
 SPIKE = 10.0
 MIN_KNOWN = 20
-"""Fewest known gradient norms before a norm can count as a spike."""
+"""Smallest number of known gradient norms at which a norm can count as a spike."""
 MAX_MISMATCH = 0.05
 MAX_STALENESS = 4.0
 NOISE = 4.0
-"""A reward that falls by fewer standard errors may be noise."""
+"""A fall of the reward by less than this number of standard errors may be noise."""
 Line = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """The metrics of a training's steps, as far as rules see them."""
+    """The metrics of a training's steps that rules can read."""
 
     first: Sequence[Line]
     """Metrics of the first steps."""
     last: Sequence[Line]
-    """Metrics of the last steps, the newest at the end."""
+    """Metrics of the last steps, in order."""
 
     def values(self, name: str) -> list[float]:
-        """A metric over the last steps that have it."""
+        """The values of a metric in the last steps; steps without the metric are left out."""
         return _values(self.last, name)
 
     def recent(self, name: str, count: int = MEAN_STEPS) -> list[float]:
-        """The last `count` values of a metric; empty if there are fewer."""
+        """The last `count` values of a metric; empty if there are fewer than `count`."""
         values = self.values(name)
         return values[-count:] if len(values) >= count else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A row of the table."""
+    """A rule of the table."""
 
     name: str
     measures: str
     bound: str
     remedy: str
-    """The settings to change."""
+    """The advice to the user: which settings to change."""
     find: Callable[[Series], str]
-    """Returns a clause with the measured values if the bound is crossed, else ""."""
+    """Returns a clause with the measured values if the bound is crossed, otherwise ""."""
 
 
 def _values(lines: Sequence[Line], name: str) -> list[float]:
@@ -78,7 +78,7 @@ def _values(lines: Sequence[Line], name: str) -> list[float]:
 
 
 def find_halved_reward(series: Series) -> str:
-    """The mean reward of the last steps against the best mean of as many steps before them."""
+    """Compare the mean reward of the last steps with the best earlier mean over the same number of steps."""
     name = "reward_unfiltered" if "reward_unfiltered" in series.last[-1] else "reward"
     values = series.values(name)
     means = [statistics.fmean(values[end - MEAN_STEPS : end]) for end in range(MEAN_STEPS, len(values) + 1)]
@@ -92,7 +92,10 @@ def find_halved_reward(series: Series) -> str:
 
 
 def find_entropy_collapse(series: Series) -> str:
-    """The entropy of the last steps against the first, unless the task is solved: then rewards hardly differ."""
+    """Compare the entropy of the last steps with that of the first steps.
+
+    A solved task, whose rewards hardly differ, is left out.
+    """
     before, after = _values(series.first, "entropy"), series.recent("entropy")
     spread_before, spread = _values(series.first, "reward_std"), series.recent("reward_std")
     if len(before) < MEAN_STEPS or not after or not spread_before or not spread:
@@ -149,7 +152,7 @@ NO_SIGNAL_RULE = Rule(
     measures="steps in a row without an update by rewards",
     bound="10, 20, 40 and so on",
     remedy="use prompts that the model solves sometimes, raise rollout.n_samples_per_prompt, or change the reward",
-    find=lambda _: "",  # signal_watch.py counts these over resumed runs, too
+    find=lambda _: "",  # signal_watch.py counts these steps instead, because its count continues in resumed runs
 )
 RULES = (
     NO_SIGNAL_RULE,
@@ -210,14 +213,14 @@ RULES = (
         find=find_rounding,
     ),
 )
-"""All rules. A run is warned by each, and ends by those that `training.rl.stop_on` names."""
+"""All rules. Each can warn; a rule that `training.rl.stop_on` names also ends the run."""
 
 
 class WarningWatch:
     """Applies the rules to the metrics of each step.
 
     Args:
-        signal: counts the steps without signal, which has a limit of its own.
+        signal: counts the steps without learning signal and has its own limit.
         stop_on: names of the rules that end the training.
     """
 
@@ -230,11 +233,11 @@ class WarningWatch:
 
     @property
     def is_over(self) -> bool:
-        """True if the training ends at this step."""
+        """True if the training ends after this step."""
         return bool(self._end) or self.signal.is_over
 
     def after_step(self, step: int, metrics: Line, events: EventLog | None = None) -> None:
-        """Apply the rules; a warning is logged and written to the events."""
+        """Apply the rules to a step. Each warning is logged and written to `events`."""
         if told := self.signal.after_step(step, metrics):
             warn(step, NO_SIGNAL_RULE.name, told, events)
         self._last.append(metrics)
@@ -254,11 +257,11 @@ class WarningWatch:
             (self._crossed.add if found else self._crossed.discard)(rule.name)
 
     def check(self) -> None:
-        """Raise if the training is over.
+        """Raise an error if the training ends here.
 
         Raises:
-            NoSignalError: too many steps had no learning signal.
-            StoppedByRuleError: a rule of `stop_on` was crossed.
+            NoSignalError: too many steps in a row had no learning signal.
+            StoppedByRuleError: a rule in `stop_on` raised its warning.
         """
         self.signal.check()
         if self._end:
@@ -266,7 +269,7 @@ class WarningWatch:
 
 
 def warn(step: int, rule: str, message: str, events: EventLog | None) -> None:
-    """Log a warning and write it to the events."""
+    """Write a warning to `events`, or only log it if there is no event log."""
     if events:
         events.warn(message, rule=rule, step=step)
     else:

@@ -5,6 +5,7 @@ Without these early checks, a missing engine would be found only after SFT.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,13 +29,15 @@ from rollouts.infra.node import FurtherNode, LocalNode, Node, NodeSettings, sett
 from rollouts.infra.providers import open_session
 from rollouts.infra.reach import check_both_ways
 from rollouts.infra.session import Session
-from rollouts.tasks.engine_choice import choose_engine, is_open, keep_choice, with_choice_of
+from rollouts.tasks.engine_choice import EngineChoice, choose_engine, is_open, keep_choice, with_choice_of
 from rollouts.tasks.engine_installs import with_engine
+from rollouts.tasks.gpu_placement import has_open_placement, plan_on_gpus, read_usable_gpus
 from rollouts.tasks.installed_engines import check_router, leads_engines
 from rollouts.tasks.optional_packages import check_packages
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.upload_inputs import place_code
 from rollouts_core.checks.needed_part import describe_parts
+from rollouts_core.checks.placement_plan import with_placement
 from rollouts_core.checks.resource_needs import (
     check_kernels_without_gpu,
     checkpoint_disk_bytes,
@@ -44,6 +47,8 @@ from rollouts_core.checks.resource_needs import (
     training_needs,
 )
 from rollouts_core.config import Config, PolicyConfig
+from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_variables
 from rollouts_core.model.model_size import ModelSize, find_model_size
 from rollouts_core.run_directory import RunDirectory
@@ -69,30 +74,20 @@ def bootstrap(
         trains: whether the run trains on the node, which needs memory and disk.
         begun: local directories of the run's trainings that may have begun. Checkpoints of these trainings may be on
             the node's disk already, and need no further space.
-        kept_choice: the file that keeps the choice of an engine.
+        kept_choice: the file that keeps the choice of an engine and the placement.
     """
-    placement = config.deployment
     size = find_model_size(config.model) if trains else ModelSize()
     num_machines = 1 + len(node.trainer_nodes)
-    stages = training_needs(config, size, num_machines=num_machines)
-    least = max(stages, key=lambda stage: stage.least_bytes, default=None)
-    own_gpus = {*placement.trainer_gpu_ranks, *(() if node.engine_nodes else placement.engine_gpu_ranks)}
-    needs = NodeNeeds(
-        num_gpus=len(own_gpus),
-        last_gpu=max(own_gpus, default=-1),
-        trains_on_gpu=trains and wants_gpu(config),
-        is_rented_for_gpus=node.is_rented,
-        trainer_gpu_ranks=placement.trainer_gpu_ranks,
-        num_trainers=placement.num_trainer_processes,
-        trainer_gb=least.least_bytes / 1e9 if least else 0.0,
-        trainer_parts=f"in GiB: {describe_parts(least.certain_parts)}" if least else "",
-        engine_gpu_ranks=() if node.engine_nodes else placement.engine_gpu_ranks,
-        engine_gb=engine_weight_bytes(config, size) / 1e9,
-    )
     with StageProgress("bootstrap") as progress, ExitStack() as stack:
         if size.problem:
             progress.say(size.describe_problem(config.model.path))
         session = stack.enter_context(open_session(node))
+        choice: EngineChoice | None = None
+        if trains and has_open_placement(config, settings):
+            node = placed_on(node, session, config, size, say=progress.say)
+            config = with_placement(config, json.loads(node.placement or "{}"))
+        placement = config.deployment
+        needs = needs_of_node(node, config, size, trains=trains)
         left_bytes = checkpoint_disk_bytes(config, size) - checkpoint_bytes_on(session, node, begun)
         needs = replace(needs, disk_gb=max(settings.min_free_gb, left_bytes / 1e9))
         modules = modules_called(config, trains=trains)
@@ -104,10 +99,16 @@ def bootstrap(
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
         if is_open(config):
-            ready = choose_on_node(stack, ready, settings, config, size, progress, kept_choice)
+            choice = choose_on_node(stack, ready, settings, config, size)
+            progress.say(str(choice))
+            placed = "" if ENGINES[choice.kind].is_own else ready.placement  # that engine computes on the CPU
+            ready = replace(ready, engine_kind=choice.kind, placement=placed)
             config = with_choice_of(config, ready)
+        if kept_choice is not None and (choice or ready.placement):
+            keep_choice(kept_choice, choice, ready.placement)
         if leads_engines(config, node, trains=trains):
-            ready = with_engine(session, ready, settings, config, say=progress.say)
+            ranks = placement.engine_gpu_ranks
+            ready = with_engine(session, ready, settings, config.rollout.engine, gpu_ranks=ranks, say=progress.say)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
         trainers, trainer_nodes = [(session, node)], list[Node]()
@@ -150,29 +151,55 @@ def prepare_engine_nodes(
         with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
             found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
             warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
-            found = with_engine(own_session, found, own_settings, config, say=progress.say)
+            ranks = placement.engine_gpu_ranks
+            found = with_engine(
+                own_session, found, own_settings, config.rollout.engine, gpu_ranks=ranks, say=progress.say
+            )
             check_both_ways(session, node, own_session, each)
         engine_nodes.append(found)
     return tuple(engine_nodes)
 
 
+def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) -> NodeNeeds:
+    """The requirements of a run on the node that leads it, without disk space."""
+    placement = config.deployment
+    stages = training_needs(config, size, num_machines=1 + len(node.trainer_nodes))
+    least = max(stages, key=lambda stage: stage.least_bytes, default=None)
+    own_gpus = {*placement.trainer_gpu_ranks, *(() if node.engine_nodes else placement.engine_gpu_ranks)}
+    return NodeNeeds(
+        num_gpus=len(own_gpus),
+        last_gpu=max(own_gpus, default=-1),
+        trains_on_gpu=trains and wants_gpu(config),
+        is_rented_for_gpus=node.is_rented,
+        trainer_gpu_ranks=placement.trainer_gpu_ranks,
+        num_trainers=placement.num_trainer_processes,
+        trainer_gb=least.least_bytes / 1e9 if least else 0.0,
+        trainer_parts=f"in GiB: {describe_parts(least.certain_parts)}" if least else "",
+        engine_gpu_ranks=() if node.engine_nodes else placement.engine_gpu_ranks,
+        engine_gb=engine_weight_bytes(config, size) / 1e9,
+    )
+
+
+def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, say: Callable[[str], None]) -> Node:
+    """The node with the planned placement. Without a plan, trainer and engines use the first GPU, and a sentence says
+    why no plan fits."""
+    try:
+        plan = plan_on_gpus(read_usable_gpus(session), config, size)
+    except ConfigError as error:
+        say(str(error))
+        return node
+    if plan is None:
+        return node
+    say(str(plan))
+    return replace(node, placement=json.dumps(plan.settings))
+
+
 def choose_on_node(
-    stack: ExitStack,
-    node: Node,
-    settings: NodeSettings,
-    config: Config,
-    size: ModelSize,
-    progress: StageProgress,
-    kept_choice: Path | None,
-) -> Node:
-    """Choose the engine on the first engine node, or else on `node`. Returns `node` with the kind of engine."""
+    stack: ExitStack, node: Node, settings: NodeSettings, config: Config, size: ModelSize
+) -> EngineChoice:
+    """Choose the engine on the first engine node, or else on `node`."""
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
-    session = stack.enter_context(open_session(own))
-    choice = choose_engine(session, own, own_settings, config, size)
-    progress.say(str(choice))
-    if kept_choice is not None:
-        keep_choice(kept_choice, choice)
-    return replace(node, engine_kind=choice.kind)
+    return choose_engine(stack.enter_context(open_session(own)), own, own_settings, config, size)
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:

@@ -4,7 +4,8 @@
     a free GPU ── SGLang, installed or to be installed ── supports the model? ── SGLang, otherwise embedded
 
 The choice is kept in the store, so that later attempts use the same engine. The chosen kind enters job.json and the
-fingerprint. Not here: installing the engine (engine_installs.py).
+fingerprint. A planned placement is kept beside it. Not here: installing the engine (engine_installs.py), planning the
+placement (gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollouts.infra.engine_environment import install_engine
 from rollouts.infra.engines import CHECK_TIMEOUT_S
@@ -23,6 +25,7 @@ from rollouts.infra.node import FurtherNode, Node, NodeSettings
 from rollouts.infra.session import Session
 from rollouts.tasks.engine_installs import plan_engine_of
 from rollouts.tasks.store_paths import ENGINES
+from rollouts_core.checks.placement_plan import is_placement_open, with_placement
 from rollouts_core.checks.resource_needs import engine_weight_bytes
 from rollouts_core.config import Config, EngineConfig
 from rollouts_core.engine_kinds.auto import CHOSEN_ON_NODE, FOR_GPUS, WITHOUT_GPUS
@@ -140,29 +143,39 @@ def known_architectures(session: Session, engine: EngineConfig, python: str) -> 
 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
-    """The file that keeps the engine choice for runs with these settings."""
+    """The file that keeps the choice of an engine and the placement for runs with these settings."""
     place = settings.model_dump(mode="json", exclude={"query"})  # left out, because a run changes the query
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 
 
-def keep_choice(file: Path, choice: EngineChoice) -> None:
-    """Save the choice for later attempts."""
+def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") -> None:
+    """Save the choice for later attempts.
+
+    Args:
+        choice: None if the settings name the engine.
+        placement: as in `Node`.
+    """
+    kept: dict[str, Any] = {} if choice is None else {"kind": choice.kind, "reason": choice.reason}  # Any: JSON
+    if placement:
+        kept["placement"] = json.loads(placement)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"kind": choice.kind, "reason": choice.reason})
+    write_json(file, kept)
 
 
 def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
-    """The configuration with the engine that an earlier attempt chose. Unchanged before the first choice."""
-    if not is_open(config):
+    """The configuration with the engine and the placement of an earlier attempt. Unchanged before the first choice."""
+    if not is_open(config) and not is_placement_open(config):
         return config
     try:
         kept = json.loads(choice_file(store, config, settings).read_text(encoding="utf-8"))
-        return with_kind(config, str(kept["kind"]))
     except FileNotFoundError:
         return config
+    chosen = with_kind(config, str(kept["kind"])) if "kind" in kept and is_open(config) else config
+    return with_placement(chosen, kept.get("placement", {}))
 
 
 def with_choice_of(config: Config, node: Node) -> Config:
-    """The configuration with the engine that was chosen on the node. Unchanged without a choice."""
-    return with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
+    """The configuration with the engine and the placement that were chosen on the node. Unchanged without a choice."""
+    chosen = with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
+    return with_placement(chosen, json.loads(node.placement)) if node.placement else chosen

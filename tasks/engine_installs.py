@@ -31,7 +31,7 @@ from rollouts.infra.gpu_state import GpuState, driver_version, read_gpus
 from rollouts.infra.node import FurtherNode, Node, NodeSettings, PackageSettings
 from rollouts.infra.session import Session
 from rollouts.tasks.engine_trial import try_engine
-from rollouts_core.config import Config, EngineConfig
+from rollouts_core.config import EngineConfig
 from rollouts_core.engine_kinds import EngineBuild
 from rollouts_core.errors import ConfigError
 
@@ -106,25 +106,29 @@ def with_engine(
     session: Session,
     node: Node,
     settings: NodeSettings | FurtherNode,
-    config: Config,
+    engine: EngineConfig,
     *,
+    gpu_ranks: Sequence[int],
     say: Callable[[str], None],
 ) -> Node:
     """Install the engine if it is missing. Returns the node with the interpreter of the engine.
 
-    An engine that a run installed must first complete a prompt with a tiny model.
+    An engine that is installed here must first complete a prompt with a tiny model.
+
+    Args:
+        gpu_ranks: the GPUs of the engines; empty means the first GPU.
 
     Raises:
         PermanentInfraError: the engine cannot be installed on the node, or does not work.
     """
-    engine = config.rollout.engine
     plan = plan_engine_of(session, node, settings, engine)
     if plan.wanted is None:
         return replace(node, engine_python="" if plan.python in (engine.python, node.python) else plan.python)
     say(plan.describe(engine))
     python = install_engine(session, node, plan.wanted)
     ready = replace(node, engine_python=python)
-    try_engine(session, ready, config, place_of_engine(session, node, plan.wanted), say=say)
+    folder = place_of_engine(session, node, plan.wanted)
+    try_engine(session, ready, engine, folder, gpu_ranks=gpu_ranks, say=say)
     return ready
 
 

@@ -6,7 +6,7 @@ Not here: the program of the job (rollouts_core/engines/trial.py), the installat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rollouts.infra.errors import JobFailedError, PermanentInfraError
 from rollouts.infra.jobs import FIRST_GPU, JobSpec, follow_job, read_result, require_finished, start_or_attach
@@ -14,12 +14,20 @@ from rollouts.infra.node import Node
 from rollouts.infra.session import Session
 from rollouts.tasks.node_job import COUNTED_BY_BUS, variables_of_place
 from rollouts.tasks.upload_inputs import place_code
-from rollouts_core.config import Config
+from rollouts_core.config import EngineConfig
 
 TRIAL_TIMEOUT_S = 1800.0
 
 
-def try_engine(session: Session, node: Node, config: Config, folder: str, *, say: Callable[[str], None]) -> None:
+def try_engine(
+    session: Session,
+    node: Node,
+    engine: EngineConfig,
+    folder: str,
+    *,
+    gpu_ranks: Sequence[int],
+    say: Callable[[str], None],
+) -> None:
     """Have the node's engine complete a prompt, unless this installation has passed the trial before.
 
     Args:
@@ -31,8 +39,7 @@ def try_engine(session: Session, node: Node, config: Config, folder: str, *, say
     run_dir = f"{folder}/trial"
     if read_result(session, run_dir) is not None:
         return
-    engine = config.rollout.engine
-    ranks = config.deployment.engine_gpu_ranks[:1]
+    ranks = gpu_ranks[:1]
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ranks))} if ranks else {}
     code_dir = place_code(session, node, say=say) if node.is_remote else ""
     say(f"asks {engine.spec.title} for a completion of a tiny model")

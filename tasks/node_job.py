@@ -22,6 +22,7 @@ from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.hub_cache import FALLBACK
 from rollouts_core.keys import read_hub_token, read_named_keys
+from rollouts_core.less_memory import FULL_GPU_CODE
 
 GRACE_S = 10.0
 """Time between asking a job to end and killing it, unless the job states how long it needs to save."""
@@ -61,6 +62,8 @@ def job_spec(
         grace_s=GRACE_S,
         max_grace_s=scope.stop_timeout_s,
         max_restarts=max_restarts,
+        # Several machines can only restart together (stage.py).
+        restart_code=FULL_GPU_CODE if stage.trains and not stage.job.get("further_trainers") else 0,
         lease_s=lease_s,
         gpus=gpus,
         gpu_group=stage.fingerprint,

@@ -11,6 +11,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from rollouts.infra.node import RentedNode
+from rollouts.tasks.gpu_placement import has_open_placement
+from rollouts_core.checks.placement_plan import with_placement
 from rollouts_core.checks.resource_needs import least_memory_bytes
 from rollouts_core.config import Config
 from rollouts_core.model.model_size import ModelSize, find_model_size
@@ -36,6 +38,9 @@ def with_enough_memory(node: NodeT, config: Config, size: ModelSize | None = Non
         size = find_model_size(config.model)
         if size.problem:
             logger.warning("%s", size.describe_problem(config.model.path))
+    if has_open_placement(config, node):  # a plan may divide both over all GPUs
+        ranks = tuple(range(node.query.gpu_count))
+        config = with_placement(config, {"trainer_gpu_ranks": ranks, "engine_gpu_ranks": ranks})
     needed_gb = least_memory_bytes(config, size, num_machines=node.num_trainer_nodes) / GIB
     if needed_gb <= max(node.query.min_vram_gb, SMALLEST_GPU_GB):
         return node

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.errors import FullGPUError, PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_lines
 from rollouts.infra.jobs import (
     JobState,
@@ -51,10 +51,14 @@ from rollouts.tasks.upload_inputs import place_stage
 from rollouts_core.backends.multi_node import MACHINE_LOST_CODE
 from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.errors import InputError
+from rollouts_core.less_memory import FULL_GPU_CODE, LESS_MEMORY
 from rollouts_core.model.remote_code import check_code_of_start
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
+
+MAX_FULL_GPUS = 64
+"""Most attempts in a row that may end with a full GPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +79,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         for sentence in filter(None, (damage, "" if taken else unlike, begun, taken)):
             progress.say(sentence)
         with tracked(stage, scope, progress.say):
-            how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
+            how: How = "reused" if is_finished(stage) else run_until_it_fits(stage, scope, node, progress)
         result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
         check_own_end(stage, scope)
@@ -115,6 +119,17 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
     if use is None:
         return state
     return f"{state}, first for {'an earlier try of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
+
+
+def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
+    """Call `run_on_node`, again after each attempt that lowered a setting because a GPU was full.
+
+    Only jobs of several machines end for this reason. A job of one machine is restarted by its supervisor.
+    """
+    for _ in range(MAX_FULL_GPUS):
+        with suppress(FullGPUError):
+            return run_on_node(stage, scope, node, progress)
+    return run_on_node(stage, scope, node, progress)
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
@@ -221,6 +236,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     Raises:
         InputError: the job refused its settings or its inputs. The message is the job's own.
         TransientInfraError: this machine, or another machine of the training, does not answer.
+        FullGPUError: a GPU ran out of memory, and the job needs less at its next start.
         JobFailedError, JobLostError: the job failed for another reason, or was lost.
     """
     complaints: list[str] = []
@@ -234,7 +250,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
         if event["event"] == "scored" and event["attempt"] == status.attempt:
             progress.say(f"{event['name']} has score {event['score']:.3f}")
-        if event["event"] == "warning" and event["attempt"] == status.attempt:
+        if event["event"] in ("warning", LESS_MEMORY) and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "stopped" and event["attempt"] == status.attempt:
             progress.say(shown_lines(describe_stop(event["step"], event.get("problem", ""))))
@@ -254,6 +270,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         reason = complaints[-1] if complaints else read_log_tail(session, ended.run_dir)
         progress.say(reason)  # shown here, because Prefect retries the stage without showing the reason
         raise TransientInfraError(reason)
+    if ended.exit is not None and ended.exit.code == FULL_GPU_CODE:
+        raise FullGPUError("a GPU ran out of memory: start again, which needs less memory")
     require_finished(session, ended)
 
 

@@ -78,8 +78,10 @@ def sentences(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def is_of(shape: str, sentence: str) -> bool:
-    """Whether a sentence has the shape; a headless one begins with it."""
-    return bool(SHAPES[shape].match(sentence) if shape == "headless" else SHAPES[shape].search(sentence))
+    """Whether a sentence has the shape; a headless one begins with it and is no question."""
+    if shape == "headless":
+        return bool(SHAPES[shape].match(sentence)) and not sentence.endswith("?")
+    return bool(SHAPES[shape].search(sentence))
 
 
 def files_of(path: Path) -> list[Path]:

@@ -1,12 +1,14 @@
 """`rollouts serve` and `rollouts chat`: use a checkpoint that was trained here, or any other.
 
-Not here: the server (rollouts_core/embedded), the other commands (cli.py), talking in the terminal (chat.py).
+Not here: the embedded engine (rollouts_core/embedded), SGLang and vLLM (serve_engine.py), talking in the terminal
+(chat.py), the other commands (cli.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,11 +18,9 @@ from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ports import check_loopback
 from rollouts.infra.registry import Alias, current, models
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import InputError
 from rollouts_core.system.open_files import raise_file_limit
-
-if TYPE_CHECKING:
-    pass
 
 MODEL_HELP = "A run, a registered model or its line (its production model), or the folder of a Hugging Face checkpoint."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -31,10 +31,26 @@ Store = Annotated[
 
 def serve(
     model: Model,
+    engine: Annotated[str, typer.Option(metavar="KIND", help="embedded, sglang or vllm.")] = "embedded",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0: any free port).")] = 30000,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
+    context_length: Annotated[
+        int, typer.Option(min=0, help="Most tokens of a prompt and its answer (0: what the model and memory allow).")
+    ] = 0,
+    gpus: Annotated[
+        str, typer.Option(metavar="0,1", help="GPUs of sglang or vllm, which divide the model; the first otherwise.")
+    ] = "",
+    engine_python: Annotated[
+        str, typer.Option(metavar="PATH", help="Interpreter of the environment with sglang or vllm.")
+    ] = "",
+    engine_install: Annotated[
+        str, typer.Option(metavar="HOW", help="Way to install a missing sglang or vllm: auto, uv, pip or never.")
+    ] = "",
+    engine_args: Annotated[
+        str, typer.Option(metavar="'--A B'", help="Further arguments for the server of sglang or vllm.")
+    ] = "",
     api_key: Annotated[
         str,
         typer.Option(
@@ -45,12 +61,19 @@ def serve(
     ] = "",
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.
+    """Serve a checkpoint by the embedded engine, SGLang or vLLM. All speak the APIs of OpenAI and Anthropic.
 
     Prints the server's address and example requests. Ctrl-C ends the server. Runs need no such server, because they
     start their own engines.
     """
     raise_file_limit()
+    own_options = {
+        "--gpus": gpus,
+        "--engine-python": engine_python,
+        "--engine-install": engine_install,
+        "--engine-args": engine_args,
+    }
+    is_embedded = check_engine(engine, threads=threads, own_options=own_options)
     model_dir = find_checkpoint(model, store)
     from rollouts_core.embedded.gate import is_loopback
     from rollouts_core.embedded.server import serve as serve_model
@@ -62,16 +85,60 @@ def serve(
         console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)
         console.print(render_examples(url, model, model_dir, has_key=bool(api_key)), markup=False)
 
-    serve_model(
-        model_dir,
+    if is_embedded:
+        serve_model(
+            model_dir,
+            name=model,
+            host=host,
+            port=port,
+            num_threads=threads,
+            max_running_requests=max_running_requests,
+            context_length=context_length or None,
+            api_key=api_key,
+            on_ready=announce,
+        )
+        return
+    from rollouts.flows.commands.serve_engine import EngineServer, serve_by_engine
+
+    options = EngineServer(
+        kind=engine,
         name=model,
         host=host,
         port=port,
-        num_threads=threads,
+        threads=threads,
         max_running_requests=max_running_requests,
         api_key=api_key,
-        on_ready=announce,
+        context_length=context_length,
+        gpus=gpus,
+        python=engine_python,
+        install=engine_install,
+        arguments=engine_args,
     )
+    serve_by_engine(model_dir, options, store, on_ready=announce)
+
+
+def check_engine(kind: str, *, threads: int, own_options: Mapping[str, str]) -> bool:
+    """True for the embedded engine, False for an engine of another project.
+
+    Args:
+        own_options: the options of engines of other projects, with their values.
+
+    Raises:
+        InputError: no engine has this name, or it does not have one of the options.
+    """
+    if kind not in ENGINES:
+        raise InputError(f"--engine {kind}: expected {', '.join(ENGINES)}")
+    if ENGINES[kind].is_own:
+        for option in [name for name, value in own_options.items() if value]:
+            raise InputError(f"{option} is not an option of the embedded engine: remove it, or choose another --engine")
+        return True
+    from rollouts_core.engines.launch import has_gpu
+
+    if threads > 1 and has_gpu():
+        raise InputError(f"--threads is not an option of {kind} on a GPU: remove it")
+    if own_options["--gpus"] and not has_gpu():
+        raise InputError("--gpus needs a GPU, and torch finds none on this machine: remove it")
+    return False
 
 
 def chat(

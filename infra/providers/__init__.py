@@ -1,8 +1,8 @@
-"""From a node's settings to a node, to a session on it, and to its release: one entry per kind of node.
+"""Provision a node from its settings, open sessions on it, and release it. Each kind of node has an entry here.
 
     settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 
-Not here: the providers of rented machines (infra/clouds.py), which are one kind together.
+Not here: the providers of rented machines (infra/clouds.py). All rented machines are one kind of node.
 """
 
 import logging
@@ -37,7 +37,7 @@ def _provision_local(settings: LocalNode, store: Path) -> Node:
 
 
 def _release_local(node: Node) -> None:
-    """Leave this machine as it is."""
+    """Change nothing: this machine is not released."""
     logger.info("kept %s: %s is this machine", node.root, node.name)
 
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """Functions of one kind of node."""
+    """The functions for one kind of node."""
 
     provision: Callable[[Any, Path, str, Say], Node]  # Any: each kind has its own type of settings
     release: Callable[[Node], None]
@@ -83,9 +83,9 @@ def provision_node(settings: NodeSettings, store: Path, *, run_id: str = "", say
     """Return a node for the settings.
 
     Args:
-        store: directory for run directories, unless the settings name another one.
+        store: parent of the run directories, unless the settings name another directory.
         run_id: the run that uses the node. Machines are rented for this run.
-        say: receives progress messages.
+        say: called with progress messages.
     """
     return NODE_KINDS[settings.kind].provision(settings, store, run_id, say)
 
@@ -95,10 +95,10 @@ def release_node(node: Node) -> None:
 
 
 def open_session(node: Node) -> Session:
-    """Return a session on the node, to be used in a `with` block.
+    """Return a session on the node, for use in a `with` block.
 
     Raises:
-        PermanentInfraError: the node is a placeholder, because no stage needed a machine.
+        PermanentInfraError: the node is only a placeholder, because no stage needed a machine when the run began.
     """
     if node.kind == NO_NODE:
         raise PermanentInfraError(

@@ -1,7 +1,7 @@
 """Open accounts at the providers of rented machines.
 
-Keys come only from environment variables. If they belong to a named set of credentials, another variable has its name.
-Not here: the registry of providers (infra/clouds.py), their Protocol (infra/cloud.py).
+Keys come only from environment variables. If they belong to a named set of credentials, another variable contains its
+name. Not here: the registry of providers (infra/clouds.py), their Protocol (infra/cloud.py).
 """
 
 import os
@@ -18,17 +18,17 @@ from rollouts.infra.providers.http import Endpoint
 from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
-"""Environment variable with the name of the credentials that the keys in the environment belong to."""
+"""Environment variable with the name of the credentials to which the keys in the environment belong."""
 _SENDABLE = re.compile(r"[!-~]+")
-"""Characters of a key that an HTTP header can carry."""
+"""Pattern of keys that an HTTP header can carry."""
 
 
 def open_account(name: CloudName) -> Cloud:
-    """Open the account whose key is in the environment.
+    """Open the provider's account with the key in the environment.
 
     Raises:
-        MissingKeyError: the key is missing or cannot be valid.
-        PermanentInfraError: the environment has an invalid address of the API.
+        MissingKeyError: the key is missing, or has characters that no key has.
+        PermanentInfraError: the environment variable with the API's address is invalid.
     """
     cloud = find_cloud(name)
     endpoint = cloud.endpoint
@@ -48,10 +48,10 @@ def open_account(name: CloudName) -> Cloud:
 
 @contextmanager
 def account_of(rental: Rental) -> Iterator[Cloud]:
-    """Open the account that a machine belongs to.
+    """Open the account in which a machine was rented.
 
     Raises:
-        MissingKeyError: this process has other credentials.
+        MissingKeyError: this process has other credentials than the machine's.
     """
     if rental.credentials != credentials_in_use():
         whose = f"the credentials {rental.credentials}" if rental.credentials else "keys of the environment"
@@ -64,7 +64,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
 
 
 def credentials_in_use() -> str:
-    """Return the name of the credentials of this process; empty if its keys come from the plain environment."""
+    """Return the name of this process's credentials. Empty if its keys come from plain environment variables."""
     return os.environ.get(CREDENTIALS_VARIABLE, "")
 
 
@@ -74,10 +74,10 @@ def clouds_with_keys(names: Sequence[CloudName]) -> tuple[list[CloudName], list[
 
 
 def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
-    """Return the providers whose keys are in the environment.
+    """Return those of the providers whose keys are in the environment.
 
     Raises:
-        MissingKeyError: no key is there; the message names the variables.
+        MissingKeyError: no provider has a key in the environment. The message names the variables.
     """
     known, others = clouds_with_keys(names)
     if not known:
@@ -91,7 +91,7 @@ def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
 
 @contextmanager
 def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
-    """Open the accounts and yield them by their providers' names.
+    """Open the accounts, and yield them by the providers' names.
 
     Raises:
         MissingKeyError: a key is missing.
@@ -102,19 +102,19 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """Yield the accounts that can be opened, by provider, and a sentence for each failure."""
+    """Yield the accounts that can be opened, by the providers' names, and a sentence for each other account."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:
             try:
                 clouds[name] = stack.enter_context(open_account(name))
-            except PermanentInfraError as error:  # a missing or invalid key does not affect other providers
+            except PermanentInfraError as error:  # a missing or invalid key must not affect other providers
                 problems.append(str(error))
         yield clouds, problems
 
 
 def _other_address_of(endpoint: Endpoint) -> str:
-    """Return the address of the API in the environment; empty if it is not set."""
+    """Return another address of the API from the environment. Empty if the variable is not set."""
     url = os.environ.get(endpoint.url_variable, "").strip()
     try:
         parts = httpx.URL(url)
@@ -130,7 +130,8 @@ def _other_address_of(endpoint: Endpoint) -> str:
 
 
 def _or_save(variable: str) -> str:
-    """Return how a key can be saved in the credentials (a block of Prefect) of this process, or in new ones."""
+    """Return a phrase that says how to save a key in this process's credentials (a block of Prefect), or in new
+    ones."""
     if name := credentials_in_use():
         return f"or save it in the credentials {name}, which lack it, by `rollouts credentials {name} {variable}`"
     return (
@@ -140,7 +141,7 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    """Return the provider's key; empty if it is not set, or if no installed package has the provider."""
+    """Return the provider's key. Empty if the key is not set, or if no installed package has the provider."""
     try:
         return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
     except PermanentInfraError:

@@ -1,13 +1,15 @@
-"""Accounts at providers with an HTTP API: send requests, and turn answers into values and errors for the caller.
+"""Accounts at providers with an HTTP API: send requests, and convert answers to values or errors.
 
-    reading, ending    retried while the provider is busy or away, up to `patience_s`, then ProviderUnavailableError
-    creating           sent once: 429 created nothing and is retried; no answer, 408 or 5xx is an UnclearAnswerError
-    both               401, 402, 403 are a ProviderRefusedError at once, unless a provider means something else by them
+    reading, ending    retried for `patience_s` while the provider is busy or away, then ProviderUnavailableError
+    creating           sent once. 429 created nothing and is retried. No answer, 408 or 5xx is an UnclearAnswerError
+    both               401, 402, 403 are a ProviderRefusedError at once, unless they mean something else at a provider
 
-Providers limit the requests of an account, so all connections of a process to one account take turns.
+Providers limit the rate of an account's requests, so all connections of a process to one account take turns.
 
-Keys are sent in a header and never written. Texts of a provider are shown shortened and without keys.
-The end of the file checks addresses and ids in answers. Not here: the requests of each provider (runpod.py and others).
+Keys are sent in a header and are never written to disk or shown. Texts from a provider are shown shortened and without
+keys. The end of the file checks addresses and ids in answers.
+
+Not here: the requests of each provider (runpod.py and others).
 """
 
 import base64
@@ -35,47 +37,49 @@ TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
 MAX_ANSWER_BYTES = 10_000_000
 MAX_ANSWER_S = 120.0
-"""Time limit of a whole answer, also over a slow line. Timeouts alone allow an answer that never ends."""
+"""Time limit of a whole answer in seconds, also for slow connections. Read timeouts alone would allow an endless
+answer."""
 MAX_SHOWN_CHARACTERS = 300
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _LATE = 408
-"""A proxy in front of an API sends this status, too. It may have forwarded the request."""
+"""Status of a request timeout. A proxy in front of an API also sends it, and may have forwarded the request."""
 _REPEATED = 16
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 Json = dict[str, Any]  # Any: JSON
 InstanceId = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
-"""A provider's id of a machine, limited to printable characters."""
+"""A provider's id of a machine. Only printable ASCII characters are accepted."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of an API, and its rules for requests."""
+    """The address of an API, and the rules for requests to it."""
 
     title: str
-    """The provider's name for messages."""
+    """The provider's name in messages."""
     url: str
     key_variable: str
-    """Environment variable with the account's key."""
+    """Name of the environment variable with the account's key."""
     key_is: str = "key"
-    """Noun for the variable's value in messages."""
+    """Noun for the value of `key_variable` in messages."""
     key_header: str = "Authorization"
     key_prefix: str = "Bearer "
     min_interval_s: float = 0.0
-    """Minimum time between requests."""
+    """Minimum seconds between two requests."""
     create_interval_s: float = 0.0
-    """Minimum time between requests that create machines."""
+    """Minimum seconds between two requests that create machines."""
     patience_s: float = 60.0
-    """Time limit for retries of reading and ending."""
+    """Time limit in seconds for retries of requests that read or end machines."""
     account_refusal: str = ""
-    """Regular expression for answers about the account with other codes than 401, 402 and 403."""
+    """Regular expression for answers that refuse the whole account with another status than 401, 402 or 403."""
     offer_refusal: str = ""
-    """Regular expression for answers about one offer with code 403, when a machine is requested. Empty: a 403 is always
-    about the account."""
+    """Regular expression for answers with status 403 that refuse only one offer when a machine is requested. If it is
+    empty, 403 always refuses the account.
+    """
 
     @property
     def url_variable(self) -> str:
@@ -91,14 +95,14 @@ class _Answer:
 
 
 class _Turns:
-    """Times of the next allowed requests, for all connections of this process."""
+    """Times of the next allowed requests, shared by all connections of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next_at: dict[tuple[str, ...], float] = {}
 
     def wait(self, kind: tuple[str, ...], interval_s: float) -> None:
-        """Sleep until it is this caller's turn. The next caller's turn is `interval_s` later."""
+        """Sleep until this caller's turn. The next caller's turn is `interval_s` seconds later."""
         if interval_s <= 0:
             return
         with self._lock:
@@ -113,7 +117,7 @@ _TURNS = _Turns()
 
 
 class ProviderAPI:
-    """An open connection to an API. It may be used by several threads."""
+    """An open connection to an API. Several threads may use it."""
 
     def __init__(self, endpoint: Endpoint, key: str, transport: httpx.BaseTransport | None = None) -> None:
         self._endpoint = endpoint
@@ -129,12 +133,12 @@ class ProviderAPI:
         self._concealed: set[str] = set()
 
     def conceal(self, secret: str) -> None:
-        """Hide later answers of the provider that repeat any 16 characters of the secret."""
+        """Replace later texts of the provider that repeat any 16 characters of the secret when they are shown."""
         starts = [(line, start) for line in secret.splitlines() for start in range(len(line) - _REPEATED + 1)]
         self._concealed |= {line[start : start + _REPEATED] for line, start in starts}
 
     def read(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT:
-        """Read a record.
+        """Request and parse a record.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -145,7 +149,7 @@ class ProviderAPI:
         return found
 
     def find(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT | None:
-        """Read a record; None if the API answers 404.
+        """Request and parse a record. None if the API answers 404.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -154,13 +158,13 @@ class ProviderAPI:
         return None if answer.status == 404 else self._parse(answer, shape, f"GET {path}")
 
     def named(self, records: Sequence[Json], prefix: str, shape: type[RecordT], *, key: str = "name") -> list[RecordT]:
-        """Return the records of a list whose names begin with the prefix. Records of other names may have any shape.
+        """Return the records of a list whose names begin with the prefix. Other records may have any shape.
 
         Args:
-            key: the JSON key under which a record has its name.
+            key: the JSON key of a record's name.
 
         Raises:
-            ProviderUnavailableError: a record with the prefix has another shape.
+            ProviderUnavailableError: a record with the prefix does not have the given shape.
         """
         ours = [record for record in records if str(record.get(key) or "").startswith(prefix)]
         try:
@@ -169,10 +173,10 @@ class ProviderAPI:
             raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
     def readable(self, records: Sequence[Json], shape: type[RecordT]) -> list[RecordT]:
-        """Return the offers of a list in the given shape. Offers of an unknown shape are skipped with a warning.
+        """Return the offers of a list in the given shape. Offers of another shape are skipped with a warning.
 
         Raises:
-            ProviderUnavailableError: every offer has another shape.
+            ProviderUnavailableError: no offer has the given shape.
         """
         found, problems = list[RecordT](), list[str]()
         for record in records:
@@ -188,7 +192,7 @@ class ProviderAPI:
         return found
 
     def change(self, method: str, path: str, body: Json | None = None) -> bytes | None:
-        """Send an idempotent request; returns the answer, or None if the API answers 404.
+        """Send an idempotent request. Returns the answer, or None if the API answers 404.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -197,7 +201,7 @@ class ProviderAPI:
         return None if answer.status == 404 else answer.content
 
     def ask(self, path: str, body: Json, shape: type[RecordT]) -> RecordT:
-        """Send a query by POST that changes nothing, and return the answer.
+        """Send a query by POST and return the answer. The query changes nothing.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -205,7 +209,8 @@ class ProviderAPI:
         return self._parse(self._ask_patiently("POST", path, body=body), shape, f"POST {path}")
 
     def follow(self, path: str, params: Mapping[str, str], *, within_s: float) -> Iterator[str]:
-        """Yield the lines of an answer that may have no end, for about `within_s`; nothing after an error."""
+        """Yield the lines of an answer that may never end, for about `within_s` seconds. After an error, yield no
+        more."""
         _TURNS.wait((*self._account, "any"), self._endpoint.min_interval_s)
         deadline = time.monotonic() + within_s
         num_bytes, rest = 0, b""
@@ -229,12 +234,13 @@ class ProviderAPI:
         """Send one request to create something.
 
         Args:
-            is_machine: it costs money, and providers limit the rate of such requests.
+            is_machine: whether the request creates a machine. Machines cost money, and providers limit the rate of such
+                requests.
 
         Raises:
             OfferGoneError: the API refused this request.
             ProviderRefusedError: the API refuses all requests of the account.
-            ProviderUnavailableError: nothing was created; or something harmless may have been created.
+            ProviderUnavailableError: nothing was created, or only something without costs may have been created.
             UnclearAnswerError: a machine may have been created.
         """
         what = f"{method} {path}"
@@ -245,7 +251,7 @@ class ProviderAPI:
             attempt += 1
             try:
                 answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S, is_machine=is_machine)
-            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # the request was not sent
                 raise ProviderUnavailableError(self._say_silent(what, error)) from error
             except (httpx.HTTPError, OverflowError) as error:
                 raise unclear(self._say_silent(what, error)) from error
@@ -280,7 +286,7 @@ class ProviderAPI:
     def _ask_patiently(
         self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Json | None = None
     ) -> _Answer:
-        """Return the first answer with status 2xx or 404."""
+        """Retry a request until it is answered with status 2xx or 404, and return this answer."""
         what = f"{method} {path}"
         deadline = time.monotonic() + self._endpoint.patience_s
         attempt = 0
@@ -322,18 +328,18 @@ class ProviderAPI:
             return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
 
     def _pause_after(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:
-        """Pause as `_pause` does, and at least as long as the answer requests."""
+        """Pause like `_pause`, and at least as long as the answer's Retry-After header says."""
         problem = self._say(what, f"{answer.status}: {self._shown(answer.content)}")
         self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
 
     def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float = 0.0) -> None:
-        """Wait before the next attempt. Pauses grow, and are at least `wanted_s`.
+        """Wait before the next attempt. Pauses grow, and take at least `wanted_s` seconds.
 
         Raises:
             ProviderUnavailableError: the pause would end after the deadline.
         """
         own_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
-        pause_s = max(own_s, wanted_s)  # a provider may request 0 s, or a time that has passed by our clock
+        pause_s = max(own_s, wanted_s)  # a provider may ask for 0 s, or for a time in the past of this clock
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)
@@ -369,7 +375,7 @@ class ProviderAPI:
 
 
 class Account:
-    """An account at a provider: common parts of the providers' classes."""
+    """An account at a provider: the common parts of the providers' classes."""
 
     name: ClassVar[CloudName]
     endpoint: ClassVar[Endpoint]
@@ -384,7 +390,7 @@ class Account:
         transport: httpx.BaseTransport | None = None,
         min_interval_s: float | None = None,
     ) -> None:
-        """`url` replaces the endpoint's own address, and `min_interval_s` replaces both intervals."""
+        """Open the account. `url` replaces the endpoint's address; `min_interval_s` replaces both of its intervals."""
         endpoint = replace(self.endpoint, url=url or self.endpoint.url)
         if min_interval_s is not None:
             endpoint = replace(endpoint, min_interval_s=min_interval_s, create_interval_s=min_interval_s)
@@ -397,22 +403,23 @@ class Account:
         self._api.__exit__()
 
     def host_key(self, instance_id: str) -> str:
-        """Return "": most providers do not report host keys."""
+        """Return "", because most providers do not report host keys."""
         return ""
 
 
 def key_blob(public_key: str) -> str:
-    """Return the key itself from a line in OpenSSH's format: type, blob, comment."""
+    """Return the key itself from a public key in OpenSSH's format (type, key, comment)."""
     return public_key.split()[1]
 
 
 def key_name(public_key: str) -> str:
-    """Return a name for a key in an account. It contains a digest, because some providers refuse equal names."""
+    """Return a name for registering a key in an account. The name contains a digest: some providers refuse equal
+    names."""
     return "rollouts-" + hashlib.sha256(base64.b64decode(key_blob(public_key))).hexdigest()[:12]
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds of a Retry-After header, which may be a number or a date; 0 if it is invalid."""
+    """Return the seconds that a Retry-After header asks for. It has a number or a date. 0 if it is invalid."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -425,7 +432,7 @@ def _seconds(retry_after: str) -> float:
 
 def _first(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])  # may contain keys of the answer
+    place = ".".join(str(part) for part in problem["loc"])  # the path may contain keys of the answer
     return shown_line(f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]
 
 
@@ -442,17 +449,17 @@ def usable_host(host: str | None) -> str:
 
 
 def usable_port(port: int | str | None) -> int:
-    """Return the port, or SSH's default for anything that is not a port."""
+    """Return the port, or SSH's default port if the value is not a valid port."""
     if not _PORT.fullmatch(str(port)):
         return SSH_PORT
     return int(str(port)) if int(str(port)) in range(1, 65536) else SSH_PORT
 
 
 def usable_user(user: str | None, default: str) -> str:
-    """Return the user for the login, or the default if the name is invalid."""
+    """Return the user name for the login, or the default if the name is invalid."""
     return user if user and _USER.fullmatch(user) else default
 
 
 def quoted(instance_id: str) -> str:
-    """Return the id as one part of a path; dots are escaped, too, so that it cannot lead upwards."""
+    """Return the id escaped as one part of a URL's path. Dots are escaped too, so that the id cannot be `..`."""
     return quote(instance_id, safe="").replace(".", "%2E")

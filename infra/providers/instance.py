@@ -1,9 +1,10 @@
-"""A machine that the user rented. Its provider is asked for its address; the run neither ends it nor counts its cost.
+"""A machine that the user has rented. The run asks its provider for its address, but neither ends it nor counts its
+cost.
 
     runpod:abc123 ── provider: address, price ── login ── Node ... sessions ask for the address again ... left running
 
-The host key of the first login is accepted, stored, and required later, whatever address the machine has then.
-`host_key` in the settings names it in advance.
+The host key of the first login is accepted, stored, and required later, whatever address the machine then has. If
+`host_key` is set, the first login requires it.
 
 Not here: machines that a run rents itself (rented.py), machines with a known address (ssh.py).
 """
@@ -34,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
-    """Return the node of the machine, after its provider has started it and one login.
+    """Return the node of the machine, after its provider has started it and one login has succeeded.
 
     Raises:
-        MissingKeyError, ProviderRefusedError: its provider cannot be asked.
+        MissingKeyError, ProviderRefusedError: the provider cannot be asked.
         MachineGoneError: the account has no such machine.
-        PermanentInfraError: it does not run, its interpreter cannot be run, or `root` is not a usable path.
+        PermanentInfraError: the machine is not running, its interpreter cannot be run, or `root` is not a usable path.
         HostKeyError, LoginError, NodeUnreachableError: the login failed.
     """
     instance = _wait_until_running(settings.instance, say)
@@ -72,8 +73,8 @@ def _wait_until_running(name: str, say: Say) -> Instance:
     """Wait until the machine has an address.
 
     Raises:
-        MachineGoneError, PermanentInfraError: it cannot get an address.
-        TransientInfraError: it had no address in time.
+        MachineGoneError, PermanentInfraError: the machine will never have an address.
+        TransientInfraError: the machine had no address in time.
     """
     deadline = time.monotonic() + STARTED_WITHIN_S
     is_waiting = False
@@ -90,12 +91,12 @@ def _wait_until_running(name: str, say: Say) -> Instance:
 
 
 def find_instance(name: str) -> Instance:
-    """Return the machine as its provider describes it now. It runs, or is starting.
+    """Return the machine as its provider describes it now. It is running or starting.
 
     Raises:
         MachineGoneError: the account has no such machine.
-        PermanentInfraError: it does not run.
-        InfraError: its provider does not answer.
+        PermanentInfraError: the machine is neither running nor starting.
+        InfraError: the provider does not answer.
     """
     provider, _, instance_id = name.partition(":")
     with open_account(provider) as cloud:
@@ -110,10 +111,10 @@ def find_instance(name: str) -> Instance:
 
 
 def release_instance(node: Node) -> None:
-    """Leave the machine as it is."""
+    """Change nothing: the machine keeps running."""
     logger.info("%s keeps running", node.name)
 
 
 def open_instance_session(node: Node) -> Session:
-    """Return a session on the machine. It asks for the machine's address before every connection."""
+    """Return a session on the machine. It asks the provider for the machine's address before every connection."""
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_instance, node.name)))

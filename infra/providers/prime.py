@@ -1,10 +1,10 @@
-"""Prime Intellect's API: machines of many clouds behind one interface, some of them spot.
+"""Prime Intellect's API: machines of many clouds behind one interface, some of them spot machines.
 
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 
-An ACTIVE pod is usable when its installation is FINISHED. Offers with prepaid hours are left out, because their money
-would not be refunded at the machine's end. Offers with a market price are left out, too, except spot offers. The price
-of a spot offer is read at the renting, and the run's limit of money is applied to it.
+An ACTIVE pod is usable once its installation is FINISHED. Offers with prepaid hours are left out, because prepaid money
+is not refunded when the machine ends. Offers whose price may change are left out too, except spot offers. The price of
+a spot machine is read when it is rented, and the run's limit of money is applied to this price.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -33,7 +33,7 @@ from rollouts.infra.providers.http import (
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _NO_GPU = "CPU_NODE"
-"""`gpuType` of machines without a GPU."""
+"""Value of `gpuType` for machines without a GPU."""
 _PAGE, _MAX_PAGES = 100, 100
 _SSH_ADDRESS = re.compile(r"(?:ssh\s+)?(?P<user>[^@\s]+)@(?P<host>[^@\s]+)(?:\s+-p\s+(?P<port>\d+))?")
 STATUS = {
@@ -63,9 +63,9 @@ class _Prices(BaseModel):
 
 
 class _Part(BaseModel):
-    """Allowed sizes of a machine's disk or memory in GB, or numbers of its CPUs; prices per unit and hour.
+    """Allowed sizes of a machine's disk or memory in GB, or numbers of its CPUs. Prices are per unit and hour.
 
-    All fields are None if the size is fixed.
+    If the size is fixed, all fields are None.
     """
 
     minCount: int | None = None
@@ -76,7 +76,8 @@ class _Part(BaseModel):
     defaultIncludedInPrice: bool | None = None
 
     def size_for(self, wanted_gb: int) -> int | None:
-        """Return the smallest size of at least `wanted_gb`; None if the size is fixed or the largest is too small."""
+        """Return the smallest allowed size of at least `wanted_gb`. None if the size is fixed, or no size is large
+        enough."""
         if self.maxCount is None:
             return None
         least = max(self.minCount or 1, 1)
@@ -89,7 +90,7 @@ class _Part(BaseModel):
         return self.defaultCount or self.minCount or 0
 
     def usd_per_hour(self, size: int) -> float:
-        """Return the additional price of this size."""
+        """Return the extra price per hour for this size."""
         included = (self.defaultCount or 0) if self.defaultIncludedInPrice else 0
         return max(0, size - included) * (self.pricePerUnit or 0.0)
 
@@ -120,7 +121,7 @@ class _Configuration(BaseModel):
 
     @property
     def has_changing_price(self) -> bool:
-        """Whether the price of a machine that is not spot may change while it runs."""
+        """Whether the price may change while the machine runs. Spot offers are not counted."""
         return bool(self.prices.isVariable) and not self.isSpot
 
     @property
@@ -232,7 +233,7 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """Return the configuration with a disk of the wanted size; None if it cannot be rented by the hour."""
+    """Convert a configuration to an offer with a disk of the wanted size. None if it cannot be rented by the hour."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1
@@ -260,12 +261,12 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),
-        disk_gb=disk_gb or found.disk.usual or None,  # the default size, if no allowed size is large enough
+        disk_gb=disk_gb or found.disk.usual or None,  # if no allowed size is large enough, the default size
     )
 
 
 def _image_of(images: list[str]) -> str:
-    """Return the plainest image that the machine can have."""
+    """Return the image with the least software: the default one, or else one of Ubuntu or CUDA, or else any."""
     plain = [image for image in images if image.startswith(("ubuntu", "cuda"))]
     return DEFAULT_IMAGE if DEFAULT_IMAGE in images else [*plain, *images][0]
 

@@ -1,11 +1,11 @@
-"""Machines that are rented for a run, reached over SSH, and released: nodes of the kind `provision`.
+"""Machines that are rented for a run, reached over SSH, and released: nodes of the kind `rented`.
 
     settings ── rent_machines ── first login: host key stored, set up ── Node ─┬─ release_machines
                                                                                └─ its run failed: kept for a while
 
-The expected host key of a fresh machine was installed at its creation, or is reported by its provider. Without an
-expected key, the key of the first login is accepted. The key is stored in the ledger and required later, whatever
-address the machine has then.
+A new machine's host key is known before the first login if it was installed at the machine's creation, or if the
+provider reports it. Otherwise the key of the first login is accepted. The key is stored in the ledger and required
+later, whatever address the machine then has.
 
 Not here: renting (renting/provision.py), the providers' APIs (runpod.py and others), SSH (ssh/ssh_session.py).
 """
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from rollouts.infra.ssh.ssh_session import SSHSession
 
 _SETUP_PYTHON = "/usr/bin/python3"
-"""Interpreter for the setup, before `python` may exist. All images that we know have it."""
+"""Interpreter for the setup commands, which run before `python` may exist. All images known to us have it."""
 _SETUP_TIMEOUT_S = 3600.0
 _REAP_WITHIN_S = 60.0
-"""A new run waits at most this long for the end of an old machine."""
+"""Seconds that a new run waits at most for the end of an old machine."""
 EXPIRY_LOOK_S = 5.0
 _KEYS_DIR = "machine_keys"
 
@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 
 def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -> Node:
-    """Return a rented machine that is set up, with the further nodes of its unit. A run's own machines are reused.
+    """Return a rented machine that is set up, with the other nodes of its unit. A run's own machines are reused.
 
     Raises:
         NoMachineError, StillRentedError, MissingKeyError, ProviderRefusedError: no machine is available.
-        InfraError: a machine does not match the settings; all were released.
+        InfraError: a machine does not match the settings. All machines were released.
     """
     assert run_id, "a machine is rented for a run"
     mirror = store.expanduser().absolute()
@@ -92,16 +92,16 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
 
 
 def is_left_for(rental: Rental, settings: RentedNode) -> bool:
-    """Return whether a run with these settings would reuse a machine, if the machine's run had died."""
+    """Return whether a later run with these settings could take the machine over after its run has died."""
     is_same = (rental.purpose, rental.credentials) == (purpose_of(settings), credentials_in_use())
     return is_same and rental.state is RentalState.READY
 
 
 def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
-    """End the store's machines that no run needs, as renting does first, and report them.
+    """End the store's machines that no run needs, and report them. Renting also begins with this.
 
     Raises:
-        InfraError: the keys for the check are missing.
+        InfraError: the providers' keys are missing.
     """
     with (
         Ledger(store.expanduser().absolute() / LEDGER_FILE) as ledger,
@@ -120,10 +120,10 @@ def _end_unwanted(ledger: Ledger, clouds: Mapping[CloudName, Cloud], say: Say) -
 
 
 def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
-    """Return a run's machine with the further nodes of its unit; None if it has no usable one. Nothing is rented.
+    """Return a run's machine with the other nodes of its unit. None if the run has no usable machine. Rents nothing.
 
     Raises:
-        InfraError: the machine cannot be reached.
+        InfraError: a machine cannot be reached.
     """
     mirror = store.expanduser().absolute()
     with Ledger(mirror / LEDGER_FILE) as ledger:
@@ -138,7 +138,7 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
 
 
 def _unit_of(nodes: Sequence[Node], settings: RentedNode) -> Node:
-    """Return the first node as the leader; the trainers' nodes follow, then those of the engines."""
+    """Return the first node as the leader, with the trainers' nodes and then the engines' nodes attached."""
     leader, *further = nodes
     num_trainers = settings.num_trainer_nodes - 1
     trainer_nodes, engine_nodes = tuple(further[:num_trainers]), tuple(further[num_trainers:])
@@ -172,7 +172,7 @@ def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: P
 
 
 def release_rented(node: Node) -> None:
-    """Release the machine and the further nodes of its unit; return when their providers no longer have them.
+    """Release the machine and the other nodes of its unit. Returns when their providers no longer have them.
 
     Raises:
         StillRentedError: a machine may still be rented.
@@ -184,12 +184,13 @@ def release_rented(node: Node) -> None:
 
 
 def keep_rented(node: Node, minutes: float) -> list[str]:
-    """Keep the machines of a failed run for a while; returns sentences for the user.
+    """Keep the machines of a failed run for a while. Returns sentences for the user.
 
-    If their hours or the run's money are used up, or another process ends one, nothing is kept and the list is empty.
+    Nothing is kept, and the list is empty, if a machine's hours or the run's money are used up, or if another process
+    is ending a machine.
 
     Raises:
-        InfraError: a login failed, so keeping the machine would be useless.
+        InfraError: a login failed, so that keeping the machine would be useless.
     """
     unit = (node, *node.further_nodes)
     for each in unit:
@@ -221,14 +222,15 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
 def release_rentals(
     store: Path, run_id: str, *, since: float = 0.0, spared: Collection[str] = (), pace: Pace = PATIENT
 ) -> list[str]:
-    """Release the machines that an ended run has rented or requested; returns one sentence per action and leftover.
+    """Release the machines that an ended run has rented or requested. Returns a sentence per released or remaining one.
 
     Args:
-        since: machines that were requested earlier stay.
-        spared: names of machines that stay.
+        since: machines that were requested before this time are not released.
+        spared: names of machines that are not released.
 
     Raises:
-        PermanentInfraError: no machine's key is here. A single missing key does not affect other providers.
+        PermanentInfraError: this process has none of the machines' keys. If only some keys are missing, the other
+            machines are released.
     """
     reached: list[Rental] = []
     failures: list[PermanentInfraError] = []
@@ -249,9 +251,9 @@ def release_rentals(
 
 @contextmanager
 def ended_when_expired(node: Node) -> Iterator[None]:
-    """While the block runs, end rented machines when the hours of one, or the run's money, are used up.
+    """While the block runs, end the rented machines as soon as one machine's hours or the run's money are used up.
 
-    Wall-clock time counts, which continues while this machine sleeps. A failed end is retried.
+    The hours are measured in wall-clock time, which continues while this machine sleeps. A failed end is retried.
     """
     if not node.is_rented:
         yield
@@ -269,32 +271,32 @@ def ended_when_expired(node: Node) -> Iterator[None]:
 
 
 def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
-    """Return the rows of a rented machine and of the further nodes of its unit."""
+    """Return the ledger's rows of a rented machine and of the other nodes of its unit."""
     found = [find_rental(ledger, each.name) for each in (node, *node.further_nodes)]
     return [rental for rental in found if rental is not None]
 
 
 def _end_expired(node: Node) -> bool:
-    """Release expired machines; return whether that succeeded."""
+    """Release the expired machines. Returns whether the release succeeded."""
     logger.warning("%s has used up its hours or the run's money and is given back", node.name)
     try:
         release_rented(node)
-    except InfraError as error:  # an exception in this thread would not be visible
+    except InfraError as error:  # log the error, because an exception in this thread would be invisible
         logger.error("%s", error)
         return False
     return True
 
 
 def open_rented_session(node: Node) -> Session:
-    """Return a session on the machine. It asks for the machine's address before every connection."""
+    """Return a session on the machine. It asks the provider for the machine's address before every connection."""
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_machine, node)))
 
 
 def find_rentable(settings: RentedNode) -> list[Offer]:
-    """Return machines that could be rented now, cheapest first, without renting.
+    """Return the machines that could be rented now, cheapest first. Rents nothing.
 
     Raises:
-        PermanentInfraError: a key is missing or refused, or no offer matches.
+        PermanentInfraError: a key is missing or refused, or no offer matches the settings.
     """
     request = _build_request(settings, "nobody")
     with open_clouds(require_keys(request.query.providers)) as clouds:
@@ -309,7 +311,7 @@ def find_rentable(settings: RentedNode) -> list[Offer]:
 
 
 def describe_rentable(settings: RentedNode, offers: Sequence[Offer]) -> str:
-    """Describe the cheapest of the offers in a sentence."""
+    """Describe the cheapest offer in one sentence, with its price and its time limit."""
     cheapest = offers[0]
     several = f", {settings.num_machines} times," if settings.num_machines > 1 else ""
     found = f"node: {describe_offer(cheapest)}{several} is the cheapest of {len(offers)} offers"
@@ -357,7 +359,7 @@ def _build_request(settings: RentedNode, run_id: str) -> RentRequest:
 
 
 def purpose_of(settings: RentedNode) -> str:
-    """Return a hash of the settings that make two machines interchangeable."""
+    """Return a hash of the settings that must be equal for one machine to replace another."""
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
     sameness = settings.model_dump_json(exclude=limits | demands)
@@ -365,7 +367,7 @@ def purpose_of(settings: RentedNode) -> str:
 
 
 def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAccess:
-    """Return the parameters of a login to the machine now, without a host key."""
+    """Return the parameters for a login to the machine at its present address, without a host key."""
     return SSHAccess(
         host=instance.host,
         port=instance.port,
@@ -379,10 +381,10 @@ def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAcc
 
 
 def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance: Instance) -> str:
-    """Log in, test and set up a fresh machine, and return the fingerprint of its host key.
+    """Log in on a new machine, test it, and set it up. Returns the fingerprint of its host key.
 
     Raises:
-        UnfitMachineError: its GPUs cannot compute or differ from the offer, or it is too slow.
+        UnfitMachineError: the machine's GPUs cannot compute or differ from the offer, or the machine is too slow.
     """
     known = known_hosts_of(store, rental.name)
     access = replace(access_to(instance, settings), known_hosts=(str(known),), pinned_file=str(known))
@@ -393,7 +395,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             expand_root(session, settings.python, settings.root)
         return fingerprint
     if rental.expected_key:
-        known.unlink(missing_ok=True)  # from an earlier try that accepted another key
+        known.unlink(missing_ok=True)  # an earlier attempt may have accepted and stored another key
     access = replace(access, host_key=rental.expected_key, first_use_file=str(known))
     with open_ssh(access, python=_SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
@@ -414,19 +416,19 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
 
 
 def known_hosts_of(store: Path, name: str) -> Path:
-    """Return the file for the host key of a machine's first login."""
+    """Return the path of the file that stores the host key of a machine's first login."""
     return store.expanduser().absolute() / _KEYS_DIR / name.replace(":", "-")
 
 
 def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
-    """Run the settings' setup commands once.
+    """Run the setup commands of the settings, unless they have already run on this machine.
 
     Args:
         until: time at which the machine expires, in seconds since 1970.
 
     Raises:
-        CommandFailedError: a command failed.
-        CommandTimeoutError: a command took too long.
+        CommandFailedError: a setup command failed.
+        CommandTimeoutError: a setup command took too long.
     """
     if not settings.setup:
         return
@@ -442,17 +444,17 @@ def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
 
 
 def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
-    """Return a session on a machine for which there is no node yet."""
+    """Return a session on a machine that has no node yet."""
     from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 
     return SSHSession(access, python=python, programs_dir="")
 
 
 def access_now(node: Node, find: Callable[[], Instance]) -> SSHAccess:
-    """Return the parameters of a login to the machine now, because its provider may have moved it.
+    """Return the parameters for a login to the machine. The address is looked up: its provider may have moved it.
 
     Args:
-        find: asks the provider for the machine, and raises a PermanentInfraError if it is unusable.
+        find: asks the provider for the machine. Raises a PermanentInfraError if the machine is unusable.
     """
     assert node.access is not None
     try:

@@ -1,8 +1,8 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
-RunPod maps a public port to port 22 of a pod. The port changes when the pod is reset. RunPod's images start an SSH
-server if PUBLIC_KEY is set in their environment, and write the fingerprints of their host keys to the log, which RunPod
-shows over HTTPS. There are no spot pods.
+RunPod maps a public port to port 22 of a pod. The public port changes when the pod is reset. RunPod's images start an
+SSH server if PUBLIC_KEY is set in their environment. They write the fingerprints of their host keys to the log, and
+RunPod shows the log over HTTPS. RunPod has no spot pods.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -29,7 +29,7 @@ from rollouts.infra.providers.http import (
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 LOG_WITHIN_S = 10.0
-"""Seconds for which a pod's log is followed to find its host keys."""
+"""Seconds during which a pod's log is read to find its host keys."""
 _KEY_FILE = re.compile(r"Key: /etc/ssh/ssh_host_(ed25519|ecdsa|rsa)_key\.pub")
 _FINGERPRINT = re.compile(r"\d+ (SHA256:[A-Za-z0-9+/]{43}) .*")
 STATUS = {
@@ -119,11 +119,11 @@ class RunPod(Account):
             "gpu": gpu,
             "disk": spec.disk_gb,
             "ports": ["22/tcp"],
-            # Only this key may log in. `startSsh` would admit all keys of the account.
+            # With this variable, only this key may log in. The option `startSsh` would admit all keys of the account.
             "env": {"PUBLIC_KEY": spec.public_key},
         }
         if offer.region:
-            body["dataCenterIds"] = [offer.region]  # only a preference: `get` returns the actual region
+            body["dataCenterIds"] = [offer.region]  # only a preference: `get` returns the region that RunPod chose
         return self._api.create("/v2/pods", body, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
@@ -137,7 +137,7 @@ class RunPod(Account):
         for key_type, fingerprint in _host_keys_in(lines):
             found[key_type] = fingerprint
             if key_type == "ed25519":
-                break  # SSH requests this type first
+                break  # SSH asks for this type of key first
         return next((found[key_type] for key_type in ("ed25519", "ecdsa", "rsa") if key_type in found), "")
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -159,7 +159,7 @@ class RunPod(Account):
             if gpu.availability == "NONE" or price <= 0 or max_count < query.gpu_count:
                 continue
             regions = [center.id for center in gpu.dataCenters if center.availability != "NONE"]
-            for region in regions if query.regions else [""]:  # without a wish, RunPod chooses the best region
+            for region in regions if query.regions else [""]:  # without a wanted region, RunPod chooses the best one
                 offers.append(
                     Offer(
                         provider=RunPod.name,
@@ -176,7 +176,8 @@ class RunPod(Account):
 
 
 def _host_keys_in(events: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Yield types and fingerprints of the host keys in the log of RunPod's images, given as a stream of events."""
+    """Yield the type and fingerprint of each host key in the log of RunPod's images. `events` are server-sent
+    events."""
     key_type = ""
     for event in events:
         if not event.startswith("data:"):

@@ -1,20 +1,22 @@
-"""AWS, Google Cloud, Azure, Kubernetes and others, through the command line of SkyPilot.
+"""AWS, Google Cloud, Azure, Kubernetes and other clouds, through the command line of SkyPilot.
 
     search       sky check, sky gpus list       -> instance types with prices, of the clouds that SkyPilot may use
-    create       sky launch NAME                   returns when the machine runs, or SkyPilot has given up
+    create       sky launch NAME                   returns when the machine is running, or SkyPilot has given up
     get, list    sky status, and the ssh configuration that it writes
     terminate    sky down NAME
 
-SkyPilot requires other versions of our dependencies, so it needs a separate environment. ROLLOUTS_SKY is the path of
-its program. In nearly all clouds, SkyPilot sets an automatic end on each machine. Clouds with their own file here are
-left out.
+SkyPilot needs other versions of our dependencies, so it is installed in a separate environment. ROLLOUTS_SKY is the
+path of its program. In nearly all clouds, SkyPilot can end a machine automatically at a given time. Clouds with a
+module of their own in this package are left out.
 
-If ssh needs a proxy command, as for pods of Kubernetes, SkyPilot's own configuration of that machine is used:
+For some machines, such as pods of Kubernetes, ssh needs a proxy command. SkyPilot's own ssh configuration of the
+machine is used for them:
 
     ssh -F ~/.sky/generated/ssh/NAME -W 127.0.0.1:22 ssh://NAME    the machine's own port, seen from inside it
 
-A pod has no price unless SkyPilot's configuration sets one (kubernetes.pricing). Its offer costs 0, which every limit
-admits, so only the run's hours end it, not its money. Offers are those of the current context, which is their region.
+A pod has no price unless SkyPilot's configuration sets one (kubernetes.pricing). A pod without a price is offered for 0
+USD, which every price limit admits. Only the run's limit of hours then ends the pod. Pods are offered in SkyPilot's
+current Kubernetes context; the context's name is the offer's region.
 """
 
 import json
@@ -53,7 +55,7 @@ MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
 _NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
-"""Clouds in which SkyPilot refuses to launch a machine with an automatic end (no AUTODOWN)."""
+"""Clouds in which SkyPilot cannot end a machine automatically. It refuses to launch such a machine (no AUTODOWN)."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -64,10 +66,10 @@ _MEMORY_GB = {
     **{"T4": 16, "V100": 16, "V100-32GB": 32, "P100": 16, "A10G": 24, "A10": 24, "L4": 24, "L40S": 48},
     **{"A100": 40, "A100-80GB": 80, "H100": 80, "H200": 141, "B200": 180},
 }
-"""For catalogs without the memory of a GPU. Names like H100-80GB contain it."""
+"""Memory of GPUs for catalogs that do not list it. Names like H100-80GB contain the memory."""
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _DOWN_FAILED = "Cluster(s) failed."
-"""Last line of `sky down`, after the reasons, if it could not end a cluster."""
+"""Last line of `sky down` if it could not end a cluster. The reasons come before it."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,8 @@ class _Cluster(BaseModel):
 
     @property
     def runs_unwatched(self) -> bool:
-        """Whether its cloud runs it, but SkyPilot's program on it did not answer, for example without network."""
+        """Whether its cloud runs the machine, but SkyPilot's program on it does not answer, for example without
+        network."""
         return self.cluster_ever_up and "ray cluster is unhealthy" in (self.init_status_reason or "")
 
 
@@ -106,7 +109,7 @@ _WORKSPACES = TypeAdapter(dict[str, dict[str, list[str]]])
 
 
 class Sky:
-    """All accounts of SkyPilot as one."""
+    """All accounts that SkyPilot uses, as one account."""
 
     name: ClassVar[CloudName] = "sky"
     endpoint: ClassVar[Endpoint] = Endpoint(
@@ -117,7 +120,7 @@ class Sky:
     reaches: ClassVar[tuple[str, ...]] = ("aws", "gcp", "google", "azure", "kubernetes")
 
     def __init__(self, program: str, url: str = "") -> None:
-        """`program` is the path of `sky`; `url` must be empty."""
+        """Open nothing yet. `program` is the path of `sky`; `url` must be empty."""
         assert not url, "SkyPilot finds its server by itself"
         self._program = program
 
@@ -142,7 +145,7 @@ class Sky:
                     for first_word in sorted({_first_word(wanted) for wanted in query.gpu_types})
                     for kind in self._kinds(first_word, query.gpu_count, cloud)
                 ]
-            except ProviderUnavailableError as error:  # an unreachable Kubernetes cluster hides no other cloud
+            except ProviderUnavailableError as error:  # an unreachable Kubernetes cluster must not hide other clouds
                 logger.warning("continued without %s: %s", cloud, error)
                 failures.append(error)
                 continue
@@ -169,7 +172,7 @@ class Sky:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
-            # A machine that starts after its end is useless, and may cost more than the run may spend.
+            # A machine that starts after its end time is useless, and may cost more than the run may spend.
             left_s = math.inf if spec.ends_at is None else max(0.0, spec.ends_at - time.time())
             timeout_s = min(LAUNCH_TIMEOUT_S, left_s)
             try:
@@ -180,7 +183,7 @@ class Sky:
             return spec.name
         problem = f"sky launch ended with {done.returncode}: {_last_words(done)}"
         try:
-            is_there = self.get(spec.name) is not None  # SkyPilot keeps an incomplete machine
+            is_there = self.get(spec.name) is not None  # SkyPilot may keep an incomplete machine
         except InfraError as error:
             raise UnclearAnswerError(f"{problem}; and {error}") from error
         raise UnclearAnswerError(problem) if is_there else OfferGoneError(problem)
@@ -190,7 +193,7 @@ class Sky:
         return next((_read(each) for each in self._ask(words, _CLUSTERS) if each.name == instance_id), None)
 
     def host_key(self, instance_id: str) -> str:
-        """Return "": SkyPilot itself logs in first, without checking the key."""
+        """Return "". SkyPilot itself logs in first and does not check the host key."""
         return ""
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -204,7 +207,7 @@ class Sky:
             raise ProviderUnavailableError(problem)
 
     def _usable_clouds(self) -> set[str]:
-        """Return the clouds whose credentials SkyPilot has, in lower case."""
+        """Return the names, in lower case, of the clouds for which SkyPilot has credentials."""
         workspaces = self._ask(["check", "--output", "json"], _WORKSPACES)
         found = {cloud.lower() for clouds in workspaces.values() for cloud, can in clouds.items() if "compute" in can}
         return found - _ELSEWHERE
@@ -231,7 +234,7 @@ class Sky:
             raise ProviderUnavailableError(f"sky {words[0]} took longer than {ANSWER_TIMEOUT_S:.0f} s") from error
 
     def _run(self, words: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        # Python's variables belong to our environment, and would break SkyPilot's.
+        # Python's variables of this environment would break SkyPilot's environment.
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             return subprocess.run(
@@ -251,13 +254,13 @@ class Sky:
 
 
 def _first_word(gpu_type: str) -> str:
-    """Return the first word of a name except NVIDIA's own words, which SkyPilot's catalogs omit."""
+    """Return the first word of a GPU's name without NVIDIA's own words. SkyPilot's catalogs omit these."""
     words = gpu_type.split()
     return next((word for word in words if word.lower() not in MAKERS_WORDS), words[0])
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """Return the offer; None if its GPU's memory is unknown, or, except on Kubernetes, its price."""
+    """Convert an instance type to an offer. None if its GPU memory is unknown, or its price (except on Kubernetes)."""
     is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
     said = _MEMORY_IN_NAME.search(kind.accelerator_name)
@@ -299,7 +302,7 @@ def _read(cluster: _Cluster) -> Instance:
 
 
 def _read_address(name: str) -> Iterator[tuple[str, str]]:
-    """Yield SkyPilot's ssh settings for the first node, with names in lower case."""
+    """Yield the ssh settings that SkyPilot wrote for the machine's first node, with names in lower case."""
     path = _SSH_FILES.expanduser() / name
     try:
         text = path.read_text()
@@ -314,13 +317,13 @@ def _read_address(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _let_in(public_key: str) -> str:
-    """Return the commands that SkyPilot runs on a fresh machine."""
+    """Return shell commands that SkyPilot runs on a new machine to admit this key."""
     line = shlex.quote(public_key)
     return f"umask 077; mkdir -p ~/.ssh && printf '%s\\n' {line} >> ~/.ssh/authorized_keys\n"
 
 
 def _ends_itself(ends_at: float | None) -> list[str]:
-    """Return options for an automatic end of the machine, whatever runs there."""
+    """Return the options that end the machine automatically at this time, whatever runs on it."""
     if ends_at is None:
         return []
     minutes = max(1, math.ceil((ends_at - time.time()) / 60))
@@ -328,14 +331,15 @@ def _ends_itself(ends_at: float | None) -> list[str]:
 
 
 def _json_in(output: str) -> str:
-    """Return the output from the first line that begins an object or a list. SkyPilot may print other lines first."""
+    """Return the output from the first line that begins a JSON object or list. SkyPilot may print other lines before
+    it."""
     lines = output.splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith(("{", "["))), len(lines))
     return "\n".join(lines[first:])
 
 
 def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why `sky down` did not end the cluster; empty if it did. Its exit code is 0 in both cases."""
+    """Return why `sky down` did not end the cluster. Empty if it did. The exit code is 0 in both cases."""
     said, failed, _ = done.stdout.partition(_DOWN_FAILED)
     if failed:
         lines = said.rpartition("Reason: ")[2].strip().splitlines()
@@ -344,7 +348,7 @@ def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that SkyPilot printed, without colors and control characters."""
+    """Return the last line of SkyPilot's output, without colors and control characters."""
     said = shown_lines(f"{done.stdout}\n{done.stderr}").strip().splitlines()
     return _shown(said[-1] if said else "no explanation")
 

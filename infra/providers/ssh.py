@@ -1,6 +1,6 @@
 """The user's own machines, reached over SSH. They are neither rented nor released.
 
-Not here: the session (ssh/ssh_session.py), requirements on a machine (bootstrap.py).
+Not here: the session (ssh/ssh_session.py), the requirements on a machine (bootstrap.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from rollouts.infra.ssh.ssh_config import read_ssh_config
 
 _FIRST_USE_FILE = "known_hosts"
 _SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-"""A network's administrators may store host keys there. OpenSSH's client reads it, too."""
+"""File in which a network's administrators may store host keys. OpenSSH's client reads it too."""
 _PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def provision_ssh(settings: SSHNode, store: Path) -> Node:
-    """Return the node of the machine with the further nodes of its unit.
+    """Return the node of the machine, with the other nodes of its unit.
 
     Raises:
         NodeUnreachableError, HostKeyError, LoginError: a login failed.
@@ -42,11 +42,11 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
 
 
 def reach_machine(settings: SSHMachine, store: Path) -> Node:
-    """Return the node of one machine. It logs in once, so that problems with the login appear now.
+    """Return the node of one machine. Logs in once, so that login problems are found now.
 
     Raises:
         NodeUnreachableError, HostKeyError, LoginError: the login failed.
-        PermanentInfraError: its interpreter cannot be run, or `root` is not a usable path.
+        PermanentInfraError: the machine's interpreter cannot be run, or `root` is not a usable path.
     """
     from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 
@@ -79,10 +79,10 @@ def expand_root(session: Session, python: str, root: str) -> str:
 
 
 def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
-    """Return the parameters of the login from the settings, completed by OpenSSH's configuration for a host name.
+    """Return the parameters for the login from the settings. OpenSSH's configuration completes those of a host name.
 
     Raises:
-        PermanentInfraError: OpenSSH cannot look the name up.
+        PermanentInfraError: OpenSSH cannot look up the name.
     """
     first_use_file = str(store.expanduser().absolute() / _FIRST_USE_FILE)
     is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
@@ -119,7 +119,7 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
 
 
 def release_ssh(node: Node) -> None:
-    """Leave the machine as it is."""
+    """Change nothing: the machine is not released."""
     logger.info("kept %s: %s is not rented", node.root, node.name)
 
 
@@ -127,7 +127,7 @@ def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None 
     """Return a session on the machine.
 
     Args:
-        find_access: called before every connection, if the machine's address may change.
+        find_access: called before every connection attempt. Needed if the machine's address may change.
     """
     from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 

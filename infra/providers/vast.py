@@ -1,8 +1,8 @@
 """Vast.ai's API: containers on machines of data centers and of private owners.
 
-An offer is one machine and can be rented once. The container's first command writes the login key, so no key has to be
-registered with the account. A host key cannot be given in this way, because the SSH server starts earlier, with a new
-key. `price` is never sent: it would make the machine interruptible by higher bids.
+An offer is a single machine and can be rented once. The container's first command writes the login key, so the key need
+not be registered in the account. A host key cannot be installed in this way, because the SSH server starts before this
+command, with a new key. The field `price` is never sent: with it, higher bids could interrupt the machine.
 
 Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -22,10 +22,10 @@ from rollouts.infra.providers.http import Account, Endpoint, Json, quoted, usabl
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _PAGE, _MAX_PAGES = 25, 200
 _OFFERS, _MAX_SEARCHES = 64, 8
-"""Vast.ai returns at most this many offers per search. The number of searches is limited, because Vast.ai limits how
-many offers an account may see in a day."""
+"""Largest number of offers that Vast.ai returns per search, and largest number of searches. Searches are limited,
+because Vast.ai limits how many offers an account may see in a day."""
 _LEAST_S = 3600
-"""A machine that its owner takes back earlier is useless."""
+"""Seconds for which an offered machine must be available. Its owner may take it back later."""
 _GPU_NAMES = (
     *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
     *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),
@@ -37,18 +37,19 @@ _GPU_NAMES = (
     *("RTX A4500", "RTX A5000", "RTX A6000", "RTX PRO 4000", "RTX PRO 4500", "RTX PRO 5000", "RTX PRO 6000"),
     *("RTX PRO 6000 Max-Q", "RTX PRO 6000 S", "RTX PRO 6000 WS"),
 )
-"""Vast.ai's names of GPUs. For other names all offers are searched."""
+"""Vast.ai's names of GPUs. If a type has no name in this list, all offers are searched."""
 _LIST = "/api/v1/instances/"
 _SOLD_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180, 288)
 _LEAST_SHARE = 0.93
-"""Share of a card's nominal memory that must be visible. Error correction takes a sixteenth on L4, A10, A40, L40S."""
+"""Share of a card's nominal memory that must be visible. On L4, A10, A40 and L40S, error correction takes a
+sixteenth."""
 STATUS = {
     "created": InstanceStatus.STARTING,
     "loading": InstanceStatus.STARTING,
     "running": InstanceStatus.RUNNING,
     "exited": InstanceStatus.STOPPED,
     "stopped": InstanceStatus.STOPPED,
-    # Vast.ai's documentation: these "will never reach `running` -- destroy and retry".
+    # Vast.ai's documentation says that machines in these states "will never reach `running` -- destroy and retry".
     "offline": InstanceStatus.FAILED,
     "unknown": InstanceStatus.FAILED,
 }
@@ -59,12 +60,12 @@ class _Ask(BaseModel):
     gpu_name: str
     num_gpus: int
     gpu_ram: float
-    """Memory of each GPU in MiB, as nvidia-smi shows it, although Vast.ai calls it MB; 24,564 for an RTX 4090."""
+    """Memory of each GPU in MiB, as nvidia-smi shows it: 24,564 for an RTX 4090. Vast.ai calls the unit MB."""
     dph_total: float
     geolocation: str | None = None
     machine_id: int | None = None
     end_date: float | None = None
-    """Time at which its owner takes the machine back, in seconds since 1970."""
+    """Time at which the owner takes the machine back, in seconds since 1970."""
 
 
 class _Asks(BaseModel):
@@ -80,7 +81,7 @@ class _Mapping(BaseModel):
 
 
 class _Ports(BaseModel):
-    """Port mappings in Docker's format; an unmapped port is null."""
+    """Port mappings in Docker's format. A port without a mapping is null."""
 
     ssh: list[_Mapping] | None = Field(default=None, alias="22/tcp")
 
@@ -135,7 +136,7 @@ class Vast(Account):
             body["cuda_max_good"] = {"gte": float(query.min_cuda)}
         names = _names_of(query.gpu_types)
         named = self._search(body | {"gpu_name": {"in": names}}, query) if names else []
-        return named or self._search(body, query)  # names may have changed, so all offers are searched then
+        return named or self._search(body, query)  # Vast.ai may have renamed GPUs, so search all offers then
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         key = shlex.quote(spec.public_key)
@@ -153,7 +154,7 @@ class Vast(Account):
     def get(self, instance_id: str) -> Instance | None:
         if not (instance_id.isascii() and instance_id.isdigit()):  # not an id of Vast.ai
             return None
-        # The API for a single instance shows its ports in an older format than the list.
+        # The list is used, because the API for a single instance shows ports in an older format.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
         instances = self._api.read(_LIST, _Page, params).instances
         mine = [each for each in instances if str(each.get("id")) == instance_id]
@@ -176,7 +177,7 @@ class Vast(Account):
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
 
     def _search(self, body: Json, query: GPUQuery) -> list[Offer]:
-        """Return offers, cheapest first, until enough of them fit or the rest is too expensive."""
+        """Return offers, cheapest first. Stops when enough offers fit, or the next offers are too expensive."""
         found: dict[str, Offer] = {}
         floor: Json = {}
         for _ in range(_MAX_SEARCHES):
@@ -194,17 +195,17 @@ class Vast(Account):
 
 
 def _sold_gb(mib: float) -> float:
-    """Return the nominal memory of a card, which other providers report."""
+    """Return the nominal memory of a card in GB. Other providers report the nominal memory."""
     gib = mib / 1024
     return next((sold for sold in _SOLD_GB if _LEAST_SHARE * sold <= gib <= sold), round(gib, 1))
 
 
 def _names_of(gpu_types: Sequence[str]) -> list[str]:
-    """Return Vast.ai's names of these types; empty if a type has no name there, or if all types are wanted."""
+    """Return Vast.ai's names of these types. Empty if a type has no known name, or if `gpu_types` is empty."""
     names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
     if not all(names.values()):
         return []
-    # Vast.ai's documentation writes RTX_4090, its guide and its offers RTX 4090. Unknown names have no effect.
+    # Vast.ai's documentation writes RTX_4090; its guide and its offers write RTX 4090. Unknown names do no harm.
     return sorted({spelt for known in names.values() for name in known for spelt in (name, name.replace(" ", "_"))})
 
 

@@ -1,9 +1,9 @@
-"""Check a fresh machine: its GPUs compute, alone and together, and its link and disk are fast enough.
+"""Check a new machine: its GPUs must compute, alone and together, and its link and disk must be fast enough.
 
-The driver of a rented machine may list GPUs that it cannot use, or GPUs may hang in a joint computation. A machine may
-have a link on which a checkpoint takes an hour, often in one direction only, or a network disk that is as slow.
+The driver of a rented machine may list GPUs that it cannot use. GPUs may hang when they compute together. The link may
+be so slow that a checkpoint takes an hour, often in one direction only. A network disk may be as slow.
 
-Not here: other properties of a machine (node_probe.py), releasing an unfit one (provision.py).
+Not here: other properties of a machine (node_probe.py), the release of an unfit machine (provision.py).
 """
 
 import os
@@ -21,7 +21,7 @@ from rollouts.infra.session import Session, last_line, read_answer
 _LINK_BYTES = 4 << 20
 _DISK_BYTES = 64 << 20
 ALLOWANCE_S = 15.0
-"""Seconds for starting an interpreter and for round trips, besides the time that the slowest allowed speed takes."""
+"""Seconds for starting an interpreter and for round trips. The time at the slowest allowed speed is added."""
 _BITS_PER_MBIT, _BYTES_PER_MB, _BYTES_PER_GB = 1e6, 1e6, 1e9
 
 _TAKE = "import sys; sys.stdin.buffer.read()"
@@ -41,24 +41,25 @@ with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
 
 
 GPU_TIMEOUT_S = 120.0
-"""Eight GPUs without persistence mode take a minute to initialize."""
+"""Time limit of the GPU test in seconds. Eight GPUs without persistence mode take a minute to initialize."""
 PEER_TIMEOUT_S = 240.0
-"""Seconds for importing torch from a cold disk, which takes most of the time, and for one sum over all GPUs."""
+"""Time limit in seconds for importing torch and computing one sum over all GPUs. Importing from a cold disk takes most
+of it."""
 _PEER_ALLOWANCE_S = 30.0
-"""Additional seconds for the answer."""
+"""Seconds added to PEER_TIMEOUT_S until the answer must be here."""
 NOT_READY = 802
-"""CUDA_ERROR_SYSTEM_NOT_READY: the interconnect of a large machine's GPUs is still starting."""
+"""CUDA_ERROR_SYSTEM_NOT_READY: the interconnect between the GPUs of a large machine is still starting."""
 
 
 _MIN_MEMORY_SHARE = 0.9
-"""Share of the offered memory that a GPU must have. The driver keeps some, and some providers count in another GB."""
+"""Share of the offered memory that each GPU must have. The driver reserves some, and some providers use another GB."""
 
 
 def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb: float = 0.0) -> str:
-    """Let every GPU of a machine compute, and return a description of the GPUs.
+    """Test that every GPU of a machine can compute. Returns a description of the GPUs.
 
     Args:
-        gpu_type: the offered type, in the provider's words.
+        gpu_type: the offered type, as the provider calls it.
         vram_gb: the offered memory of each GPU; 0 if unknown.
 
     Raises:
@@ -70,7 +71,7 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
         completed = session.run([session.python, ISOLATED, "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
-    except CommandFailedError as error:  # a crash of the driver also ends the interpreter
+    except CommandFailedError as error:  # a crash of the driver crashes the interpreter too
         code = error.completed.exit_code
         raise UnfitMachineError(f"its GPUs cannot be tested (the test ended with code {code})") from error
     found = read_answer(completed)
@@ -100,11 +101,11 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
 
 
 def require_peers(session: Session, python: str, num_gpus: int, *, backend: str = "nccl") -> str:
-    """Let the GPUs of a machine compute a sum together, and return a description of the result.
+    """Test that the GPUs of a machine can compute a sum together. Returns a description of the result.
 
     Args:
-        python: the interpreter of the training. If it has no torch yet, the test is skipped.
-        backend: of torch.distributed; gloo runs the test on the CPU.
+        python: the training's interpreter. If it has no torch yet, the test is skipped.
+        backend: the backend of torch.distributed. gloo runs the test on the CPU.
 
     Raises:
         UnfitMachineError: the sum fails or hangs.
@@ -128,13 +129,14 @@ def require_peers(session: Session, python: str, num_gpus: int, *, backend: str 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeed:
-    """Lower bounds of the measured speeds: the amounts are small, and the times contain a round trip."""
+    """Lower bounds of the measured speeds. The real speeds are higher, because the measured times contain a round
+    trip."""
 
     upload_mbit_s: float
-    """From this machine to the rented one, in 10^6 bit per second."""
+    """Speed from this machine to the rented machine, in 10^6 bit per second."""
     download_mbit_s: float
     disk_mb_s: float
-    """Speed of writing to its disk, in 10^6 bytes per second."""
+    """Speed of writing to the rented machine's disk, in 10^6 bytes per second."""
 
     def __str__(self) -> str:
         return (
@@ -144,15 +146,15 @@ class MachineSpeed:
 
 
 def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_disk_mb_s: float) -> MachineSpeed:
-    """Measure a machine. This takes seconds if it is fast enough.
+    """Measure the speed of a machine's link and disk. On a fast machine, this takes a few seconds.
 
     Args:
-        root: folder on the measured disk; it is created if needed.
+        root: folder on the disk to measure. It is created if it is missing.
         min_link_mbit_s: required speed in both directions, in 10^6 bit per second.
         min_disk_mb_s: required speed of writing to the disk, in 10^6 bytes per second.
 
     Raises:
-        UnfitMachineError: the machine is slower.
+        UnfitMachineError: the machine is slower than required.
         InfraError: the machine cannot be reached.
     """
     bits = 8 * _LINK_BYTES
@@ -188,7 +190,7 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
 
 
 def _speed(move: Callable[[], float], amount: float, timeout_s: float) -> float:
-    """Return amount per second; after a timeout, an upper bound of the speed."""
+    """Run `move` and return `amount` per second. After a timeout, return an upper bound of the speed."""
     try:
         return amount / max(move(), 1e-3)
     except CommandTimeoutError:

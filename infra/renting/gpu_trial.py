@@ -1,8 +1,9 @@
-"""Test which GPUs of this machine can compute, and print one JSON object. acceptance.py runs it on a fresh machine.
+"""Test which GPUs of this machine can compute, and print one JSON object. acceptance.py runs it on a new machine.
 
-It uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may still be
-unusable. Each GPU fills some of its memory, which is read back. Only if the library cannot be loaded, nvidia-smi is
-asked for a list of GPUs. Only the standard library and old syntax are used, as the interpreter may be old.
+The test uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may
+still be unusable. Each GPU therefore fills some of its memory, and the memory is read back. nvidia-smi is asked for a
+list of GPUs only if the library cannot be loaded. The interpreter may be old, so the code uses only the standard
+library and old syntax.
 
     {"has_driver": true, "listed": 0, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0,
      "problem": ""}
@@ -21,7 +22,7 @@ _NAME_BYTES = 256
 
 
 class _RefusedCallError(Exception):
-    """The driver returned an error code."""
+    """A call of the driver returned an error code."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(call, code)
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def _count_listed() -> int:
-    """Return the number of GPUs that nvidia-smi lists; 0 without nvidia-smi or after an error."""
+    """Return the number of GPUs that nvidia-smi lists. 0 if nvidia-smi is missing or fails."""
     try:
         listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
     except (OSError, subprocess.CalledProcessError):
@@ -50,7 +51,7 @@ def _count_listed() -> int:
 
 
 def _try_gpus(cuda: Any) -> "dict[str, Any]":
-    """Return the GPUs that computed, up to the first failure, and the driver's error for that."""
+    """Test the GPUs in order until one fails. Returns the GPUs that can compute, and the driver's error."""
     names, memory = [], []  # type: list[str], list[int]
     code, problem = 0, ""
     try:
@@ -70,11 +71,11 @@ def _try_gpus(cuda: Any) -> "dict[str, Any]":
 
 
 def _try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
-    """Let one GPU fill memory; return its name and its memory in bytes.
+    """Let one GPU fill memory and read it back. Returns the GPU's name and its memory in bytes.
 
     Raises:
         _RefusedCallError: a call of the driver failed.
-        ValueError: the read content differs.
+        ValueError: the memory does not contain what was written.
     """
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
     name = ctypes.create_string_buffer(_NAME_BYTES)

@@ -1,13 +1,14 @@
-"""Test whether the GPUs of this machine can compute a sum together, and print one JSON object; sent by acceptance.py.
+"""Test whether the GPUs of this machine can compute a sum together, and print one JSON object.
 
-On some rented machines one GPU cannot reach the memory of another (broken P2P, IOMMU, ACS). Each GPU alone computes,
-but the first all-reduce hangs forever. So one process per GPU joins a group, sums a tensor over all, and compares the
-result. Processes that have not finished by the deadline are killed.
+acceptance.py sends this program to a new machine. On some rented machines, one GPU cannot reach the memory of another
+(broken P2P, IOMMU, ACS). Each GPU alone can compute, but the first all-reduce hangs forever. In this test, one process
+per GPU joins a group, sums a tensor over all processes, and checks the result. Processes that have not finished by the
+deadline are killed.
 
     arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
     answer       {"is_tried": true, "problem": ""}; is_tried is false if torch is missing or cannot use a GPU
 
-The interpreter is the one of the training, with its environment. It uses only the standard library and torch.
+The program runs in the training's interpreter and environment. It uses only the standard library and torch.
 """
 
 import ctypes
@@ -40,7 +41,8 @@ def main() -> int:
 
 
 def _has_requirements(backend: str) -> bool:
-    """Return whether torch and, for nccl, a driver exist. torch is not imported, so that processes can be forked."""
+    """Return whether torch and, for nccl, a driver exist. torch is not imported, because this process still has to
+    fork."""
     if importlib.util.find_spec("torch") is None:
         return False
     try:
@@ -50,7 +52,7 @@ def _has_requirements(backend: str) -> bool:
 
 
 def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
-    """Start all processes and follow them until all have ended, one has failed, or time is up."""
+    """Start all processes, and wait until all have ended, one has failed, or the deadline has passed."""
     ends_at = time.monotonic() + deadline_s
     pipes, pids = {}, []
     for rank in range(num_ranks):
@@ -76,7 +78,8 @@ def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) 
 
 
 def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
-    """Return the last word of each rank at the end of all, at the first failure, or at the deadline."""
+    """Return the last word of each rank. Ends when all processes have ended, one has failed, or the deadline has
+    passed."""
     words = dict.fromkeys(pipes.values(), "did not begin")
     open_pipes = dict(pipes)
     while open_pipes and not any(word.startswith(FAILED) for word in words.values()):
@@ -96,12 +99,12 @@ def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
 
 
 def _run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
-    """Run one process of the test; never returns."""
+    """Run one process of the test. Never returns."""
 
     def say(word: str) -> None:
         os.write(pipe, word.encode()[:_MAX_WORD_BYTES] + b"\n")
 
-    signal.alarm(int(deadline_s) + 1)  # ends the process if a driver's call hangs and the parent is gone
+    signal.alarm(int(deadline_s) + 1)  # ends this process if a driver's call hangs and the parent has died
     try:
         say("did not import torch")
         say(_sum_up(backend, rank, num_ranks, deadline_s, folder, say))
@@ -113,11 +116,11 @@ def _run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder
 
 
 def _sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
-    """Return the last word: the sum is right, or the test was skipped.
+    """Sum a tensor over all processes. Returns DONE if the sum is right, or SKIPPED if torch cannot use the GPUs.
 
     Raises:
         ValueError: the sum is wrong.
-        RuntimeError: torch cannot compute it.
+        RuntimeError: torch cannot compute the sum.
     """
     torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     is_nccl = backend == "nccl"

@@ -1,17 +1,18 @@
-"""Rent machines. Every machine stays known to the ledger, whatever fails in between.
+"""Rent machines. The ledger has a row of every machine before it is requested, so that a failure loses no machine.
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | unclear answer: looked up by name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
     killed at any step: the same run resumes from the row; else a run with the same settings takes it, or the reaper
-    its run failed and keeps it: the same, but the reaper waits for that time to end
+        ends it
+    its run failed and keeps it: the same, but the reaper waits until the end of this time
     an error here, or Ctrl-C: `released_on_failure` releases the run's machines at any step
 
-The machines of a run form a unit: the same kind, the same region, the same provider. If a machine cannot be rented, or
-is lost without a replacement in this region, all are released.
+The machines of a run form a unit: they have the same kind, region and provider. If a machine cannot be rented, or is
+lost and has no replacement in its region, all machines of the unit are released.
 
-Not here: providers' APIs (providers/), the ledger's rows (rentals.py), releasing machines and looking up unconfirmed
-creations (release.py), machines of dead runs (reaper.py).
+Not here: the providers' APIs (providers/), the ledger's rows (rentals.py), releasing machines and looking up
+unconfirmed creations (release.py), machines of dead runs (reaper.py).
 """
 
 import logging
@@ -69,17 +70,17 @@ from rollouts.infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_h
 
 MAX_OFFERS = 6
 UNFIT_FOR_S = 24 * 3600.0
-"""An unusable machine is not rented again for this time."""
+"""Seconds for which an unusable machine is not rented again."""
 _UNSEEN_S = 60.0
-"""A provider may not list a machine yet that was created this recently."""
+"""Seconds after its creation during which a provider may not list a machine yet."""
 _PRICE_TOLERANCE = 1.001
-"""Providers round their prices."""
+"""Factor by which a price may exceed the offered price. Providers round their prices."""
 
 logger = logging.getLogger(__name__)
 
 
 def rent_machines(renting: Renting) -> list[Rental]:
-    """Return usable machines: the run's own, machines left by an ended run with the same settings, and new ones.
+    """Return usable machines: the run's own, then machines that a dead run with the same settings left, then new ones.
 
     Returns:
         The requested number of machines, oldest first.
@@ -87,9 +88,9 @@ def rent_machines(renting: Renting) -> list[Rental]:
     Raises:
         NoMachineError: no offer led to machines, and nothing is rented. The message lists the attempts.
         StillRentedError: an unusable machine could not be ended.
-        ProviderRefusedError: every provider that has offers refuses the key or the account.
-        PermanentInfraError: the money is used up, or the machines do not match the settings.
-        MissingKeyError: the run has a machine in an account without a key.
+        ProviderRefusedError: every provider with offers refuses the key or the account.
+        PermanentInfraError: the run's money is used up, or the machines do not match the settings.
+        MissingKeyError: the run has a machine in an account whose key is missing.
     """
     num_machines = renting.request.num_machines
     unit: list[Rental] = []
@@ -100,7 +101,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
                 if usable is not None:
                     renting.say(f"reuses {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
-            elif rental.instance_id:  # its creation was unconfirmed, and another machine replaced it
+            elif rental.instance_id:  # its creation was unconfirmed, and another machine has taken its place
                 renting.say(f"gives back {rental.name}: other machines replaced it")
                 renting.release(rental)
             else:
@@ -112,10 +113,10 @@ def rent_machines(renting: Renting) -> list[Rental]:
 
 @contextmanager
 def released_on_failure(renting: Renting) -> Iterator[None]:
-    """Release the run's machines if the block fails. All decisions about which machines to release are made here.
+    """Release the run's machines if the block fails. This function decides which machines are released.
 
-    After an error: the machines in use. After Ctrl-C: all, including requested ones. After SIGTERM: all except usable
-    ones, which the next start takes over.
+    After an error, the machines in use are released. After Ctrl-C, all machines are released, including requested
+    ones. After SIGTERM, all are released except usable ones, which the next start takes over.
     """
     try:
         yield
@@ -136,26 +137,25 @@ def released_on_failure(renting: Renting) -> Iterator[None]:
 
 def _is_released_after(error: BaseException, rental: Rental) -> bool:
     if isinstance(error, Exception):
-        return is_in_use(rental)  # requests without an answer were looked up already, and releases were tried
+        return is_in_use(rental)  # other machines were already looked up or released
     return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
 
 
-# ── what was there before ──
+# ── machines from before ──
 
 
 def _inherited(renting: Renting) -> list[Rental]:
-    """Return the run's own machines, or machines left by one dead or failed run with the same settings.
+    """Return the run's own machines, or else the machines that one dead or failed run with the same settings left.
 
     Machines in accounts without a key are skipped.
 
     Raises:
-        MissingKeyError: the run itself has a machine in such an account, and would rent a second one beside it.
+        MissingKeyError: the run itself has a machine in an account without a key. The run must not rent a second
+            machine.
     """
     own = [rental for rental in renting.own_rows() if _is_reached(rental, renting)]
     if own:
-        return sorted(
-            own, key=lambda rental: rental.state is not RentalState.READY
-        )  # usable machines before machines that appear late
+        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # usable machines first
     request, ledger = renting.request, renting.ledger
     mine: list[Rental] = []
     for rental in all_rentals(ledger):
@@ -182,9 +182,9 @@ def _is_reached(rental: Rental, renting: Renting) -> bool:
 
 
 def _take_over(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
-    """Assign a dead run's machine to this run, within this run's hours and money.
+    """Assign a dead run's machine to this run, within this run's limits of hours and money. Returns the new row.
 
-    None if too little time remains, or if another process was faster. The reaper ends machines that no run takes.
+    None if too little time remains, or if another process was faster. The reaper ends machines that no run takes over.
     """
     request, now = renting.request, time.time()
     expires_at = min(rental.expires_at, _allowed_until(rental, renting, now, beside=beside))
@@ -205,11 +205,11 @@ def _is_same_place(rental: Rental, unit: Sequence[Rental]) -> bool:
 
 
 def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
-    """Make a machine of an earlier process usable beside the others, or end it and return None."""
+    """Make a machine of an earlier process usable as a part of the unit, or end it and return None."""
     if rental.kept_until is not None:
         current = change_rental(renting.ledger, rental, kept_until=None) or find_rental(renting.ledger, rental.name)
         if current is None or current.run_id != renting.request.run_id or current.state.is_over:
-            return None  # taken over or ended since the ledger was read
+            return None  # another process has taken it over or ended it since the ledger was read
         rental = current
     if rental.state is RentalState.INTENDED:
         found = find_unconfirmed(rental, renting.cloud_of(rental), renting.pace)
@@ -230,19 +230,20 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
 
 
 class _OfferFailedError(Exception):
-    """The offer did not lead to a machine; other offers may."""
+    """The offer did not lead to a machine. Other offers may."""
 
 
 class _RefusedError(_OfferFailedError):
-    """The provider refuses the key or the account; only other providers' offers may work."""
+    """The provider refuses the key or the account. Only offers of other providers may lead to a machine."""
 
 
 class _UnconfirmedError(_OfferFailedError):
-    """The provider may have created a machine and does not answer; only other providers' offers may work."""
+    """The provider may have created a machine and does not answer. Only offers of other providers may lead to a
+    machine."""
 
 
 def _rent_new(unit: list[Rental], renting: Renting) -> None:
-    """Rent the missing machines beside the present ones, or all machines elsewhere."""
+    """Add the missing machines to the unit, or release the unit and rent all machines in another place."""
     request = renting.request
     tried: list[str] = []
     offered = search_offers(request.query, renting.clouds)
@@ -250,7 +251,7 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
     if num_unfit := len(offered.fitting) - len(offers):
         tried.append(f"{num_unfit} offered machines were unusable within the last day")
-    # The sort is stable: the order by price stays within each group.
+    # The sort is stable: offers keep the order by price within each group.
     offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
     refusals: dict[CloudName, str] = {}
     closed: set[CloudName] = set()
@@ -288,7 +289,7 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
 
 
 def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
-    """Yield the first `MAX_OFFERS` offers, without providers that were closed meanwhile."""
+    """Yield at most `MAX_OFFERS` offers. Skips providers that were added to `closed` in the meantime."""
     num_tried = 0
     for offer in offers:
         if offer.provider not in closed and num_tried < MAX_OFFERS:
@@ -307,10 +308,10 @@ def _is_short(offer: Offer, request: RentRequest) -> bool:
 
 
 def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
-    """Rent the missing machines by one offer. All are requested before the first is waited for.
+    """Rent the missing machines by one offer. All are requested before the first one is waited for.
 
     Raises:
-        _OfferFailedError: one machine could not be rented, so the others were released.
+        _OfferFailedError: one machine could not be rented, and the others were released.
     """
     request, cloud = renting.request, renting.clouds[offer.provider]
     fresh: list[Rental] = []
@@ -361,11 +362,11 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
 
 
 def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, beside: Sequence[Rental]) -> Rental:
-    """Record the intent to request the machine.
+    """Record the intent to request a machine, and return its row.
 
     Args:
-        host_key: the host key that it will get.
-        beside: the machines of the unit so far; their cost until they expire is reserved for them.
+        host_key: the host key that the machine will get.
+        beside: the other machines of the unit so far. The run's money for them until they expire is reserved.
 
     Raises:
         PermanentInfraError: the run's money is used up.
@@ -398,9 +399,10 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
 
 
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
-    """Return the time at which the machine's hours, from now, or its share of the run's money are used up.
+    """Return the time at which the machine's hours, counted from now, or its share of the run's money are used up.
 
-    Its earlier cost counts for this run. The cost of the machines in `beside` until they expire is reserved for them.
+    Costs that the machine had before count for this run. Money for the machines in `beside` is reserved until they
+    expire.
     """
     request = renting.request
     others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]
@@ -415,7 +417,7 @@ def _hours(usd: float, usd_per_hour: float) -> float:
 
 
 def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: HostKeyPair | None) -> Rental:
-    """Request the machine once, and return it.
+    """Request the machine once. Returns its row.
 
     Raises:
         _OfferFailedError: no machine was created.
@@ -453,15 +455,16 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
 
 
 def _leave_unconfirmed(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
-    """Let the next check end a machine that has not appeared yet, even while the run lives. It counts for no run."""
+    """Mark a machine that has not appeared yet as expired. The next check ends it when it appears, even if the run is
+    alive."""
     now = time.time()
-    if rental.expires_at > now:  # else this was done earlier
+    if rental.expires_at > now:  # otherwise it was already marked
         change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it has not appeared yet")
         renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it appears")
 
 
 def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:
-    """Record the machine's id in its row. If the row cannot be written, the machine is released at once."""
+    """Record the machine's id in its row. If the row cannot be written, release the machine at once."""
     try:
         adopted = change_rental(
             renting.ledger,
@@ -483,18 +486,18 @@ def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, not
 
 
 def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental:
-    """Wait until the machine is usable, and limit its time by its real price.
+    """Wait until the machine is usable, and limit its time by its actual price. Returns its row.
 
     Raises:
-        _OfferFailedError: it is unusable and was released.
-        PermanentInfraError: no machine could be used.
+        _OfferFailedError: the machine is unusable and was released.
+        PermanentInfraError: a problem that other machines would have too, for example an unusable `root`.
     """
     problem, host_key, price = _wait_ready(rental, renting)
     if problem:
         renting.say(f"gives back {rental.name}: {problem}")
         is_fresh = (
             rental.state is RentalState.RENTED and time.time() < rental.expires_at
-        )  # otherwise its time was too short to judge it
+        )  # an expired machine had too little time to be judged
         renting.release(rental, note=problem, is_unfit=is_fresh)
         raise _OfferFailedError(problem)
     priced = replace(rental, usd_per_hour=price)
@@ -510,7 +513,8 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
 
 
 def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
-    """Wait until a machine is usable. Returns the problem or "", its host key, and its price per hour."""
+    """Wait until a machine is usable. Returns the problem (empty if it is usable), its host key, and its price per
+    hour."""
     request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
     started = time.monotonic()
     reason, price = "its provider gave it no address", rental.usd_per_hour
@@ -528,7 +532,7 @@ def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
                 return "", renting.check(rental, instance), price
         except UnfitMachineError as error:
             return str(error), "", price
-        except (TransientInfraError, LoginError, NameUnknownError) as error:  # fresh machines are incomplete
+        except (TransientInfraError, LoginError, NameUnknownError) as error:  # a new machine may not be complete yet
             reason = str(error)
         if time.monotonic() - started + pace.poll_s > request.usable_within_s:
             return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
@@ -541,7 +545,7 @@ def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
 def _describe_unfit(
     rental: Rental, instance: Instance | None, price: float, query: GPUQuery, *, may_be_unseen: bool
 ) -> str:
-    """Return why a machine can never be used; empty if it may become usable."""
+    """Return why a machine can never be used. Empty if it may become usable."""
     if instance is None:
         return "" if may_be_unseen else f"{rental.name} is gone: its provider took it away"
     if not instance.status.may_become_usable:
@@ -555,7 +559,7 @@ def _describe_unfit(
 
 
 def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
-    """Store the host key that its provider reports, unless one is already known; return the row."""
+    """Store the host key that the provider reports, unless a host key is already known. Returns the machine's row."""
     if rental.host_key or rental.expected_key:
         return rental
     told = cloud.host_key(rental.instance_id)

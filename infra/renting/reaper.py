@@ -1,19 +1,19 @@
-"""End rented machines that no run needs: compare the lists of all providers with the ledger.
+"""End rented machines that no run needs, by comparing the lists of all providers with the ledger. The rules:
 
-Not here: renting (provision.py) and releasing (release.py). The rules:
+    named for this ledger    its run is alive, and it has not expired          kept
+                             its run failed and keeps it for a while           kept until that time is over
+                             its run died, and it has not expired              ended, or kept for a next start (`spare`)
+                             its run died or failed, and the machine stopped   ended
+                             it has expired, or the ledger has no row of it    ended
+    named for another ledger another store rents it                            shown; ended only if that ledger is named
+    named otherwise          it does not belong to this project                never touched
+    a row without a machine  looked up again; after an hour it counts as never created
 
-    named for this ledger   its run lives, and it has not expired            kept
-                            its run failed, and keeps it for a while         kept, until that is over
-                            its run died, and it has not expired             ended, or kept for the next start (`spare`)
-                            its run died or failed, and it has stopped      ended
-                            it has expired, or the ledger has no row of it   ended
-    named for another one   another store rents it                           shown, ended only when that one is named
-    named otherwise         not ours                                         never touched
-    a row without machine   looked up again; after an hour it counts as never created
+Several checks may run at the same time: by hand, by a schedule, at the start of runs. The first one that changes a
+machine's row handles the machine. A provider that does not answer is reported as a failure, because its machines are
+unknown. If the ledger's disk is full, machines are ended without writing to the ledger.
 
-Several checks may run at once: by hand, by a schedule, at the start of runs. The first to change a machine's row
-handles the machine. A provider that does not answer is a failure in the report, because its machines are unknown. If
-the ledger's disk is full, machines are ended without writing to it.
+Not here: renting (provision.py) and releasing (release.py).
 """
 
 import logging
@@ -43,7 +43,8 @@ from rollouts.infra.renting.rentals import (
 )
 
 UNSEEN_AFTER_S = 3600.0
-"""A requested machine that has not appeared after this time counts as not created. If it appears later, it is ended."""
+"""A requested machine that has not appeared after this many seconds counts as not created. If it appears later, it is
+ended."""
 
 _BEING_CHANGED = "another process ends it or takes it over at this moment"
 
@@ -52,13 +53,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReapReport:
-    """Results of a check, one line per machine."""
+    """The results of a check: one line per machine."""
 
     ended: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """In use, or spared for the next start."""
+    """Machines in use, or spared for the next start."""
     foreign: list[str] = field(default_factory=list)
-    """Rented by other stores."""
+    """Machines of other stores."""
     failures: list[str] = field(default_factory=list)
     """Machines that could not be checked or ended."""
 
@@ -81,10 +82,10 @@ def reap(
     """End every machine of this ledger in the given accounts that no run needs.
 
     Args:
-        credentials: name of the credentials of the accounts; machines of other credentials are skipped.
-        spare: keep the machines of dead runs while the next start may take them over, until shortly before they expire.
-            Machines that failed runs keep are not affected: they stay until their time is over.
-        other_ledger: identity of another ledger, such as a deleted store's; all its machines are ended too.
+        credentials: name of the accounts' credentials. Machines of other credentials are skipped.
+        spare: keep a dead run's machines, which the next start may take over, until shortly before they expire.
+            Machines that failed runs keep are kept in any case until their time is over.
+        other_ledger: identity of another ledger, for example of a deleted store. All its machines are ended too.
     """
     report = ReapReport()
     for name, cloud in clouds.items():
@@ -119,12 +120,12 @@ def reap(
 
 
 def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT) -> Rental:
-    """End one machine of the ledger, even while it is used, and return its row.
+    """End one machine of the ledger, even if it is in use. Returns its row.
 
     Raises:
         PermanentInfraError: the ledger has no such machine.
-        StillRentedError: its provider still has it.
-        ProviderUnavailableError: it was requested and has not appeared yet.
+        StillRentedError: its provider still has the machine.
+        ProviderUnavailableError: the machine was requested and has not appeared yet.
     """
     rental = find_rental(ledger, name)
     if rental is None:
@@ -179,10 +180,10 @@ def _judge_instance(
         except LedgerUnwritableError as error:
             end_unnoted(found, cloud, error, pace=pace)
     began = rental.rented_at or rental.intended_at
-    if rental.state.is_over:  # refused or gone according to the ledger, but it exists
+    if rental.state.is_over:  # the machine exists, although its row says refused or gone
         current = cloud.get(instance.id)
-        if current is not None and current.status is not InstanceStatus.GONE:  # else it ended after the list was read
-            # Its run may count as alive although it is over. Expired, the machine is unwanted in any case.
+        if current is not None and current.status is not InstanceStatus.GONE:  # it may have ended since the listing
+            # A finished run may still count as alive. Mark the machine as expired, so that it is ended in any case.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
     elif rental.state is RentalState.INTENDED and not _reason_to_keep(rental, ledger, spare=False):
@@ -214,7 +215,7 @@ def _end_unless_wanted(
     pace: Pace,
 ) -> None:
     reason = _reason_to_keep(rental, ledger, spare=spare)
-    # No start can use a stopped machine, and it would only cost money.
+    # End a stopped machine of a dead run: no start can use it, and it costs money.
     if reason and (status.may_become_usable or not ledger.has_died(rental.run_id)):
         report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}, {reason}")
     else:
@@ -230,15 +231,15 @@ def _end(
     pace: Pace,
     **changes: Any,  # values of columns
 ) -> None:
-    """End a machine that no run needs.
+    """End a machine that no run needs, and report it.
 
     Args:
-        changes: further columns to write into its row.
+        changes: further columns to write into the machine's row.
     """
-    # Nothing is written if the row has changed: a concurrent check ends the machine, or a run took it over.
+    # If the row has changed, do nothing: another check ends the machine, or a run has taken it over.
     try:
         claimed = change_rental(ledger, rental, state=RentalState.RELEASING, **changes)
-    except LedgerUnwritableError as error:  # no other process can have changed the row either
+    except LedgerUnwritableError as error:  # no other process can have changed the row, so end the machine anyway
         end_unnoted(replace(rental, **changes), cloud, error, pace=pace)
     if claimed is None:
         report.kept.append(f"{rental.name}: {_BEING_CHANGED}")
@@ -248,25 +249,25 @@ def _end(
 
 
 def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
-    """Return why a machine stays; empty if no run needs it."""
+    """Return why a machine is kept. Empty if no run needs it."""
     now = time.time()
     if rental.expires_at <= now:
         return ""
-    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a living run is about to take it over
+    if rental.is_kept and not ledger.is_alive(rental.run_id):  # if the run is alive, it is about to take it over
         until = f"which failed and keeps it until {in_utc(rental.ends_at)}: `rollouts nodes release` ends it now"
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):
-        return "which lives"  # the run rents, uses or releases it
+        return "which lives"  # the run is renting, using or releasing the machine
     if not spare or rental.state is not RentalState.READY or rental.taken_until <= now:
         return ""
     return f"whose next start may take it until {in_utc(rental.taken_until)}"
 
 
 def _row_of(instance: Instance, credentials: str, *, asked_at: float) -> Rental:
-    """Return an expired row for a machine with this ledger's name and no row.
+    """Return an expired row for a machine that has this ledger's name but no row.
 
     Args:
-        asked_at: time of the request, from the machine's name; the machine has cost money since then.
+        asked_at: time of the request, from the machine's name. The machine has cost money since then.
     """
     now = time.time()
     began = min(asked_at, now)

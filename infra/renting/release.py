@@ -1,10 +1,10 @@
-"""Release machines. A machine counts as released when its provider no longer has it, not when its end was requested.
+"""Release machines. A machine counts as released once its provider no longer has it; a request to end it is not enough.
 
     end requested ── looked up, by its id and in the list ── missing twice in a row ── row closed
                        | still there, or the provider unreachable, for too long: the row stays open, StillRentedError
 
-The provider is asked even if the ledger cannot be written, because a machine costs money on a full disk, too. Its row
-then stays open until a later check can write it.
+The end is requested even if the ledger cannot be written, because the machine costs money also when the disk is full.
+Its row then stays open until a later check can write it.
 
 Not here: renting (provision.py), the cleanup of machines that no run needs (reaper.py).
 """
@@ -23,9 +23,9 @@ from rollouts.infra.offers import InstanceStatus
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
 
 FOUND_NOTE = "found by its name"
-"""Note of a machine whose creation was unconfirmed."""
+"""Note of a machine whose creation was unconfirmed and that was then found by its name."""
 _SIGHTINGS = 2
-"""A machine is gone after it was missing this many times in a row."""
+"""A machine counts as gone after it was missing this many times in a row."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def release_machines(
     note: str = "",
     pace: Pace = PATIENT,
 ) -> list[Rental]:
-    """Release several machines as `release_machine` does. All ends are requested before the first is waited for.
+    """Release several machines like `release_machine`. All ends are requested before the first one is waited for.
 
     Raises:
         StillRentedError: for the first machine that may still be rented, after all others were handled.
@@ -58,10 +58,10 @@ def release_all(
     note: str = "",
     pace: Pace = PATIENT,
 ) -> list[str]:
-    """Release machines, including machines whose creation is unconfirmed, if they appear.
+    """Release machines. A machine whose creation is unconfirmed is released if it appears.
 
     Returns:
-        One sentence per released machine and per machine that may remain.
+        A sentence per released machine, and a sentence per machine that may still be rented.
     """
     known, left = [], []
     for rental in rentals:
@@ -85,11 +85,11 @@ def release_all(
 def _release_each(
     rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
 ) -> tuple[list[Rental], list[InfraError]]:
-    """Return the rows of released machines, and the errors of the others."""
+    """Release the machines one after another. Returns the rows of released machines, and the errors for the rest."""
     for rental in rentals if len(rentals) > 1 else ():
         try:
             clouds[rental.provider].terminate(rental.instance_id)
-        except InfraError as error:  # the next request below reports it
+        except InfraError as error:  # the request in the second loop reports the error
             logger.info("%s is asked to end again: %s", rental.name, error)
     gone, problems = list[Rental](), list[InfraError]()
     for rental in rentals:
@@ -103,10 +103,10 @@ def _release_each(
 def release_machine(
     rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", is_unfit: bool = False, pace: Pace = PATIENT
 ) -> Rental:
-    """End the machine and return its row when its provider no longer has it; idempotent.
+    """End the machine, and return its row once its provider no longer has it. Idempotent.
 
     Args:
-        is_unfit: the machine was unusable, so the same machine is not rented again for a while.
+        is_unfit: the machine was unusable. The same machine is then not rented again for a while.
 
     Raises:
         StillRentedError: its provider still has it, or does not answer. The row stays open, so that the end is retried.
@@ -122,7 +122,7 @@ def release_machine(
     try:
         with ledger.transaction():
             gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
-            ledger.drop_leases_on(releasing.name)  # its jobs ended with it
+            ledger.drop_leases_on(releasing.name)  # the machine's jobs have ended with it
     except InfraError as error:
         raise _not_noted(releasing, error) from error
     logger.info("gave back %s at %s", releasing.name, releasing.provider)
@@ -130,7 +130,7 @@ def release_machine(
 
 
 def end_unnoted(rental: Rental, cloud: Cloud, problem: InfraError, *, pace: Pace = PATIENT) -> NoReturn:
-    """End a machine whose row cannot be written, and raise an error that says so.
+    """End a machine whose row cannot be written. Always raises an error, because the row is still open.
 
     Args:
         problem: the ledger's error.
@@ -151,7 +151,7 @@ def _not_noted(rental: Rental, problem: InfraError) -> TransientInfraError:
 
 
 def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool) -> Rental:
-    """Mark the row of a machine before its end is requested, and return it; a closed row stays as it is."""
+    """Mark a machine's row as releasing, before its end is requested. Returns the row. A closed row stays unchanged."""
     current = find_rental(ledger, rental.name)
     assert current is not None, f"{rental.name} is not in the ledger"
     if current.state.is_over:
@@ -171,7 +171,8 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
 
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
-    """End the machine, and any other of its name: proxies in front of an API may repeat a request."""
+    """End the machine, and any other machine of its name. A proxy in front of an API may have repeated the request to
+    create it."""
     _end_one(rental, cloud, pace)
     try:
         listed = cloud.list_named(rental.name)
@@ -213,7 +214,8 @@ def _end_one(rental: Rental, cloud: Cloud, pace: Pace) -> None:
 
 
 def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
-    """Request a machine's end and return the error. Some providers refuse it for machines that are ending or gone."""
+    """Request a machine's end. Returns the error, if any: some providers refuse it for machines that are ending or
+    gone."""
     try:
         cloud.terminate(rental.instance_id)
     except InfraError as error:
@@ -222,16 +224,16 @@ def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
 
 
 def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
-    """Return the status of a machine; GONE if the provider finds it neither by id nor in its list."""
+    """Return the status of a machine. GONE if the provider has it neither under its id nor in its list."""
     instance = look_up(cloud, rental.instance_id, rental.name)
     return InstanceStatus.GONE if instance is None else instance.status
 
 
 def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
-    """Look up a machine whose creation is unconfirmed by its name; return its row with its id, not yet written.
+    """Look up a machine whose creation is unconfirmed, by its name. Returns its row with its id, not written yet.
 
     Returns:
-        None if it does not appear.
+        None if the machine does not appear.
 
     Raises:
         ProviderUnavailableError: the provider does not answer.

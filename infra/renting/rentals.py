@@ -1,10 +1,10 @@
-"""The ledger's rows about rented machines: their run, their times, their price.
+"""The ledger's rows of rented machines: their run, their times, their price.
 
     intended ──created──> rented ──logged in──> ready ──> releasing ──verified──> gone
-                                                  └ its run failed: kept until ..., then releasing, or a run's again
-        \\──refused, or never seen──> refused                                 the last two cost nothing more
+                                                  └ its run failed: kept until ..., then releasing or used again
+        \\──refused, or never seen──> refused                       gone and refused machines cost nothing more
 
-Not here: the database (ledger_file.py), the causes of changes (provision.py, reaper.py).
+Not here: the database (ledger_file.py), the reasons for changes (provision.py, reaper.py).
 """
 
 import re
@@ -21,28 +21,29 @@ from rollouts.infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
 _TOO_LATE_S = 1200.0
-"""No other run takes a machine over with less time left: half of it is needed to end its work (tasks/budget.py)."""
+"""Another run takes a machine over only if more than this many seconds remain. Half of them are needed to end its work
+(tasks/budget.py)."""
 _TOO_LATE_SHARE = 0.2
-"""Used instead of `_TOO_LATE_S` if the machine's whole time is short."""
+"""Share of a machine's whole time that is used in place of `_TOO_LATE_S` if it is shorter."""
 NEVER_SEEN = "it never appeared"
 """Note of a machine that was requested and never appeared."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
 
 
 class RentalState(StrEnum):
-    """Progress of a machine's rental."""
+    """The progress of a machine's rental."""
 
     INTENDED = "intended"
-    """It was or will be requested; it may exist."""
+    """The machine was requested, or is about to be. It may exist."""
     RENTED = "rented"
-    """It exists and costs money."""
+    """The machine exists and costs money."""
     READY = "ready"
-    """It can be used."""
+    """The machine can be used."""
     RELEASING = "releasing"
-    """Its end was requested; it costs money until the provider no longer lists it."""
+    """The machine's end was requested. It costs money until the provider no longer lists it."""
     GONE = "gone"
     REFUSED = "refused"
-    """It never existed."""
+    """The machine never existed."""
 
     @property
     def is_over(self) -> bool:
@@ -51,45 +52,45 @@ class RentalState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rental:
-    """The ledger's row about one machine."""
+    """The ledger's row of one machine."""
 
     name: str
-    """Unique among all machines of all stores."""
+    """The machine's name, unique among all machines of all stores."""
     run_id: str
     provider: CloudName
     purpose: str
-    """Hash of the settings behind the rental: a later run with the same settings may take the machine over."""
+    """Hash of the settings for which the machine was rented. A later run with the same settings may take it over."""
     credentials: str = ""
-    """Name of the credentials whose account it is in; empty for keys of the environment."""
+    """Name of the credentials of the machine's account. Empty for keys from plain environment variables."""
     state: RentalState = RentalState.INTENDED
     instance_id: str = ""
-    """The provider's id of the machine; empty while unknown."""
+    """The provider's id of the machine. Empty while unknown."""
     gpu: str
-    """The GPUs in words, for example `1x NVIDIA H100`."""
+    """The number and type of the GPUs, for example `1x NVIDIA H100`."""
     region: str
     usd_per_hour: float
     intended_at: float
-    """Seconds since 1970, like all times here."""
+    """Time of the request in seconds since 1970, like all times here."""
     rented_at: float | None = None
     ended_at: float | None = None
     expires_at: float
-    """The machine is ended at this time, even while it is used."""
+    """Time at which the machine is ended, even if it is in use."""
     kept_until: float | None = None
-    """The run failed, and the machine stays until then for inspection or a retry; None while a run uses it."""
+    """If its run failed: time until which the machine is kept for inspection or a retry. None while a run uses it."""
     host_key: str = ""
-    """Fingerprint of its SSH server's key, from the first login on."""
+    """Fingerprint of the machine's host key. Empty before the first login."""
     note: str = ""
-    """The latest event, for users."""
+    """The latest event, as text for users."""
     vram_gb: float = 0.0
-    """Memory of each GPU as offered; 0 if unknown."""
+    """Offered memory of each GPU in GB; 0 if unknown."""
     host: str = ""
-    """The provider's name of the physical machine; empty if unknown."""
+    """The provider's name of the physical machine. Empty if unknown."""
     is_unfit: bool = False
-    """It was given back right after its creation, because it was unusable."""
+    """Whether the machine was released right after its creation because it was unusable."""
     expected_key: str = ""
-    """Fingerprint required of its host key at the first login; empty if it is not known before."""
+    """Fingerprint that the host key must have at the first login. Empty if no key is known before."""
     believed_by: str = "first_use"
-    """Why its host key is believed at the first login: injected, provider or first_use (host_keys.py)."""
+    """Evidence for the host key of the first login: injected, provider or first_use (host_keys.py)."""
 
     @property
     def is_kept(self) -> bool:
@@ -97,12 +98,12 @@ class Rental:
 
     @property
     def ends_at(self) -> float:
-        """Time at which it is ended, unless it is given back or taken over earlier."""
+        """Time at which the machine is ended, unless it is released or taken over before."""
         return self.expires_at if self.kept_until is None else min(self.kept_until, self.expires_at)
 
     @property
     def taken_until(self) -> float:
-        """Time until which another run may take it over. After that, the machine of a dead run is unwanted."""
+        """Time until which another run may take the machine over. Afterwards, no run needs a dead run's machine."""
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
@@ -118,7 +119,7 @@ class Rental:
 
 
 def too_late_s(whole_s: float) -> float:
-    """The remaining time that is too short to start with, given the machine's whole time."""
+    """The remaining seconds of a machine that are too few for a new run, given the machine's whole time in seconds."""
     return min(_TOO_LATE_S, _TOO_LATE_SHARE * whole_s)
 
 
@@ -127,7 +128,7 @@ def in_utc(seconds: float) -> str:
 
 
 def describe_keeping(rental: Rental) -> str:
-    """Return a phrase for how long the machine of a failed run is kept; empty if it is not kept."""
+    """Return a phrase that says how long a failed run's machine is kept. Empty if it is not kept."""
     return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
@@ -136,9 +137,9 @@ _COLUMNS = ", ".join(Rental.__slots__)
 
 def machine_name(ledger: Ledger, run_id: str) -> str:
     """Return a unique name that contains the ledger's identity and the run's id."""
-    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because a dash may be among them
+    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because one of them may be a dash
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
-    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # including machines that other runs took over
+    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # includes machines of other runs by now
     return f"{stem}{attempt}-t{int(time.time())}"
 
 
@@ -149,7 +150,7 @@ def add_rental(ledger: Ledger, rental: Rental) -> None:
 
 
 def note_found(ledger: Ledger, rental: Rental) -> Rental:
-    """Add a row for a machine that was found without a row, or return the row of a concurrent finder."""
+    """Add a row for a machine that was found without one. If another process was faster, return its row."""
     with suppress(sqlite3.IntegrityError):
         add_rental(ledger, rental)
     found = find_rental(ledger, rental.name)
@@ -158,10 +159,10 @@ def note_found(ledger: Ledger, rental: Rental) -> Rental:
 
 
 def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | None:  # Any: values of columns
-    """Write the changes and return the new row; None, with nothing written, if the row has changed since it was read.
+    """Write the changes and return the new row. If the row changed since it was read, write nothing and return None.
 
-    A row counts as changed if its state, its run or its `kept_until` differs from `rental`. Without `kept_until`, a
-    reaper would end a machine that a Retry of its run took over in the meantime.
+    A row counts as changed if its state, its run or its `kept_until` differs from `rental`. `kept_until` is compared
+    for this case: a reaper must not end a machine that a Retry of its run has taken over in the meantime.
     """
     assert set(changes) <= set(Rental.__slots__), changes
     columns = ", ".join(f"{column} = ?" for column in changes)
@@ -178,7 +179,7 @@ def find_rental(ledger: Ledger, name: str) -> Rental | None:
 
 
 def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
-    """Return all machines of a run, including those that are gone, oldest first."""
+    """Return all machines of a run, including gone ones, oldest first."""
     return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)
 
 
@@ -187,17 +188,18 @@ def all_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def open_rentals(ledger: Ledger) -> list[Rental]:
-    """Return machines that cost or may cost money."""
+    """Return the machines that cost money or may do so."""
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Return machines that never appeared and were given up since that time. A later appearance is possible."""
+    """Return machines that never appeared and were given up since that time. They may still
+    appear."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
 def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
-    """Return providers and names of physical machines that were unusable when rented since that time."""
+    """Return the provider and name of each physical machine that was rented since that time and was unusable."""
     rows = _select(ledger, "WHERE is_unfit AND host != '' AND intended_at >= ?", since)
     return {(rental.provider, rental.host) for rental in rows}
 

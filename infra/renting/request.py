@@ -1,4 +1,4 @@
-"""A run's request for machines, and the context of its renting: ledger, accounts, and login check.
+"""A run's request for machines, and what renting needs: the ledger, the accounts, and the login check.
 
 Not here: renting (provision.py), the ledger's rows (rentals.py).
 """
@@ -17,45 +17,46 @@ from rollouts.infra.renting.rentals import Rental, RentalState, rentals_of
 logger = logging.getLogger(__name__)
 
 Check = Callable[[Rental, Instance], str]
-"""Logs in on a machine and returns the fingerprint of its host key, after comparing it with the expected one. Raises an
-InfraError if the machine is not usable (yet)."""
+"""Logs in on a machine, compares its host key with the expected one, and returns the key's fingerprint. Raises an
+InfraError if the machine is not usable, or not usable yet."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RentRequest:
-    """The machines that a run wants, and their limits."""
+    """The machines that a run needs, and their limits."""
 
     run_id: str
     query: GPUQuery
     num_machines: int = 1
-    """They must all be in the same region of the same provider."""
+    """Number of machines. All must be in the same region of the same provider."""
     public_key: str
     image: str = ""
     purpose: str
-    """Hash of the settings that make two machines interchangeable."""
+    """Hash of the settings that must be equal for one machine to replace another."""
     credentials: str = ""
-    """Name of the credentials whose accounts are used."""
+    """Name of the accounts' credentials."""
     max_usd: float
-    """Limit of the cost of all machines of the run together."""
+    """Largest cost of all machines of the run together, in USD."""
     max_hours: float
-    """Limit of the time that a machine is kept."""
+    """Largest number of hours for which a machine is kept."""
     usable_within_s: float = 900.0
     expects_host_key: bool = True
-    """Compare the host key of the first connection with a key known in advance, if the provider supports that."""
+    """Whether the host key of the first connection must equal a key that is known before, if the provider supports
+    this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renting:
-    """The renting of one run."""
+    """The request of one run, with everything that renting needs."""
 
     request: RentRequest
     ledger: Ledger
     clouds: Mapping[CloudName, Cloud]
-    """The accounts that may be used."""
+    """The accounts that may be used, by provider."""
     check: Check
     say: Say = logger.info
-    """Receives progress messages, one sentence each."""
+    """Called with progress messages, one sentence each."""
     pace: Pace = PATIENT
 
     def cloud_of(self, rental: Rental) -> Cloud:
@@ -65,12 +66,13 @@ class Renting:
         release_machine(rental, self.ledger, self.cloud_of(rental), note=note, is_unfit=is_unfit, pace=self.pace)
 
     def own_rows(self) -> list[Rental]:
-        """Return the run's open machines, oldest first, without those of other credentials: their state is unknown."""
+        """Return the run's open machines, oldest first. Machines of other credentials are left out: their state is
+        unknown."""
         own = self.request.credentials
         rows = rentals_of(self.ledger, self.request.run_id)
         return [rental for rental in rows if rental.credentials == own and not rental.state.is_over]
 
 
 def is_in_use(rental: Rental) -> bool:
-    """Return whether the machine exists and its end was not requested yet."""
+    """Return whether the machine exists and its end has not been requested."""
     return rental.state in (RentalState.RENTED, RentalState.READY)

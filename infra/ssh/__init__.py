@@ -1,1 +1,1 @@
-"""SSH: connections, keys, jump hosts, tunnels, and the session of a machine that is reached over SSH."""
+"""SSH: connections, login and host keys, jump hosts, tunnels, and the session of a machine reached over SSH."""

@@ -1,6 +1,6 @@
-"""Client side of node_agent.py: start an agent on a node, and send it requests, one at a time.
+"""The client side of node_agent.py: start an agent on a node and send it requests, one at a time.
 
-node_agent.py describes the frames. Not here: the requests (ssh_session.py), the channel (connection.py).
+node_agent.py describes the format of the frames. Not here: the requests (ssh_session.py), the channel (connection.py).
 """
 
 import contextlib
@@ -38,9 +38,9 @@ from rollouts.infra.supervisor.files import parse_object
 
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Five times the digests of all chunks of a terabyte."""
+"""Largest size of an answer: five times the digests of all chunks of a terabyte."""
 _MAX_FRAME_BYTES = 256 << 10
-"""Maximum size of a frame of input."""
+"""Largest size of a frame of input."""
 _FIRST_BYTES = b"# rollouts agent"
 _EATEN_CODE = 65
 _LOADER = (
@@ -48,7 +48,10 @@ _LOADER = (
     f"stream.read({len(_FIRST_BYTES)}) == {_FIRST_BYTES!r} or sys.exit({_EATEN_CODE}); "
     "exec(stream.read(int(sys.argv[1])))"
 )
-"""Reads exactly the agent's text, and ends if another program has read the beginning of the input."""
+"""Code that Python runs on the node to load the agent's text from its input.
+
+If another program has consumed the start of the input, the code exits with _EATEN_CODE.
+"""
 _RECEIVE_BYTES = 1 << 20
 _NOT_STARTED = "Python did not start there in time; a .bashrc that reads all of standard input has this effect, too"
 
@@ -57,10 +60,10 @@ JsonObject = dict[str, Any]
 
 
 class Agent:
-    """A process on the node that answers requests in sequence. It ends with its channel."""
+    """A process on the node that answers requests one after another. It ends when its channel ends."""
 
     def __init__(self, open_command: Callable[[str], Channel], python: str, address: str) -> None:
-        """Start the agent. A failure shows only at its first answer.
+        """Start the agent. A failed start raises only when the first answer is received.
 
         Args:
             open_command: opens a channel on which the node's shell runs a command line.
@@ -74,25 +77,25 @@ class Agent:
         loader = [python, ISOLATED, "-c", _LOADER, str(len(text)), self._nonce[::-1]]
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
-        """Names of the programs that it has loaded."""
-        self._unsent = _FIRST_BYTES + text  # sent with the first request, which saves a round trip
+        """Names of the programs that the agent has loaded."""
+        self._unsent = _FIRST_BYTES + text  # sent together with the first request to save a round trip
 
     @property
     def is_alive(self) -> bool:
-        """False once the end of its channel was noticed."""
+        """False once this side has noticed that the channel ended."""
         return not self._channel.has_ended
 
     def begin(self) -> None:
         """Wait until the agent runs.
 
         Raises:
-            NodeUnreachableError, PermanentInfraError: as `receive`.
+            NodeUnreachableError, PermanentInfraError: see `receive`.
         """
         self.send()
         self._skip_greeting(None)
 
     def send(self, *parts: bytes | memoryview) -> bool:
-        """Send bytes. False if the channel is broken; `receive` then raises the reason."""
+        """Send bytes. Returns False if the channel is broken; the next `receive` then raises the reason."""
         unsent, self._unsent = self._unsent, b""
         try:
             self._channel.send(*([unsent] if unsent else []), *parts)
@@ -101,7 +104,7 @@ class Agent:
         return True
 
     def receive_frame_head(self, deadline: float | None) -> tuple[bytes, int]:
-        """Return kind and length of the next frame, whose content `receive` then returns."""
+        """Return the kind and the length of the next frame. `receive` then returns its content."""
         self._skip_greeting(deadline)
         head = b"".join(self.receive(FRAME_HEAD.size, deadline))
         kind, length = FRAME_HEAD.unpack(head)
@@ -111,8 +114,8 @@ class Agent:
         """Yield the next bytes as they arrive.
 
         Raises:
-            RequestCutError: the connection broke; the request may have been carried out.
-            NodeUnreachableError: nothing came in time; the request may have been carried out.
+            RequestCutError: the connection broke. The node may have executed the request.
+            NodeUnreachableError: no byte came in time. The node may have executed the request.
             PermanentInfraError: the node cannot run Python.
         """
         while num_bytes:
@@ -123,18 +126,18 @@ class Agent:
             yield piece
 
     def end_input(self) -> None:
-        """Signal that no further request will come."""
+        """Tell the agent that no further request will come."""
         self._channel.end_input()
 
     def end(self) -> None:
         self._channel.close()
 
     def end_in_peace(self) -> None:
-        """Let the agent finish its work, and wait for its end up to CLOSE_TIMEOUT_S."""
+        """Let the agent finish its work. Wait at most CLOSE_TIMEOUT_S for its end."""
         self.end_input()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         with contextlib.suppress(TimeoutError):
-            # The time is checked after each piece: a peer that never stops sending must not block us.
+            # Check the time after each piece: a peer that never stops sending must not block this thread.
             while (left_s := deadline - time.monotonic()) > 0 and self._channel.receive(
                 _RECEIVE_BYTES, timeout_s=left_s
             ):
@@ -142,7 +145,7 @@ class Agent:
         self._channel.close()
 
     def _skip_greeting(self, deadline: float | None) -> None:
-        """Drop the output of starting shells, up to the nonce, the agent's first word."""
+        """Skip everything that the login shell prints before the nonce, which the agent sends first."""
         while not self._has_greeted:
             before, nonce, after = self._received.partition(self._nonce.encode())
             if nonce:
@@ -159,7 +162,7 @@ class Agent:
     def _receive(self, max_bytes: int, deadline: float | None) -> bytes:
         timeout_s = None if deadline is None else deadline - time.monotonic()
         try:
-            if timeout_s is not None and timeout_s <= 0:  # checked here because an endless answer never times out
+            if timeout_s is not None and timeout_s <= 0:  # the channel's timeout does not end an endless answer
                 raise TimeoutError
             chunk = self._channel.receive(max_bytes, timeout_s=timeout_s)
         except TimeoutError as error:
@@ -170,7 +173,7 @@ class Agent:
         return chunk
 
     def _raise_early_end(self) -> None:
-        """Raise the reason why a channel ended before the answer."""
+        """Raise the error for a channel that ended before the answer was complete."""
         exit_code = self._channel.exit_code()
         if exit_code is None:
             raise RequestCutError(self.address, "the connection broke")
@@ -188,12 +191,12 @@ class Agent:
             )
         if not self._has_greeted:
             raise LoginShellError(self.address, f"code {exit_code}: {reason or 'it printed nothing'}", self._python)
-        # Shells do not use this code, so the agent itself was ended on the node.
+        # No shell uses this exit code, so the agent itself was killed on the node.
         raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
 
 
 class AgentCall:
-    """A running request. Leaving its `with` block ends it, with its command."""
+    """A running request. Leaving its `with` block ends the request and the command that it runs."""
 
     def __init__(
         self,
@@ -206,8 +209,8 @@ class AgentCall:
         """Send the request to an agent.
 
         Args:
-            timeout_s: time limit of the whole answer; None waits as long as the peer lives.
-            give_back: gets the agent if it can answer another request.
+            timeout_s: time limit of the whole answer in seconds; None waits as long as the peer is alive.
+            give_back: called with the agent if it can answer another request.
         """
         self._agent = agent
         self._give_back = give_back
@@ -218,15 +221,15 @@ class AgentCall:
 
     @property
     def answer(self) -> JsonObject:
-        """The agent's final answer; known after the last item of `frames`."""
+        """The agent's final answer. Known only after the last item of `frames`."""
         assert self._answer is not None, "the answer comes after the last frame"
         return self._answer
 
     def send_input(self, chunks: Iterable[bytes], *, in_background: bool = False) -> None:
-        """Send the request's input, and the end of input.
+        """Send the request's input, then the end of input.
 
         Args:
-            in_background: send in a thread. Needed if the other side stops reading until its output is read.
+            in_background: send in a thread. Needed if the command stops reading until its output is read.
         """
         if in_background:
             threading.Thread(target=self.send_input, args=(chunks,), daemon=True).start()
@@ -240,7 +243,7 @@ class AgentCall:
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def send_pieces(self, pieces: Iterable[tuple[str, int, bytes]]) -> None:
-        """Send pieces of files with their offsets as the request's input, and the end of input."""
+        """Send pieces of files with their offsets as the request's input, then the end of input."""
         last_name = None
         for name, offset, piece in pieces:
             head = FRAME_HEAD.pack(DATA, OFFSET_BYTES + len(piece)) + offset.to_bytes(OFFSET_BYTES, "big")
@@ -251,12 +254,12 @@ class AgentCall:
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield kind and content of the agent's frames in pieces as they arrive, up to its final answer.
+        """Yield the kind and the content of the agent's frames in pieces as they arrive, up to the final answer.
 
         Raises:
-            RequestCutError: the connection broke; the request may have been carried out.
-            NodeUnreachableError: nothing came in time; the request may have been carried out.
-            PermanentInfraError: the node cannot run Python, or the answer is not an agent's.
+            RequestCutError: the connection broke. The node may have executed the request.
+            NodeUnreachableError: no byte came in time. The node may have executed the request.
+            PermanentInfraError: the node cannot run Python, or another program than the agent answers.
         """
         while True:
             kind, length = self._agent.receive_frame_head(self._deadline)
@@ -276,10 +279,10 @@ class AgentCall:
                 yield kind, piece
 
     def wait(self) -> JsonObject:
-        """Return the answer to a request without output.
+        """Return the answer to a request that has no output.
 
         Raises:
-            InfraError: as `frames`.
+            InfraError: see `frames`.
         """
         for kind, piece in self.frames():
             raise self._nonsense(f"unexpected output {kind!r} {piece[:80]!r}")
@@ -292,7 +295,7 @@ class AgentCall:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the agent back if it can answer another request; otherwise end it."""
+        """Return the agent for reuse if it can answer another request; otherwise end it."""
         if self._answer is None:
             self._agent.end_in_peace()
         elif self._is_reusable:
@@ -316,11 +319,11 @@ def _frame(kind: bytes, content: bytes | memoryview) -> tuple[bytes, bytes | mem
 MAX_SENDERS = 6
 
 Ask = Callable[[int, JsonObject], AgentCall]
-"""Starts a request over the connection with this number."""
+"""Starts a request over the sender's connection; senders are numbered from 0."""
 
 
 class ParallelWrite:
-    """Writes chunks into the files of one directory."""
+    """Writes chunks into the files of one directory of a node, over several connections in parallel."""
 
     def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, digest: str, max_senders: int) -> None:
         self._ask = ask
@@ -333,14 +336,14 @@ class ParallelWrite:
         self._is_over = threading.Event()
         self._digests: dict[tuple[str, int], str] = {}
         self.problem: JsonObject | None = None
-        """The node's answer if it could not write; set when `run` has returned."""
+        """The node's answer if the node could not write. Set when `run` has returned."""
         self.num_sent_bytes = 0
 
     def run(self) -> dict[tuple[str, int], str]:
-        """Send all chunks; returns the digest of each chunk as written and synced by the node, by file and number.
+        """Send all chunks. Returns the digest of each written and synced chunk by file name and chunk number.
 
         Raises:
-            NodeUnreachableError: a connection broke; some chunks may be written, completely or partly.
+            NodeUnreachableError: a connection broke. The node may have written some chunks wholly or partly.
         """
         if self._num_senders == 1:
             self._send(0)
@@ -371,7 +374,7 @@ class ParallelWrite:
             self._is_over.set()
 
     def _pieces(self) -> Iterator[tuple[str, int, bytes]]:
-        """Yield the pieces of one remaining chunk after the other, with their files and offsets."""
+        """Yield the pieces of the remaining chunks, one chunk after another, with file names and offsets."""
         while not self._is_over.is_set():
             with self._lock:
                 chunk = next(self._chunks, None)

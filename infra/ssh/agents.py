@@ -1,16 +1,16 @@
-"""The agents and connections of one machine that is reached over SSH, and the choice of them for each request.
+"""The agents and connections of one machine that is reached over SSH. Selects an agent for each request.
 
 Not here: the requests (ssh_session.py), connections and logins (connection.py), a single request (agent_call.py).
 
-An agent is a process on the node that answers every request. Its text is sent before its first request. The node's
-login shell therefore only has to start Python, and no shell interprets arguments. An agent answers requests in sequence
-and stays alive between requests, so that a request costs one round trip. Concurrent requests use further agents on
-separate channels.
+An agent is a process on the node that answers all kinds of requests. This side sends the agent's program text before
+its first request. The node's login shell therefore only has to start Python, and no shell interprets arguments. An
+agent answers requests one after another and stays alive between requests. A request therefore costs one round trip.
+Concurrent requests use further agents on separate channels.
 
-Small urgent requests (commands, jobs, logs) and large files use separate connections. They are opened on first use and
-again after they broke. If the server allows too few channels per connection, a second connection serves the urgent
-requests. A broken connection often shows only as a missing answer. Idempotent requests are then retried once through a
-new agent.
+Small urgent requests (commands, jobs, logs) and large files use separate connections. A connection is opened on first
+use and reopened after it broke. If the server allows too few channels per connection, a second connection serves the
+urgent requests. A broken connection often shows only as a missing answer. Idempotent requests are then retried once
+through a new agent.
 """
 
 import functools
@@ -40,34 +40,35 @@ Purpose = Literal["control", "beside", "bulk", "pieces 0", "pieces 1", "pieces 2
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 PIECES = PURPOSES[3:]
 assert len(PIECES) == MAX_SENDERS
-"""Connections for large files to a distant node."""
+"""Connections for parallel copies of large files to a distant node."""
 
 _OPEN_ATTEMPTS = 4
-"""Attempts to start a request."""
+"""Maximum number of attempts to start a request."""
 PAUSE_S, BAN_PAUSE_S = 0.5, 4.0
-"""Pause after the first attempt; it doubles after each attempt. The shortest bans of OpenSSH last 15 s."""
+"""Pauses after the first attempt, for other failures and for a ban. The pause doubles after each attempt. The shortest
+bans of OpenSSH last 15 s."""
 ANSWER_MARGIN_S = 30.0
-"""Additional time for an answer, beyond the command's own time limit."""
+"""Extra time to wait for the answer after a command's own time limit."""
 _MAX_IDLE_AGENTS = 2
-"""Idle agents to keep per connection. Servers allow about ten channels."""
+"""Number of idle agents that are kept per connection. Servers allow about ten channels."""
 _MAX_IDLE_S = 60.0
-"""An agent that was idle for longer is not used: its connection may have broken unnoticed."""
+"""Agents that were idle for longer are ended, because their connection may have broken unnoticed."""
 
 logger = logging.getLogger(__name__)
 
 
 class Agents:
-    """The connections and agents of one machine. It may be used by several threads."""
+    """The connections and agents of one machine. Several threads may use this object."""
 
     def __init__(self, access: SSHAccess, *, python: str, find_access: Callable[[], SSHAccess] | None) -> None:
-        """Nothing is connected before the first request.
+        """Connect only at the first request.
 
         Args:
-            find_access: called before every connection, if the node's address may change.
+            find_access: called before every connection attempt. Needed if the node's address may change.
         """
         self.access = access
         self.programs: dict[str, str] = {}
-        """Texts of the programs that agents were asked to run."""
+        """Texts of the programs that requests have named, by program name."""
         self.may_use_openssh = True
         self._find_access = find_access
         self._python = python
@@ -75,9 +76,9 @@ class Agents:
         self._idle_agents: dict[Purpose, list[tuple[float, Agent]]] = {purpose: [] for purpose in PURPOSES}
         """Idle agents, each with the time at which it became idle."""
         self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
-        """The client, and the connection whose host key it requires."""
+        """The client, and the connection of ours whose host key the client requires."""
         self._key_type = ""
-        """Type of the host key of the last connection."""
+        """Type of the host key of the latest connection."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
@@ -90,9 +91,9 @@ class Agents:
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True  # other threads must not connect again
+            self._is_closed = True  # prevents that other threads connect again
             for _, agent in itertools.chain(*self._idle_agents.values()):
-                agent.end_input()  # all agents end at the same time
+                agent.end_input()  # first for all agents, so that they end concurrently
             for purpose in PURPOSES:
                 self._end_idle_agents(purpose)
             if self._openssh_client is not None:
@@ -102,7 +103,7 @@ class Agents:
             self._connections.clear()
 
     def ask(self, purpose: Purpose, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
-        """Start a request; reconnect if the connection has broken."""
+        """Start a request. Reconnects and retries if the connection has broken."""
         for attempt in range(1, _OPEN_ATTEMPTS + 1):
             try:
                 agent = self._idle_agent(purpose) or self._new_agent(purpose)
@@ -115,17 +116,18 @@ class Agents:
         raise AssertionError("the last attempt returns or raises")
 
     def repeated_if_cut(self, ask: Callable[[], AnswerT]) -> AnswerT:
-        """Return the answer of a "control" request. If it was cut off, it is repeated once through a new agent."""
+        """Return the answer of an idempotent "control" request. A request that was cut off is repeated once by a new
+        agent."""
         try:
             return ask()
         except RequestCutError as error:
             logger.info("repeating a request: %s", error)
             with self._lock:
-                self._end_idle_agents("control")  # their connection may have broken, too
+                self._end_idle_agents("control")  # these agents share the connection that may have broken
             return ask()
 
     def make_ready(self, purpose: Purpose) -> None:
-        """Start to prepare an agent with all programs so far, so that the next request takes one round trip."""
+        """Prepare an agent with all programs so far in a thread. The next request then takes one round trip."""
         with self._lock:
             if self._is_closed or self._idle_agents[purpose] or not self._preparing[purpose].acquire(blocking=False):
                 return
@@ -155,7 +157,7 @@ class Agents:
         return AgentCall(agent, {**request, "programs": missing}, timeout_s=timeout_s, give_back=give_back)
 
     def _idle_agent(self, purpose: Purpose) -> Agent | None:
-        """Return an idle agent, or the one being prepared; None if neither exists."""
+        """Return an idle agent, or wait for the one that is being prepared. None if neither exists."""
         if not self._idle_agents[purpose] and self._preparing[purpose].acquire(timeout=ANSWER_MARGIN_S):
             self._preparing[purpose].release()
         while True:
@@ -175,7 +177,8 @@ class Agents:
         self._idle_agents[purpose].clear()
 
     def forget(self, purposes: Sequence[Purpose]) -> None:
-        """Close these connections and their agents after a break, because a break is noticed late."""
+        """Close these connections and their agents after a break, because further connections may have broken
+        unnoticed."""
         with self._lock:
             for purpose in purposes:
                 self._end_idle_agents(purpose)
@@ -191,33 +194,34 @@ class Agents:
                 return agent
             except InfraError as error:
                 with self._lock:
-                    self._check_open()  # raises if the client failed because the session was closed
+                    self._check_open()  # a closed session explains the client's failure; then this raises
                 logger.warning("OpenSSH's client failed, files use our own connection to %s: %s", self.address, error)
         try:
             agent = Agent(self.connection(purpose).open_command, self._python, self.address)
         except NodeUnreachableError:
             raise
-        except TransientInfraError:  # the server allows no further channel: a followed log may hold the only one
+        except TransientInfraError:  # the server allows no further channel; a followed log may occupy the only one
             if purpose != "control":
                 raise
             agent = Agent(self.connection("beside").open_command, self._python, self.address)
         if client is not None:
-            self.may_use_openssh = False  # the node answers our own connection, so the client failed
+            self.may_use_openssh = False  # our own connection works, so the client has a problem
         return agent
 
     def openssh(self, purpose: Purpose) -> OpenSSH | None:
-        """Return OpenSSH's client if it is installed, faster here, and able to log in as we do."""
+        """Return OpenSSH's client if it is installed, faster than our own connection, and can log in with the same
+        key."""
         if not self.may_use_openssh or purpose == "control":
             return None
         believed = self.connection("control")
         with self._lock:
             self._check_open()
-            # The client's small window limits what a distant node sends. The node's own window limits what it receives.
+            # The client's small window slows data from a distant node. It does not slow data to the node.
             is_slower = believed.is_far and purpose not in PIECES
             if is_slower or not believed.key_file or not openssh.is_installed():
                 return None
             client, of = self._openssh_client or (None, None)
-            if client is None or of is not believed:  # the new connection may have another address and another key
+            if client is None or of is not believed:  # a new connection may have another address or host key
                 if client is not None:
                     client.close()
                 client = OpenSSH(self.access, believed)

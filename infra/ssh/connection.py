@@ -1,9 +1,9 @@
-"""Open one authenticated SSH connection to a node, detect a dead peer, and open channels.
-
-Not here: the protocol on a channel (ssh_session.py), the check of host keys (host_keys.py), login keys (login_keys.py).
-Comments explain each departure from paramiko's defaults.
+"""Open an authenticated SSH connection to a node, detect a dead peer, and open channels.
 
     connect ── TCP ── key exchange ── host key checked ── login ── SSHConnection ── open_command / open_tunnel
+
+Comments explain each departure from paramiko's defaults. Not here: the protocol on a channel (ssh_session.py), the
+check of host keys (host_keys.py), login keys (login_keys.py).
 """
 
 import contextlib
@@ -50,26 +50,28 @@ from rollouts.infra.ssh.proxy_jump import (
 _CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
 HEARTBEAT_LIMIT_S = 30.0
-"""Seconds of silence after a heartbeat until the peer counts as dead; with the interval, within 45 s. Any received
-bytes count, because over a slow link the answer queues behind other data."""
+"""Seconds of silence after a heartbeat until the peer counts as dead. With the interval between heartbeats, a dead peer
+is detected within 45 s. Any received byte counts as a sign of life, because a slow link delays the heartbeat's
+answer."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
-"""GCM first: 1.5 times as fast as paramiko's first choice."""
+"""AES-GCM comes first because it is 1.5 times as fast as paramiko's first choice."""
 _KEX = "curve25519-sha256"
-"""Known to paramiko and to every server of the last ten years."""
+"""A key exchange that paramiko and every server of the last ten years support."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
-"""Signature algorithms of key types whose signatures have other names."""
+"""Names of the signature algorithms of key types that have other names than their signatures."""
 _REKEY_BYTES = 1 << 35
-"""paramiko renews keys every 512 MiB, and then often hangs; OpenSSH renews them every 64 GiB with AES."""
+"""Amount of data after which the encryption keys are renewed. paramiko's default is 512 MiB, and its renewal often
+hangs. With AES, OpenSSH renews keys every 64 GiB."""
 _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
-"""A distant connection needs a large window, because the window limits the speed. A near connection loses two fifths of
-its speed with a large window. The window is for received data; the server chooses the other direction's."""
+"""Receive windows of a near and of a distant connection. The window limits the speed of a distant connection. A large
+window costs a near connection two fifths of its speed. The server chooses the window for sent data."""
 _PROHIBITED = 1
-"""Error code of a channel that the server's configuration forbids. Other codes are temporary."""
+"""Error code for a channel that the server's configuration forbids. Other error codes are temporary."""
 _REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
-"""OpenSSH sends these texts instead of its greeting to a banned address, and during too many logins."""
+"""Texts that OpenSSH sends instead of its greeting: to a banned address, and during too many logins."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
@@ -80,10 +82,10 @@ _paramiko_logger.propagate = False
 
 
 class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no types
-    """A transport that keeps the server's disconnect message, which paramiko only logs."""
+    """A paramiko transport that stores the server's disconnect message. paramiko only logs it."""
 
     goodbye = ""
-    """Empty without a message, or while connected."""
+    """The server's disconnect message. Empty while connected, or if the server sent none."""
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
         message.get_int()  # a number for the kind of reason
@@ -91,7 +93,7 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
 
 
 class Channel(Protocol):
-    """Bytes to and from one command of a node."""
+    """The input and output of one command on a node."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -110,7 +112,8 @@ class Channel(Protocol):
 
 
 class SSHChannel:
-    """Bytes to and from one command, or one port, of a node. Raises InfraError instead of paramiko's errors."""
+    """The input and output of one command, or of one forwarded port, of a node. Raises InfraError, not paramiko's
+    errors."""
 
     def __init__(self, channel: Any, address: str) -> None:  # Any: paramiko has no types
         self._channel = channel
@@ -118,14 +121,14 @@ class SSHChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the end of the channel or of its connection was noticed."""
+        """True once this side has noticed the end of the channel or of its connection."""
         return bool(self._channel.closed or self._channel.eof_received)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send all parts; blocks until the other side has room.
+        """Send all parts. Blocks until the other side has room for them.
 
         Raises:
-            NodeUnreachableError: the other side no longer receives.
+            NodeUnreachableError: the other side no longer receives data.
         """
         try:
             self._channel.settimeout(None)
@@ -134,10 +137,10 @@ class SSHChannel:
             raise NodeUnreachableError(self._address, describe(error)) from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes; empty if the channel ended or the connection broke. The two look alike.
+        """Return received bytes. Empty if the channel ended or the connection broke; `receive` cannot tell which.
 
         Raises:
-            TimeoutError: nothing came in time.
+            TimeoutError: no byte came in time.
         """
         try:
             self._channel.settimeout(timeout_s)
@@ -148,7 +151,7 @@ class SSHChannel:
             return b""
 
     def receive_stderr(self) -> bytes:
-        """Return up to 64 KiB of received stderr, without waiting."""
+        """Return at most 64 KiB of the stderr output received so far, without waiting."""
         if not self._channel.recv_stderr_ready():
             return b""
         return bytes(self._channel.recv_stderr(64 << 10))
@@ -169,7 +172,7 @@ class SSHChannel:
 
 
 class SSHConnection:
-    """An authenticated connection. `close` ends it, and so does a peer that no longer answers."""
+    """An authenticated connection. It ends by `close`, or when the peer no longer answers heartbeats."""
 
     # Any: paramiko has no types.
     def __init__(
@@ -179,17 +182,17 @@ class SSHConnection:
         self.address = address
         self.host_key = host_key
         self.key_file = key_file
-        """File of the accepted private key; empty for a key of the agent."""
+        """File of the private key that the server accepted. Empty for a key of the agent."""
         round_trip_s = _measure_round_trip(transport, address)
         self.is_far = round_trip_s >= _NEAR_S
-        """Whether the round trip is so long that windows limit the speed."""
+        """Whether the round trip is so long that the window limits the speed."""
         self._closed = threading.Event()
         self.host_key_evidence = evidence
         threading.Thread(target=self._watch_peer, name=f"heartbeat of {address}", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
-        """False after it broke; a break may be noticed late."""
+        """False once this side has noticed that the connection broke, which may be late."""
         return bool(self._transport.is_active())
 
     def open_command(self, command: str) -> SSHChannel:
@@ -197,7 +200,7 @@ class SSHConnection:
 
         Raises:
             NodeUnreachableError: the connection has broken.
-            TransientInfraError: the server allows no further channel now; the connection still works.
+            TransientInfraError: the server allows no further channel now. The connection still works.
         """
         channel = self._open("session")
         try:
@@ -208,11 +211,11 @@ class SSHConnection:
         return SSHChannel(channel, self.address)
 
     def open_tunnel(self, port: int, host: str) -> SSHChannel:
-        """Open a channel to a host and port as seen from the node.
+        """Open a channel to a port of a host, as seen from the node.
 
         Raises:
             NodeUnreachableError: the connection has broken.
-            TransientInfraError: no program listens there.
+            TransientInfraError: no program listens on the port.
             PermanentInfraError: the server forbids forwarding, or forbids this address.
         """
         return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
@@ -236,7 +239,7 @@ class SSHConnection:
             raise NodeUnreachableError(self.address, describe(error)) from error
 
     def _watch_peer(self) -> None:
-        """Send heartbeats: TCP alone does not detect a hanging server."""
+        """Send heartbeats, because TCP alone does not detect a server that hangs."""
         with contextlib.suppress(*_DROPPED):
             while not self._closed.wait(HEARTBEAT_INTERVAL_S) and self._transport.is_active():
                 _ask_for_sign_of_life(self._transport)
@@ -246,16 +249,16 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
     """Log in on a node.
 
     Args:
-        likely_type: type of the host key in an earlier connection; requested first.
+        likely_type: type of the host key in an earlier connection. The server is asked for this type first.
 
     Raises:
-        BannedError: its server refuses connections from here for some time.
-        NodeUnreachableError: it does not answer, the connection breaks, or its name cannot be resolved although its
-            host key is known.
-        HostKeyError: the host key is wrong; no login key was used.
-        LoginError: the node refuses the login, or the key is unusable.
+        BannedError: the node's server refuses connections from this machine for some time.
+        NodeUnreachableError: the node does not answer, or the connection breaks. Also if the node's host key is known
+            and only its name cannot be resolved now.
+        HostKeyError: the host key is wrong. No login key was offered.
+        LoginError: the node refuses the login, or the login key is unusable.
         KeyAgentError: the SSH agent does not sign with a candidate key.
-        NameUnknownError: its name cannot be resolved, and its host key is unknown.
+        NameUnknownError: the node's name cannot be resolved, and its host key is unknown.
     """
     keys, refusal = load_keys(access), ""
     while True:
@@ -273,10 +276,10 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
 
 
 def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnection:
-    """`connect` with these keys.
+    """Connect and log in with these keys. Raises the errors of `connect`, and SigningRefusedError.
 
     Raises:
-        SigningRefusedError: the agent refuses to sign with one of them.
+        SigningRefusedError: the agent refuses to sign with one of the keys.
     """
     policy = HostKeyPolicy(
         host=access.host,
@@ -293,7 +296,8 @@ def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnect
     except NameUnknownError as error:
         if not (policy.pinned or policy.known_keys()):
             raise
-        # The name worked before: its name server is unreachable, for example outside a company's network.
+        # The name could be resolved before. Its name server may be unreachable, for example outside a company's
+        # network.
         raise NodeUnreachableError(access.address, str(error)) from error
     try:
         key_file = _log_in(transport, access, keys)
@@ -305,7 +309,7 @@ def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnect
 
 
 def _ask_for_sign_of_life(transport: Any) -> None:  # Any: paramiko has no types
-    """Send a heartbeat and wait for the answer. A peer that stays silent for too long is disconnected."""
+    """Send a heartbeat and wait for the answer. Disconnects a peer that is silent for too long."""
     is_answered = threading.Event()
     threading.Thread(target=_close_if_silent, args=(transport, is_answered), daemon=True).start()
     try:
@@ -324,14 +328,15 @@ def _close_if_silent(transport: Any, is_answered: threading.Event) -> None:  # A
 
 
 def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko has no types
-    """Measure the round trip to the server in seconds. TCP's round trip is not enough, because a proxy may end it
-    nearby.
+    """Measure the round trip to the server in seconds.
+
+    TCP's round trip is not enough, because a nearby proxy may end the TCP connection.
 
     Raises:
         NodeUnreachableError: the server accepted the login and then hangs, for example on the user's home folder.
     """
     round_trip_s = float("inf")
-    for attempt in range(6):  # a near server may have waited for a processor
+    for attempt in range(6):  # a single measurement of a near server may include a wait for a processor
         started = time.monotonic()
         _ask_for_sign_of_life(transport)
         if not transport.is_active():
@@ -343,11 +348,12 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
 
 
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKey, HostKeyEvidence]:
-    """Open a transport with the right host key.
+    """Open a transport to a host whose key is the right one.
 
-    A host has keys of several types and shows the first requested type. A fingerprint does not tell its type, so the
-    type is looked up among the noted keys. Without a note, further connections request the types that were not shown
-    yet. Each miss is a connection without a login, and OpenSSH bans an address after several of them.
+    A host has keys of several types and shows its key of the first type that is requested. A fingerprint does not tell
+    the key's type, so the type is looked up among the stored keys. If no key is stored, further connections request the
+    types that the host has not shown yet. Each wrong type costs a connection without a login, and OpenSSH bans an
+    address after several of them.
     """
     key: HostKey | None = None
     reasons = []
@@ -356,7 +362,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # the server has no key of these types, or no common cipher
+        except paramiko.IncompatiblePeer as error:  # no key of these types, or no common cipher or key exchange
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue
@@ -375,16 +381,16 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
             f"{access.address} has an SSH server without a safe algorithm in common ({reason}): update "
             f"it, or allow the cipher {CIPHERS[0]} and the key exchange {_KEX} in its sshd_config"
         )
-    raise AssertionError(policy.check(key))  # raises, because the key is not the pinned one
+    raise AssertionError(policy.check(key))  # `check` raises HostKeyError, because the key is not the pinned one
 
 
 def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, HostKey]:
-    """Open a transport before the login, and return it with the host's proven key.
+    """Open a transport without a login. Returns it with the host's key; the host has proven that it owns the key.
 
     Raises:
-        NodeUnreachableError: it does not answer, or the answer breaks off.
+        NodeUnreachableError: the host does not answer, or the connection breaks.
         LoginError: a jump host refuses the login.
-        NameUnknownError: its name, or a jump host's, cannot be resolved.
+        NameUnknownError: the name of the host or of a jump host cannot be resolved.
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
     proxy = open_proxy(access) if access.proxy_jump else None
@@ -398,7 +404,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
     options.key_types = tuple(signature for t in key_types for signature in SIGNATURES.get(t, (t,)))
     try:
         transport.start_client(timeout=CONNECT_TIMEOUT_S)
-        remote = transport.get_remote_server_key()  # fails after a timeout, which the line above hides
+        remote = transport.get_remote_server_key()  # raises after a timeout, which start_client does not report
     except paramiko.IncompatiblePeer:
         transport.close()
         raise
@@ -410,25 +416,25 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
 
 
 def _no_greeting(access: SSHAccess, reason: str) -> NodeUnreachableError:
-    """Return the error for a server that disconnected before it showed a key, by its message."""
+    """Return the error for a server that disconnected before it showed a key. `reason` is the server's message."""
     if any(reason.startswith(refusal) for refusal in _REFUSALS_FOR_NOW):
         return BannedError(access.address, reason)
     return NodeUnreachableError(access.address, reason)
 
 
 def _open_socket(access: SSHAccess) -> socket.socket:
-    """Open a socket without send delay that detects a dead link."""
+    """Open a TCP socket without send delay, with keepalive probes that detect a dead link."""
     try:
         tcp = socket.create_connection((access.host, access.port), CONNECT_TIMEOUT_S)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
             raise NameUnknownError(f"there is no host called {access.host}: check node.host") from error
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    except UnicodeError as error:  # two dots in a row, or a label that is too long
+    except UnicodeError as error:  # the name has two dots in a row, or too long a label
         raise PermanentInfraError(f"{access.host} is not a valid host name: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off, which is 14 times slower
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # off by default in paramiko, which is 14 times slower
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (
@@ -445,7 +451,7 @@ def _open_socket(access: SSHAccess) -> socket.socket:
 
 
 def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko has no types
-    """Offer the keys in turn; return the file of the accepted key.
+    """Offer the keys one after another. Returns the file of the accepted key.
 
     Raises:
         LoginError: the node accepts no key, or requires more than a key.
@@ -475,7 +481,7 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
                     f"the SSH agent did not sign with {_fingerprint(key.key)} within {SIGNING_TIMEOUT_S:g} s: confirm "
                     "its question, or name another key as node.key_file",
                 ) from error
-            # paramiko raises the same error for a connection that breaks now, and for a server that times out.
+            # paramiko raises the same error for a wrong key, a broken connection and a server that times out.
             if not transport.is_active() or "timeout" in describe(error):
                 raise NodeUnreachableError(access.address, describe(error)) from error
         except SigningRefusedError:

@@ -1,12 +1,12 @@
-"""Decide whether a host's key is the right one. A connection is not used before that is decided.
+"""Decide whether a host's key is right. A connection is used only after this decision.
 
-The first kind of evidence that applies decides. In order of strength:
+The first kind of evidence that applies decides. The kinds, from the strongest to the weakest:
 
-    pinned            the key's fingerprint is known: the settings name it, or an earlier login stored it
-      injected        ... we created the key and gave it to the machine at its creation
-      provider        ... the machine's provider reported it over a separate connection
-    known_hosts       a file in OpenSSH's format, the user's or ours, has a key for this host
-    first_use         the host is unknown, and the settings allow to accept its first key, which is then stored
+    pinned            the key's fingerprint is known: from the settings, or stored by an earlier login
+      injected        the fingerprint is known because this program put the key on the machine at its creation
+      provider        the fingerprint is known because the provider reported it over a separate connection
+    known_hosts       a known_hosts file of the user or of this program has a key for this host
+    first_use         the host is unknown, and the settings allow to accept and store its first key
 
 Not here: connections (connection.py).
 """
@@ -46,32 +46,33 @@ class HostKey:
     type: str
     """For example ssh-ed25519."""
     blob: bytes
-    """The key in the format of the SSH protocol."""
+    """The key's bytes in the format of the SSH protocol."""
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint as `ssh-keygen -l` prints it: SHA256:..."""
+        """The fingerprint in the format of `ssh-keygen -l`: SHA256:..."""
         return "SHA256:" + base64.b64encode(hashlib.sha256(self.blob).digest()).decode().rstrip("=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostKeyPolicy:
-    """Known keys of one host, and rules for accepting its key."""
+    """The known keys of one host, and the rules for accepting its key."""
 
     host: str
     port: int
     alias: str = ""
-    """The host's name in these files, independent of its address; empty uses the address."""
+    """The host's name in known_hosts files, independent of its address. Empty uses the address."""
     pinned: str
     """The required fingerprint; empty if none is known."""
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format. Missing files are ignored."""
     first_use_file: Path | None
-    """File for a key that is accepted at the first login; None refuses unknown hosts."""
+    """File that stores a key accepted at the first login. None refuses unknown hosts."""
     pinned_file: Path | None = None
-    """File for a key that matched `pinned`, so that its type is known next time; None uses `first_use_file`."""
+    """File that stores a key after a match with `pinned`, so that later logins know its type. None uses
+    `first_use_file`."""
     likely_type: str = ""
-    """Type of the key in an earlier connection; empty before the first."""
+    """Type of the host's key in an earlier connection. Empty before the first connection."""
 
     @property
     def address(self) -> str:
@@ -80,7 +81,7 @@ class HostKeyPolicy:
         return self.host if self.port == SSH_PORT else f"[{self.host}]:{self.port}"
 
     def known_keys(self) -> list[HostKey]:
-        """Return the files' keys for this host.
+        """Return this host's keys from the known_hosts files.
 
         Raises:
             PermanentInfraError: a file cannot be read.
@@ -88,7 +89,7 @@ class HostKeyPolicy:
         return [key for marker, key in self._entries() if marker == ""]
 
     def likely_types(self, usable: Sequence[str]) -> tuple[str, ...]:
-        """Return the usable types of known keys of the host; empty if no key is known.
+        """Return the types of the host's known keys that are in `usable`. Empty if no key is known.
 
         Raises:
             PermanentInfraError: a file cannot be read.
@@ -100,10 +101,10 @@ class HostKeyPolicy:
         return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Return the reason for accepting the key. The key is stored unless a file already has it.
+        """Return the evidence for accepting the key. Stores the key unless a file already has it.
 
         Raises:
-            HostKeyError: the key is not accepted; the message says what to do.
+            HostKeyError: the key is not accepted. The message says what to do.
         """
         if any(key == shown for marker, key in self._entries() if marker == "@revoked"):
             raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
@@ -111,7 +112,7 @@ class HostKeyPolicy:
             if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
                 noted_in = self.pinned_file or self.first_use_file
                 if noted_in is not None and shown not in self.known_keys():
-                    with suppress(OSError):  # without the stored type, later logins only need more connections
+                    with suppress(OSError):  # if the type is not stored, later logins only need more connections
                         self._remember(shown, noted_in)
                 return HostKeyEvidence.PINNED
             raise HostKeyError(
@@ -164,7 +165,7 @@ class HostKeyPolicy:
 
 
 def make_host_key() -> HostKeyPair:
-    """Create a new host key, to be installed on a machine at its creation."""
+    """Create a new host key for a machine that is about to be created."""
     from cryptography.hazmat.primitives import serialization as formats  # imported late: only renting needs it
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -175,19 +176,19 @@ def make_host_key() -> HostKeyPair:
 
 
 def fingerprint_of(public: str) -> str:
-    """Return the fingerprint of a public key in the format of authorized_keys."""
+    """Return the fingerprint of a public key given as a line of authorized_keys."""
     key_type, blob = public.split()[:2]
     return HostKey(key_type, base64.b64decode(blob)).fingerprint
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the key that a first login stored in the machine's own file; empty without one."""
+    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty without one."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 
 
 def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:
-    """Yield marker ("" or "@revoked") and key of every line of a known_hosts file that matches this host."""
+    """Yield the marker ("" or "@revoked") and the key of every known_hosts line that names this host."""
     for line in text.splitlines():
         fields = line.split()
         marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
@@ -203,7 +204,7 @@ def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:
 
 
 def _names_match(names: Sequence[str], address: str) -> bool:
-    """Return whether the names of a line match the host: plain, hashed, with * and ?, or excluded by !."""
+    """Whether one of a line's names matches the host. Names may be hashed, contain * and ?, or exclude a host by !."""
     if any(name.startswith("!") and _name_matches(name[1:], address) for name in names):
         return False
     return any(_name_matches(name, address) for name in names)
@@ -216,5 +217,5 @@ def _name_matches(name: str, address: str) -> bool:
         except (ValueError, binascii.Error):
             return False
         return hmac.compare_digest(hmac.digest(salt, address.lower().encode(), "sha1"), digest)
-    # Brackets are a part of the address; fnmatch would treat them as a character set.
+    # Brackets are a part of the address, but fnmatch would read them as a character set.
     return fnmatch.fnmatchcase(address.lower(), name.lower().replace("[", "[[]"))

@@ -1,7 +1,9 @@
-"""Find the keys for the login on a machine: in a file, in an environment variable, in the SSH agent.
+"""Find the keys for the login on a machine: in a file, in an environment variable, or in the SSH agent.
 
-paramiko's own agent client is not used: it only knows SSH_AUTH_SOCK, fails at a comment that is not UTF-8, and signs
-with another key than the certificate's. Not here: the login (connection.py), keys of machines (host_keys.py).
+paramiko's own agent client is not used, for three reasons. It knows only SSH_AUTH_SOCK. It fails at a key comment that
+is not UTF-8. With a certificate, it signs with another key than the certificate's.
+
+Not here: the login (connection.py), keys of machines (host_keys.py).
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from rollouts.infra.regular_file import read_bytes, read_text
 
 _CERTIFICATE = "-cert-v01@openssh.com"
 _NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}
-"""Number of fields of a public key; other types have two."""
+"""Number of fields in a public key of this type. Other types have two."""
 LIST_TIMEOUT_S = 15.0
 SIGNING_TIMEOUT_S = 60.0
-"""A user may have to touch a security key or unlock a password manager."""
+"""Limit for a signature. The user may have to touch a security key or unlock a password manager."""
 
 logger = logging.getLogger(__name__)
 
 
 class SigningRefusedError(paramiko.SSHException):  # type: ignore[misc]  # paramiko has no types
-    """The agent refuses to sign: it is locked, its user declined, or the key was removed."""
+    """The agent refuses to sign because it is locked, its user declined, or the key was removed."""
 
     def __init__(self, key: Any) -> None:  # Any: as above
         self.key = key
@@ -67,15 +69,15 @@ class _Agent(AgentSSH):  # type: ignore[misc]  # as above
 
 
 class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
-    """A key of the agent. The agent signs with it."""
+    """A key of the agent. The agent signs with this key; the private key stays in the agent."""
 
     is_signing = False
-    """Whether a signature was requested and not answered yet."""
+    """Whether a signature was requested and the agent has not answered yet."""
 
     def __init__(self, agent: _Agent, blob: bytes) -> None:
         super().__init__(agent, blob)
         if self.name.endswith(_CERTIFICATE):
-            self.inner_key = None  # otherwise paramiko offers the key without its certificate
+            self.inner_key = None  # if set, paramiko would offer the key without its certificate
 
     def sign_ssh_data(self, data: bytes, algorithm: str | None = None) -> bytes:
         self.is_signing = True
@@ -88,7 +90,7 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
 
 
 def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
-    """Return the agent's keys; empty if it breaks off, as a forwarded agent does after its other end is gone.
+    """Return the agent's keys. Empty if the agent breaks off, for example a forwarded agent whose other end is gone.
 
     Args:
         place: the agent's socket, or NO_AGENT; empty uses SSH_AUTH_SOCK.
@@ -106,7 +108,7 @@ def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
 
 
 def public_half(key: Any) -> bytes:  # Any: paramiko has no types
-    """Return the public key in the format of the SSH protocol; for a certificate, the key that it certifies."""
+    """Return the public key in the format of the SSH protocol. For a certificate, this is the key that it certifies."""
     if not key.get_name().endswith(_CERTIFICATE):
         return bytes(key.asbytes())
     certificate = paramiko.Message(key.asbytes())
@@ -124,7 +126,7 @@ _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
 _PEM = re.compile(r"-----BEGIN (?P<label>[A-Z ]*PRIVATE KEY)-----(?P<body>.*?)-----END (?P=label)-----", re.DOTALL)
 _PEM_WIDTH = 64
 _PUBLIC = ("ssh-", "ecdsa-", "sk-")
-"""Beginnings of a public key's file."""
+"""Texts with which a public key's file begins."""
 _OPENSSH_MAGIC = b"openssh-key-v1\0"
 
 
@@ -134,31 +136,31 @@ class LoginKey:
 
     key: Any  # paramiko has no types
     file: str = ""
-    """File of the unencrypted key; empty for a key of the agent or of a variable."""
+    """File of the unencrypted private key. Empty for a key of the agent or of an environment variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoginKeys:
-    """Keys to offer, in this order."""
+    """Keys to offer at the login, in this order."""
 
     keys: tuple[LoginKey, ...]
     left_out: tuple[str, ...] = ()
-    """Why other existing keys are unusable, one sentence per key."""
+    """One sentence for each existing key that is unusable, with the reason."""
 
     def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
-        """Return the same keys without one that turned out to be unusable."""
+        """Return the keys without `key`, which is unusable for this reason."""
         return LoginKeys(
             keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
         )
 
 
 def load_keys(access: SSHAccess) -> LoginKeys:
-    """Return the keys to log in with: the key of the settings, or the keys of the agent and of ~/.ssh.
+    """Return the keys for the login: the key that the settings name, or else the keys of the agent and of ~/.ssh.
 
-    Unusable files among several are skipped, as by OpenSSH.
+    If there are several key files, unusable ones are skipped, as OpenSSH does.
 
     Raises:
-        LoginError: the key of the settings is unusable, or no key exists.
+        LoginError: the key of the settings is unusable, or there is no key.
     """
     if access.key_variable:
         try:
@@ -189,7 +191,7 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
     """Read a private key from an environment variable.
 
     Raises:
-        PermanentInfraError: it holds no usable key. The message does not contain the value.
+            PermanentInfraError: the variable holds no usable key. The message does not contain the variable's value.
     """
     text = os.environ.get(variable, "")
     if not text:
@@ -206,7 +208,7 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
                 f"the key in {variable} is encrypted: use one without passphrase, or the SSH agent"
             ) from error
         except (paramiko.SSHException, ValueError, TypeError):
-            continue  # the key may have another type
+            continue  # try the next type of key
     raise PermanentInfraError(
         f"{variable} does not contain a usable private key: expected the text that `ssh-keygen -t ed25519` writes, "
         "from -----BEGIN to END-----"
@@ -214,7 +216,7 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
 
 
 def require_login_key(*, key_file: str, key_variable: str) -> None:
-    """Check the private key of the settings before a machine exists.
+    """Check that the private key of the settings is usable, before a machine is rented.
 
     Raises:
         PermanentInfraError: the key is unusable.
@@ -226,10 +228,10 @@ def require_login_key(*, key_file: str, key_variable: str) -> None:
 
 
 def read_public_key(*, key_file: str, key_variable: str) -> str:
-    """Return the public half of the settings' key, as a line of authorized_keys.
+    """Return the public half of the settings' key as a line of authorized_keys.
 
     Raises:
-        PermanentInfraError: it cannot be read.
+        PermanentInfraError: the public key cannot be read.
     """
     if key_variable:
         key = read_key_variable(key_variable)
@@ -248,9 +250,9 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
 
 
 def _restore_lines(text: str) -> str:
-    """Restore the line breaks of a key, which one-line fields and some secret stores remove."""
+    """Restore the line breaks of a private key. One-line input fields and some secret stores remove them."""
     match = _PEM.search(text.replace("\\n", "\n"))
-    if match is None or "Proc-Type" in match["body"]:  # the headers of old encrypted keys need their lines
+    if match is None or "Proc-Type" in match["body"]:  # old encrypted keys have headers on lines of their own
         return text
     body = "".join(match["body"].split())
     lines = [body[start : start + _PEM_WIDTH] for start in range(0, len(body), _PEM_WIDTH)]
@@ -258,10 +260,10 @@ def _restore_lines(text: str) -> str:
 
 
 def _load_key(path: Path, address: str, of_agent: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
-    """Load the private key of a file, or the agent's copy of an encrypted key, a security key or a public key.
+    """Load the private key of a file. If the file has no usable private key, return the agent's copy of the key.
 
-    A key with a certificate beside it is offered with and without the certificate, which may have expired or be for
-    other machines.
+    A key with a certificate next to it is offered with the certificate and then alone, because the certificate may have
+    expired or be meant for other machines.
     """
     try:
         key = _read_key(path, address)
@@ -304,7 +306,8 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """Return the public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
+    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither has
+    it."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
             text = read_text(each, errors="replace")

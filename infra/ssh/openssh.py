@@ -1,11 +1,12 @@
 """Run commands on a node with the installed OpenSSH client, to copy large amounts of data.
 
 The client is two to three times as fast as paramiko, whose encryption holds Python's global lock. On a distant
-connection its window of 2 MiB limits what it receives; paramiko's window is larger. Not here: the choice between them
-(agents.py).
+connection, the client receives more slowly than paramiko, because its window has only 2 MiB.
 
-The client must see the host key that our own connection accepted (host_keys.py), and it logs in with the same key file.
-It uses no configuration file, no agent and no known_hosts of the user.
+The client accepts only the host key that our own connection accepted (host_keys.py), and logs in with the same key
+file. It uses no configuration file, no agent and no known_hosts file of the user.
+
+Not here: the choice between the client and paramiko (agents.py).
 """
 
 import base64
@@ -45,15 +46,15 @@ from rollouts.infra.ssh.proxy_jump import (
 
 _QUESTION_TIMEOUT_S = 5.0
 _SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
-"""The first choice of OpenSSH 9.0 to 9.8. It takes the client up to 0.3 s of processor time per login."""
+"""The first choice of OpenSSH 9.0 to 9.8. Each login with it costs the client up to 0.3 s of processor time."""
 _FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
-"""Preferred instead. The second is not safe against quantum computers. Our own connection, which carries the secrets,
-is not safe against them either."""
+"""Key exchanges to prefer to the slow one. The second is not safe against quantum computers. Neither is our own
+connection, which carries the secrets."""
 NOBODY_ANSWERS = 255
 """The client's exit code after a failed or broken connection."""
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
 _ALIAS = "the-node"
-"""The node's name in the client's known_hosts. It needs no quoting and no lookup."""
+"""The node's name in the client's known_hosts file. The name needs no quoting and is not resolved."""
 _NEVER = (
     "AddKeysToAgent CanonicalizeHostname CheckHostIP Compression ControlMaster ForwardAgent ForwardX11 "
     "GSSAPIAuthentication HostbasedAuthentication KbdInteractiveAuthentication PasswordAuthentication "
@@ -65,7 +66,7 @@ _Stream = int | IO[bytes] | FileIO
 
 
 class OpenSSH:
-    """Starts commands on one node, each over a new connection. `close` removes its temporary files."""
+    """Starts commands on one node, each over a new connection. `close` ends them and removes the temporary files."""
 
     def __init__(self, access: SSHAccess, believed: SSHConnection) -> None:
         self._access = access
@@ -75,7 +76,7 @@ class OpenSSH:
         key = believed.host_key
         folder = Path(self._folder.name)
         (folder / "known_hosts").write_text(f"{_ALIAS} {key.type} {base64.b64encode(key.blob).decode()}\n")
-        # A link with a safe name: OpenSSH expands % and ~ in the names of key files.
+        # Use links with safe names, because OpenSSH expands % and ~ in the names of key files.
         for suffix in ("", "-cert.pub"):
             (folder / f"key{suffix}").symlink_to(Path(believed.key_file + suffix).absolute())
         options = {
@@ -109,7 +110,7 @@ class OpenSSH:
         self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
     def open_command(self, command: str) -> "OpenSSHChannel":
-        """Start a command line in the node's shell. A failure shows only at its first output."""
+        """Start a command line in the node's shell. A failure shows only when its output is read."""
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
         try:
             process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
@@ -122,7 +123,8 @@ class OpenSSH:
     def running(
         self, command: str, *, stdin: _Stream = subprocess.PIPE, stdout: _Stream = subprocess.PIPE, stderr: _Stream
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Yield a client process that runs a command line; it may use files as input and output. The block ends it."""
+        """Yield a client process that runs a command line on the node. The process is killed at the end of the
+        block."""
         with self._start(command, stdin=stdin, stdout=stdout, stderr=stderr) as process:
             try:
                 yield process
@@ -153,7 +155,7 @@ def login_command(
 ) -> list[str]:
     """Return the command line of the user's own SSH client for a machine whose host key an earlier login stored.
 
-    Only that host key is accepted. All other settings come from the user's configuration and agent.
+    The client accepts only this host key. All other settings come from the user's configuration and agent.
 
     Args:
         known_hosts: the file with the machine's stored host key.
@@ -168,7 +170,7 @@ def login_command(
         )
     quoted = str(known_hosts.absolute()).replace("%", "%%")
     options = {
-        "HostKeyAlias": lines[-1].split()[0],  # the machine's address may have changed since
+        "HostKeyAlias": lines[-1].split()[0],  # the machine's address may have changed since the key was stored
         "UserKnownHostsFile": f'"{quoted}"',
         "GlobalKnownHostsFile": os.devnull,
         "StrictHostKeyChecking": "yes",
@@ -192,13 +194,16 @@ def login_command(
 
 
 def is_installed() -> bool:
-    """Return whether the client is installed, and the temporary folder has a name that its options accept unquoted."""
+    """Whether the client is installed, and the temporary folder's name needs no quoting in the client's options."""
     return shutil.which(PROGRAM) is not None and bool(_PLAIN_PATH.fullmatch(tempfile.gettempdir()))
 
 
 @functools.cache
 def _fast_key_exchanges(program: str) -> tuple[str, ...]:
-    """Return the client's members of _FAST_KEY_EXCHANGES if it has the slow one. It refuses unknown names."""
+    """Return the members of _FAST_KEY_EXCHANGES that the client knows. Empty if the client does not know the slow one.
+
+    Unknown names must be left out, because the client refuses them.
+    """
     try:
         asked = subprocess.run(
             [program, "-Q", "kex"],
@@ -214,7 +219,7 @@ def _fast_key_exchanges(program: str) -> tuple[str, ...]:
 
 
 class OpenSSHChannel:
-    """Bytes to and from one command of a node, through the client's pipes."""
+    """The input and output of one command on a node, through the pipes of the OpenSSH client."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes], address: str) -> None:
         self._address = address
@@ -230,10 +235,10 @@ class OpenSSHChannel:
         return self._process.poll() is not None
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send all parts; blocks until the other side has room.
+        """Send all parts. Blocks until the other side has room for them.
 
         Raises:
-            NodeUnreachableError: the other side no longer receives.
+            NodeUnreachableError: the other side no longer receives data.
         """
         rest = [memoryview(part) for part in parts if part]
         try:
@@ -247,10 +252,10 @@ class OpenSSHChannel:
             raise NodeUnreachableError(self._address, "the connection broke") from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes; empty if the command ended or the connection broke.
+        """Return received bytes. Empty if the command ended or the connection broke.
 
         Raises:
-            TimeoutError: nothing came in time.
+            TimeoutError: no byte came in time.
         """
         try:
             if timeout_s is not None and not self._has_output_within(timeout_s):
@@ -267,7 +272,7 @@ class OpenSSHChannel:
         return bool(watch.poll(math.ceil(1000 * timeout_s)))
 
     def receive_stderr(self) -> bytes:
-        """Return up to 64 KiB of received stderr."""
+        """Return at most 64 KiB of the stderr output received so far."""
         return os.pread(self._stderr.fileno(), 64 << 10, 0)
 
     def exit_code(self) -> int | None:
@@ -284,12 +289,12 @@ class OpenSSHChannel:
     def close(self) -> None:
         self.end_input()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.05)  # an idle client ends its connection properly
+            self._process.wait(0.05)  # gives an idle client time to close its connection properly
         self.kill()
         self._process.wait()
         self._output.close()
         self._stderr.close()
 
     def kill(self) -> None:
-        """Kill the client. A reader of its output then sees the end."""
+        """Kill the client. A thread that reads the client's output then gets the end of the output."""
         self._process.kill()

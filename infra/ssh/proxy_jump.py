@@ -2,9 +2,9 @@
 
     this machine ── ssh -W machine:22 last ── first ── last ── machine
 
-Our own connection (connection.py) logs in on the machine itself and checks its host key from here, so jump hosts can
-neither read nor change its data. The client logs in on the jump hosts with the user's configuration, agent and
-known_hosts.
+Our own connection (connection.py) logs in on the machine itself and checks the machine's host key from here. The jump
+hosts can therefore neither read nor change its data. The OpenSSH client logs in on the jump hosts with the user's
+configuration, agent and known_hosts files.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """Replaces another socket, which is detached."""
+    """A socket that records when and what it receives. It takes over the descriptor of another socket."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())
         self.heard_at = time.monotonic()
-        """Time of the last received bytes, by the monotonic clock in seconds."""
+        """Time of the last received bytes, in seconds of the monotonic clock."""
         self._first = b""
 
     @property
     def refusal(self) -> str:
-        """The line that an SSH server sent instead of its greeting; empty if it sent a greeting or nothing."""
+        """The first line from an SSH server that sent a text instead of its greeting. Otherwise empty."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
         return "" if is_greeted or not lines else shown_line(lines[0].decode(errors="replace"))
@@ -57,21 +57,21 @@ class HeardSocket(socket.socket):
         except (BrokenPipeError, ConnectionResetError):
             if self._first:
                 raise
-            return len(content)  # the server's reason for closing may be readable next
+            return len(content)  # raise nothing yet: the server's reason for closing may be readable next
 
 
 PROGRAM = "ssh"
 CONNECT_TIMEOUT_S = 15.0
 HEARTBEAT_INTERVAL_S = 15.0
 NUM_HEARTBEATS = 2
-"""Unanswered heartbeats after which the client counts its peer as dead."""
+"""Number of unanswered heartbeats after which the client counts its peer as dead."""
 _NEXT = "[%h]:%p"
-"""Tokens for the next machine of the way; the client expands them."""
+"""Placeholders for the address of the next machine; the OpenSSH client expands them."""
 _OPTIONS = {
     "BatchMode": "yes",
     "ClearAllForwardings": "no",  # "yes" would cancel -W
     "ConnectTimeout": str(int(CONNECT_TIMEOUT_S)),
-    "ControlMaster": "no",  # a shared master would outlive us
+    "ControlMaster": "no",  # a shared master connection would outlive this program
     "ControlPath": "none",
     "LogLevel": "ERROR",
     "PermitLocalCommand": "no",
@@ -83,11 +83,11 @@ _END_TIMEOUT_S = 2.0
 _NO_NAME = "Could not resolve hostname"
 _NO_GREETING = "kex_exchange_identification"
 _REFUSALS = ("Permission denied", "Host key verification failed", _NO_NAME, "Bad configuration")
-"""Messages of the client for problems that a retry does not solve."""
+"""Parts of the client's messages for problems that a retry does not solve."""
 
 
 class ProxySocket(HeardSocket):
-    """A socket to the machine. Closing it ends the client at its other end."""
+    """A socket to the machine, through the OpenSSH client. Closing the socket ends the client."""
 
     def __init__(self, process: subprocess.Popen[bytes], said: IO[bytes], ours: socket.socket) -> None:
         super().__init__(ours)
@@ -95,15 +95,15 @@ class ProxySocket(HeardSocket):
         self._said = said
 
     def problem(self) -> str:
-        """Return the client's error message about the way; empty if it printed none."""
+        """Return the client's error message about the connection. Empty if the client printed none."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)  # its error message is complete when it has ended
+            self._process.wait(_END_TIMEOUT_S)  # the error message is complete only after the client's end
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()
-        # With several jump hosts, the first failure has the reason. The later hosts only report no answer.
+        # With several jump hosts, the message with the reason comes first. Later messages only report a missing answer.
         return next((line for line in lines if any(known in line for known in _REFUSALS)), lines[-1] if lines else "")
 
     def close(self) -> None:
-        """End the client, and with it the connections on the way."""
+        """End the client and its connections to the jump hosts."""
         super().close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -112,7 +112,7 @@ class ProxySocket(HeardSocket):
 
 
 def open_proxy(access: SSHAccess) -> ProxySocket:
-    """Start the client. A failure shows when the machine does not answer; `explain_proxy` then returns the reason.
+    """Start the client. If the machine then does not answer, `explain_proxy` returns the reason.
 
     Raises:
         PermanentInfraError: the client is not installed.
@@ -136,7 +136,8 @@ def open_proxy(access: SSHAccess) -> ProxySocket:
 def explain_proxy(
     access: SSHAccess, proxy: ProxySocket, reason: str
 ) -> NodeUnreachableError | LoginError | NameUnknownError:
-    """Return the error for a machine that did not answer through jump hosts, with the client's message."""
+    """Return the error for a machine that did not answer through jump hosts. The error contains the client's
+    message."""
     problem = proxy.problem() or reason
     if any(known in problem for known in _REFUSALS):
         there = f" -F {access.ssh_config}" if access.ssh_config else ""
@@ -149,7 +150,8 @@ def explain_proxy(
 
 
 def proxy_command(access: SSHAccess) -> list[str]:
-    """Return the client's command line. Its standard input and output lead to the machine's SSH port."""
+    """Return the client's command line. The client connects its standard input and output with the machine's SSH
+    port."""
     host = f"[{access.host}]" if ":" in access.host else access.host
     return _command_to(access.proxy_jump.split(","), f"{host}:{access.port}", access.ssh_config)
 
@@ -162,7 +164,7 @@ def proxy_option(access: SSHAccess) -> str:
 def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
     *earlier, last = hops
     options = dict(_OPTIONS)
-    if earlier:  # -J would neither quote the configuration's path nor pass these options on
+    if earlier:  # the option -J would neither quote the configuration's path nor pass on these options
         options["ProxyCommand"] = _as_option(_command_to(earlier, _NEXT, config))
     words = [PROGRAM, *(["-F", str(Path(config).expanduser())] if config else [])]
     words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -170,5 +172,5 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """Return a command line for a shell, in which OpenSSH first expands percent signs."""
+    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs it."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)

@@ -1,10 +1,10 @@
-"""Look up a machine's name in OpenSSH's configuration with `ssh -G`.
+"""Look up a machine's SSH settings in OpenSSH's configuration with `ssh -G`.
 
     Host box                      box ──> HostName, Port, User, IdentityFile, IdentityAgent, ProxyJump,
         HostName 10.0.0.7                 HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile
 
-The lookup happens at a run's first login to the machine. Other settings of OpenSSH are ignored. ProxyCommand is an
-error, because the machine is unreachable without its proxy.
+The lookup happens at a run's first login to the machine. A ProxyCommand is an error, because the machine is unreachable
+without its proxy. All other settings of OpenSSH are ignored.
 """
 
 import getpass
@@ -21,39 +21,40 @@ from rollouts.infra.node import NO_AGENT
 from rollouts.infra.ssh.proxy_jump import PROGRAM
 
 TIMEOUT_S = 15.0
-"""The configuration may run commands (Match exec)."""
+"""Time limit of the lookup. The configuration may run commands (Match exec)."""
 _USUAL_KEY = re.compile(r"~/\.ssh/id_(dsa|rsa|xmss|(ecdsa|ed25519)(_sk)?)")
-"""A key that OpenSSH lists if the configuration names no key."""
+"""Key files that OpenSSH lists if the configuration names no key."""
 
 _FILES_OF_KEYS = ("userknownhostsfile", "globalknownhostsfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredHost:
-    """The SSH settings of a machine."""
+    """The SSH settings of one machine."""
 
     host: str
     port: int
     user: str
     key_files: tuple[str, ...]
-    """Existing key files that the configuration names, in its order; empty uses the keys of the agent and of ~/.ssh."""
+    """Existing key files that the configuration names, in order. Empty uses the keys of the agent and of ~/.ssh."""
     known_hosts: tuple[str, ...]
     host_key_alias: str
-    """The name of its host key in known_hosts; empty uses its address."""
+    """The machine's name in known_hosts files. Empty uses its address."""
     agent: str
-    """The socket of the SSH agent, or "none"; empty if the configuration names none."""
+    """The SSH agent's socket, or "none". Empty if the configuration names no agent."""
     proxy_jump: str
-    """Jump hosts, separated by commas; empty for a direct connection."""
+    """Jump hosts, separated by commas. Empty for a direct connection."""
 
 
 def read_ssh_config(name: str, config: str) -> ConfiguredHost:
-    """Return the settings for a name. Without an entry for it, the name is the host name.
+    """Return the SSH settings for a name. A name without an entry is used as the host name.
 
     Args:
-        config: file to read instead of ~/.ssh/config and the system's configuration; empty reads these.
+        config: configuration file to read. Empty reads ~/.ssh/config and the system's configuration.
 
     Raises:
-        PermanentInfraError: the client is not installed, it rejects its configuration, or that sets a ProxyCommand.
+        PermanentInfraError: the client is not installed, it rejects its configuration, or the configuration sets a
+            ProxyCommand.
     """
     command = [PROGRAM, "-G", *(["-F", str(Path(config).expanduser())] if config else []), "--", name]
     try:
@@ -85,7 +86,7 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
         host=host,
         port=int(port),
         user=user,
-        # If only the agent has a private key, its public half is in the .pub file.
+        # A key that only the agent holds still has its public half in a .pub file.
         key_files=tuple(str(key) for key in keys if key.is_file() or Path(f"{key}.pub").is_file()),
         known_hosts=tuple(path for name in _FILES_OF_KEYS for path in settings.get(name, [""])[0].split()),
         host_key_alias=settings.get("hostkeyalias", [""])[0],
@@ -95,17 +96,17 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
 
 
 def _read_agent(named: str) -> str:
-    """Return the socket of IdentityAgent, which may be given as an environment variable."""
+    """Return the socket that IdentityAgent names, directly or through an environment variable."""
     if named == "SSH_AUTH_SOCK":
         return ""
     return os.environ.get(named[1:], NO_AGENT) if named.startswith("$") else named
 
 
 def _expand(path: str, tokens: Mapping[str, str]) -> str:
-    """Expand the percent signs and ${variables} of a path, which `ssh -G` does not expand.
+    """Expand the percent signs and ${variables} of a path, which `ssh -G` leaves unexpanded.
 
     Args:
-        tokens: the percent signs that depend on the machine; percent signs of this machine are added here.
+        tokens: values of the percent signs that depend on the machine. Values for this machine are added here.
     """
     this_host = socket.gethostname()
     of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}

@@ -49,11 +49,11 @@ from rollouts.infra.ssh.host_keys import HostKeyEvidence
 
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10
-"""Input up to this size fits into the channel's window, so that sending it cannot wait until output is read."""
+"""Input up to this size fits into the channel's window. Sending it therefore never blocks until output is read."""
 
 
 class SSHSession:
-    """A session on a machine that is reached over SSH. It may be used by several threads."""
+    """A session on a machine that is reached over SSH. Several threads may use it."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class SSHSession:
         programs_dir: str,
         find_access: Callable[[], SSHAccess] | None = None,
     ) -> None:
-        """Nothing is connected before the first request.
+        """Connect only at the first request.
 
         Args:
-            programs_dir: absolute directory on the node for our programs. Their names contain a digest.
-            find_access: called before every connection, if the node's address may change.
+            programs_dir: absolute directory on the node for the project's programs. Their names contain a digest.
+            find_access: called before every connection attempt. Needed if the node's address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)
         self._python = python
@@ -80,7 +80,7 @@ class SSHSession:
 
     @property
     def host_key_evidence(self) -> HostKeyEvidence:
-        """The reason for accepting the host's key; connects if needed."""
+        """The evidence for accepting the host's key. Connects first if needed."""
         return self.agents.connection("control").host_key_evidence
 
     def run(
@@ -113,7 +113,7 @@ class SSHSession:
     def _program_request(
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
     ) -> tuple[JsonObject, list[str]]:
-        """Return the request to run one of our programs, and the equivalent command line."""
+        """Return the request to run one of the project's programs, and the equivalent command line."""
         text = read_program(source)
         program = _program_name(source, text)
         self.agents.programs[program] = text
@@ -172,7 +172,7 @@ class SSHSession:
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[JsonObject]]:
-        # Not through an agent: OpenSSH's client writes all output of its command into the file.
+        # No agent is used, because OpenSSH's client writes the command's output directly into the file.
         with self._program_beside(
             source, arguments, stdin=subprocess.PIPE, stdout=into, stderr=subprocess.PIPE
         ) as process:
@@ -200,8 +200,8 @@ class SSHSession:
         stdout: int | FileIO,
         stderr: int,
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        """Run one of our programs through OpenSSH's client, without an agent."""
-        if (client := self.agents.openssh("bulk")) is None:  # it became unusable after `can_pour`
+        """Run one of the project's programs through OpenSSH's client, without an agent."""
+        if (client := self.agents.openssh("bulk")) is None:  # the client became unusable after `can_pour` was read
             raise TransientInfraError(f"OpenSSH's client cannot copy files to and from {self.agents.address}")
         command = shlex.join([self._python, ISOLATED, self.place_program(source), *arguments])
         return client.running(f"exec {command}", stdin=stdin, stdout=stdout, stderr=stderr)
@@ -213,7 +213,7 @@ class SSHSession:
         threading.Thread(target=self._log_in_ahead, args=(num_chunks,), daemon=True).start()
 
     def _log_in_ahead(self, num_chunks: int) -> None:
-        with contextlib.suppress(InfraError):  # the later use of the connection reports its problem
+        with contextlib.suppress(InfraError):  # the request that uses the connection will report the problem
             if self.agents.connection("control").is_far:
                 for purpose in PIECES[:num_chunks]:
                     self.agents.make_ready(purpose)
@@ -221,7 +221,7 @@ class SSHSession:
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        # The window of each connection limits what a distant node receives.
+        # Use several connections to a distant node, because the window of each connection limits its speed.
         purposes: Sequence[Purpose] = PIECES if self.agents.connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
             lambda number, request: self.agents.ask(purposes[number], request),
@@ -282,7 +282,7 @@ class SSHSession:
         self, request: JsonObject, argv: Sequence[str], stdin: bytes, purpose: Purpose
     ) -> Iterator[Iterator[bytes]]:
         with self.agents.ask(purpose, request) as call:
-            if purpose == "control":  # a followed log occupies this agent, and most requests come meanwhile
+            if purpose == "control":  # a followed log occupies this agent, so prepare another one for requests
                 self.agents.make_ready("control")
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
@@ -340,7 +340,7 @@ def _run_request(argv: Sequence[str], *, timeout_s: float | None, keep_open: boo
 
 _PIECE_BYTES = 64 << 10
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
-"""Temporary reasons why `accept` fails, for example too many open files."""
+"""Temporary errors of `accept`, for example too many open files."""
 _PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -348,14 +348,14 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
-    """Yield the local port. If a connection cannot be forwarded, it is closed, as by a missing server.
+    """Yield the local port that is forwarded. A local connection that cannot be forwarded is closed.
 
     Raises:
-        PermanentInfraError: the node never forwards connections to this port.
+        PermanentInfraError: the node forwards no connections to this port.
     """
     early: list[SSHChannel] = []
     with contextlib.suppress(TransientInfraError):  # no program listens yet
-        early.append(open_channel())  # used by the first connection, because some servers accept only one
+        early.append(open_channel())  # kept for the first connection, because some servers accept only one
 
     def next_channel() -> SSHChannel:
         with contextlib.suppress(IndexError):
@@ -370,7 +370,7 @@ def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
             yield server.getsockname()[1]
         finally:
             with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # close() alone does not wake up the thread that accepts
+                server.shutdown(socket.SHUT_RDWR)  # wakes up the thread in `accept`, which close() alone does not
             for unused in early:
                 unused.close()
 

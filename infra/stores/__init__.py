@@ -1,1 +1,1 @@
-"""Object stores: list, download and publish objects, also directly from a node without credentials."""
+"""Object stores: list, download and publish objects. A node can also transfer objects without credentials."""

@@ -1,11 +1,14 @@
-"""Let a node transfer files from or to an object store directly, so that their bytes do not pass this machine.
+"""Let a node transfer files from or to an object store directly, so that the content does not pass through this
+machine.
 
-    here    presigned URLs ──> standard input of node_transfer.py on the node <── several pieces at a time ──> the store
+    here      presigned URLs ──> standard input of node_transfer.py on the node <── pieces in parallel ──> the store
     fetched   into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
-    sent      uploads in parts are completed or aborted from here; the publication checks the result, as always
+    sent      uploads in parts are completed or aborted from here; the publication verifies the result
 
-The node gets no credentials. A presigned URL is valid for one object and one hour, and is a secret for that time. Not
-here: the alternatives for nodes without access to the store (tasks/upload_inputs.py, tasks/sync.py).
+The node gets no credentials. A presigned URL is valid for a single object and for an hour. It is a secret during this
+hour.
+
+Not here: the alternatives for nodes that cannot reach the store (tasks/upload_inputs.py, tasks/sync.py).
 """
 
 import json
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPiece:
-    """A piece of a file, and the URL for its upload."""
+    """A piece of a file, and the presigned URL for its upload."""
 
     offset: int
     length: int
@@ -43,7 +46,7 @@ class PresignedPiece:
 
 
 def can_presign(store: ObjectStore) -> bool:
-    """Return whether the store signs URLs: only S3 and stores with its API."""
+    """Return whether the store can sign URLs. Only S3 and stores with S3's API can."""
     return store.protocol == "s3"
 
 
@@ -52,13 +55,13 @@ def presigned_get(store: ObjectStore, name: str) -> str:
 
 
 class _PresignedUpload:
-    """An object that another machine uploads. It exists when `complete` has returned.
+    """An object that another machine uploads. The object exists once `complete` has returned.
 
-    Leaving the block earlier aborts the upload, because S3 charges for parts of incomplete uploads.
+    Leaving the block before `complete` aborts the upload, because S3 charges for the parts of incomplete uploads.
     """
 
     def __init__(self, store: ObjectStore, name: str, size: int) -> None:
-        """A large object is started as an upload in parts, with the same parts as in ObjectStore.upload."""
+        """Start the upload. A large object is uploaded in the same parts as by ObjectStore.upload."""
         self._store = store
         self._name = name
         self._size = size
@@ -107,22 +110,22 @@ class _PresignedUpload:
 
 
 PROBE_S = 5.0
-"""A store that did not answer the node within this time counts as unreachable from there."""
+"""The store counts as unreachable from the node if it does not answer the node within this many seconds."""
 ANSWER_MARGIN_S = 60.0
 
 
 def fetch_on_node(
     session: Session, store: ObjectStore, keys: Mapping[str, str], files: Mapping[str, Path], destination: str
 ) -> int:
-    """Create a folder on the node with files that the node downloads from the store; returns the number of bytes.
+    """Create a folder on the node with files that the node downloads from the store. Returns the number of bytes.
 
     Args:
-        keys: names of the objects in the store, by the names of the files in the folder.
-        files: the same files here, for comparison.
+        keys: names of the objects in the store, by the files' names in the folder.
+        files: the same files on this machine, for comparison.
 
     Raises:
-        StoreUnavailableError: the node cannot download them; its incomplete folder was removed.
-        TransientInfraError: the downloaded content differs; the folder was removed.
+        StoreUnavailableError: the node cannot download the files. Its incomplete folder was removed.
+        TransientInfraError: the downloaded content differs. The folder was removed.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
 
@@ -136,16 +139,17 @@ def fetch_on_node(
 
 
 def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: Path, source: str) -> int:
-    """Let the node upload the files of a checkpoint that the store lacks; returns the number of bytes.
+    """Let the node upload those files of a checkpoint that the store lacks. Returns the number of bytes.
 
-    They get the same names as in `publish_run`. The manifest, which marks them as complete, is left to that function.
+    The objects get the same names as in `publish_run`. The manifest marks a checkpoint as complete, so `publish_run`
+    uploads it later.
 
     Args:
-        checkpoint: the same files here.
-        source: their directory on the node.
+        checkpoint: folder of the same files on this machine.
+        source: the files' directory on the node.
 
     Raises:
-        StoreUnavailableError: the node cannot send them, or the store refuses them.
+        StoreUnavailableError: the node cannot upload the files, or the store refuses them.
     """
     files = {name: checkpoint / name for name in list_files(checkpoint)}
     place, digests = digest_folder(store, CHECKPOINT_FOLDER, files)

@@ -1,12 +1,13 @@
-"""Download a folder or file from an object store, verified and all at once. An interrupted download continues.
+"""Download a folder or file from an object store. The target appears only when all files are complete and verified.
 
     a publication, a folder or one object ──> files with sizes and digests        (find_wanted)
-    several pieces at a time, in order    ──> .<name>.incoming-<digest>/          complete files
+    several pieces in parallel, in order  ──> .<name>.incoming-<digest>/          complete files
                                               .<name>.incoming-<digest>/.parts/   incomplete files
-    all files checked                     ──> <name>                              renamed
+    all files verified                    ──> <name>                              renamed
 
-A file is checked by the sha256 of a manifest. Without a manifest, it is checked by the store's MD5, if the store has
-one of the whole file. Its size is always checked, and also that the object did not change during the download.
+An interrupted download is continued by the next call. A file is verified by its sha256 in a manifest. A file without
+one is verified by the store's MD5, if the store has an MD5 of the whole file. The file's size is always verified. It is
+also checked that the object did not change during the download.
 
 Not here: single objects (object_store.py), manifests (publication.py).
 """
@@ -41,7 +42,7 @@ from rollouts.infra.sync import receiver
 
 PIECE_BYTES = 8 << 20
 NUM_STREAMS = 8
-"""Number of pieces that are downloaded at a time."""
+"""Number of pieces that are downloaded in parallel."""
 _INCOMING = ".incoming-"
 _PARTS = ".parts"
 _HASH_BYTES = 4 << 20
@@ -52,17 +53,18 @@ class WantedFile:
     """A file to download."""
 
     name: str
-    """Its path below the folder."""
+    """The file's path below the folder."""
     key: str
-    """Its name in the store."""
+    """The object's name in the store."""
     size: int
     sha256: str = ""
-    """Its digest in a manifest; empty if no manifest lists it."""
+    """The file's digest in a manifest. Empty if no manifest lists the file."""
     md5: str = ""
-    """The store's digest of the whole file, in hex; empty if a manifest lists the file, or the store has none."""
+    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has none."""
     identity: str = ""
-    """The store's identifier of the content; empty if a manifest lists the file. It need not be a digest, so it is only
-    compared with the store's identifier after the download."""
+    """The store's identifier of the content. Empty if a manifest lists the file. The identifier need not be a digest.
+    It is only compared with the store's identifier after the download.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class _Piece:
 
 
 def find_wanted(store: ObjectStore) -> list[WantedFile]:
-    """Return the files of a URL: the checkpoint of a publication, or all objects below the URL, or the object itself.
+    """Return the files at a URL: the checkpoint of a publication, all objects below the URL, or the object itself.
 
     Raises:
         ObjectMissingError: the store has nothing there.
@@ -102,14 +104,14 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
         if key in listed:
             size, sha256 = listed[key]
             wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
-        elif not listed or key == MANIFEST:  # files that the manifest does not list do not belong to its folder
+        elif not listed or key == MANIFEST:  # other files than the listed ones do not belong to the folder
             md5 = "" if "-" in there.md5 else there.md5
             wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
 
 
 def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
-    """List all objects below a URL, and the object at the URL itself, which drivers omit if it is also a folder."""
+    """List all objects below a URL, and the object at the URL itself. Drivers omit it if objects below it exist."""
     objects = store.list()
     if objects and "" not in objects and (itself := store.find("")) is not None:
         return {"": itself, **objects}
@@ -117,10 +119,10 @@ def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
 
 
 def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
-    """Return the objects without the empty ones that mark a folder, which some tools create.
+    """Return the objects without the empty objects that mark a folder. Some tools create such markers.
 
     Raises:
-        PermanentInfraError: an object and a folder have the same name, which a disk does not allow.
+        PermanentInfraError: a non-empty object and a folder have the same name. A disk does not allow that.
     """
     folders = {folder: key for key in objects for folder in _folders_of(key)}
     for key in sorted(objects.keys() & folders.keys()):
@@ -133,27 +135,28 @@ def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) ->
 
 
 def _folders_of(key: str) -> list[str]:
-    """Return the folders of an object's name, from "" on; empty for the object at the URL itself."""
+    """Return the names of all folders that contain an object, beginning with "". Empty for the object at the URL
+    itself."""
     parts = key.split("/")[:-1]
     return ["/".join(parts[:depth]) for depth in range(len(parts) + 1)] if key else []
 
 
 def digest_of(wanted: Sequence[WantedFile]) -> str:
-    """Return a digest of the files to download, which changes with any of them."""
+    """Return a digest of the files to download. It changes when any of the files changes."""
     parts = [[each.name, each.size, each.sha256 or each.identity] for each in wanted]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
-    """Create `target` from the files: one file if the URL names an object, else a folder.
+    """Create `target` with the files: one file if the URL names an object, or else a folder.
 
-    An existing target is kept. If several processes download the same files, one of them works. Interrupted downloads
-    of other content for this target are removed.
+    An existing target is kept. If several processes need the same files, only one process downloads. The rest wait.
+    Interrupted downloads of other content for this target are removed.
 
     Raises:
-        StoreUnavailableError: the connection broke, or an object changed meanwhile; the next call continues.
+        StoreUnavailableError: the connection broke, or an object changed meanwhile. The next call continues.
         ObjectDamagedError: an object differs from its manifest.
-        DiskFullError: this disk has no room.
+        DiskFullError: this machine's disk has not enough room.
         PermanentInfraError: the target cannot be written.
     """
     prefix = f".{target.name[:60]}{_INCOMING}"
@@ -182,7 +185,7 @@ def is_being_fetched(folder: Path) -> bool:
             try:
                 fcntl.flock(
                     descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # shared, so that checks do not disturb each other
+                )  # a shared lock, so that checks do not disturb each other
             except BlockingIOError:
                 return True
             finally:
@@ -191,7 +194,7 @@ def is_being_fetched(folder: Path) -> bool:
 
 
 def _remove_left(folder: Path, prefix: str) -> None:
-    """Remove interrupted downloads of earlier content, which no process downloads any more."""
+    """Remove interrupted downloads of earlier content that no process is downloading now."""
     for left in folder.glob(f"{glob.escape(prefix)}*"):
         if left.is_dir() and not is_locked(_lock_of(left), fcntl.LOCK_EX):
             shutil.rmtree(left, ignore_errors=True)
@@ -210,9 +213,9 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
     if shutil.disk_usage(incoming).free < needed:
         raise DiskFullError(str(incoming.parent), needed)
     damaged = _fetch(store, missing, incoming, {})
-    damaged = _fetch(store, list(damaged), incoming, damaged)  # an earlier download may have left the damaged part
+    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry: an earlier download may have left a bad part
     compared = [each for each in list(damaged) or wanted if each.identity]
-    there = store.list() if compared else {}  # one listing instead of a request per object
+    there = store.list() if compared else {}  # one listing in place of a request per object
     for each in compared:
         if each.key not in there or there[each.key].identity != each.identity:
             raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")
@@ -225,10 +228,12 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
 
 
 def _make_own(incoming: Path) -> None:
-    """Create the folder for incoming files, or reuse the folder of an earlier try, whose files are not checked again.
+    """Create the folder for incoming files, or reuse the folder of an earlier attempt.
+
+    The complete files of an earlier attempt are not verified again, so the folder must belong to this user.
 
     Raises:
-        PermanentInfraError: another user created it, which is possible in /tmp.
+        PermanentInfraError: another user created the folder, which is possible in /tmp.
     """
     incoming.mkdir(exist_ok=True)
     status = incoming.lstat()
@@ -239,10 +244,10 @@ def _make_own(incoming: Path) -> None:
 def _fetch(
     store: ObjectStore, files: Sequence[WantedFile], incoming: Path, before: Mapping[WantedFile, str]
 ) -> dict[WantedFile, str]:
-    """Download files, several pieces at a time; returns the wrong files with the digests of their content.
+    """Download files, several pieces in parallel. Returns the damaged files with the digests of their content.
 
     Args:
-        before: the result of the previous try.
+        before: the result of the previous attempt.
     """
     damaged = {}
     pieces = [piece for file in files for piece in _pieces_of(file, _part_of(file, incoming))]
@@ -265,13 +270,13 @@ def _fetch(
 
 
 def _appending(part: Path, store: ObjectStore, piece: _Piece) -> BinaryIO:
-    """Open the file to which a piece is appended. Its permissions are at most those of the source."""
+    """Open the file to which a piece is appended. A new file gets at most the permissions of the source."""
     mode = PRIVATE if part.exists() else store.copy_mode(piece.file.key)
     return os.fdopen(os.open(part, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode), "ab")
 
 
 def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
-    """Return the missing pieces of a file; for a complete or empty file, one empty piece at its end."""
+    """Return the missing pieces of a file. A complete or empty file gives one empty piece at its end."""
     there = part.stat().st_size if part.exists() else 0
     if there > file.size:
         part.unlink()
@@ -284,7 +289,7 @@ def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
 
 @contextmanager
 def _in_order(store: ObjectStore, pieces: Sequence[_Piece]) -> Iterator[Iterator[bytes]]:
-    """Yield the contents of pieces in their order, while the next pieces are being downloaded."""
+    """Yield the contents of pieces in order, while the next pieces are downloaded in parallel."""
     pool = ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="download")
 
     def contents() -> Iterator[bytes]:
@@ -307,15 +312,16 @@ def _part_of(file: WantedFile, incoming: Path) -> Path:
 
 
 def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
-    """Return whether the downloaded content has the right digest; `before` is the digest of the previous try."""
+    """Return whether the digest of the downloaded content is right. `before` is the digest of the previous attempt."""
     if file.sha256:
         return digest == file.sha256
-    # The store's value may only look like an MD5 (object_store.py). The same content twice then counts as right.
+    # The store's value may look like an MD5 without being one (object_store.py). Equal content twice then counts as
+    # right.
     return file.md5 in ("", digest) or digest == before
 
 
 def _hash_durable(part: Path, file: WantedFile) -> str:
-    """Return the digest of the downloaded content, of the kind that is known of the file, after an fsync."""
+    """Sync the downloaded content to disk, and return its digest of the kind that is known for the file."""
     digest = hashlib.sha256() if file.sha256 else hashlib.md5(usedforsecurity=False)
     is_known = file.sha256 or file.md5
     with part.open("rb") as content:

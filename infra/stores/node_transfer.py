@@ -1,16 +1,16 @@
-"""Download files from an object store, or upload pieces of files, by presigned URLs; on a node, without credentials.
+"""Download files from an object store, or upload pieces of files, by presigned URLs.
 
-The node's side of direct.py. Runs as `node_transfer.py VERB DIRECTORY`. It is one file and uses only the standard
-library, because its text is sent to nodes. Each verb reads one JSON object from standard input and prints one. A
-failure prints `{"error": sentence}` and has exit code 1.
+This is the node's side of direct.py. It runs on a node as `node_transfer.py VERB DIRECTORY`, without credentials. It is
+one file and uses only the standard library, because its text is sent to nodes. Each verb reads one JSON object from
+standard input and prints one. If a verb fails, it prints `{"error": sentence}` and exits with code 1.
 
     fetch DIRECTORY    {"probe_s", "limit_s", "files": [{"path", "size", "url"}]}                 {"num_bytes"}
     send DIRECTORY     {"probe_s", "limit_s", "pieces": [{"path", "offset", "length", "url"}]}    {"etags"}, in order
 
-Several pieces are transferred at a time, with little memory for each. A broken transfer is retried; a download
-continues at the break. The content is verified elsewhere (receiver.py, and the store's own digests).
+Several pieces are transferred in parallel, each with little memory. A broken transfer is retried; a retried download
+continues after the received bytes. The content is verified by receiver.py and by the store's own digests.
 
-A URL is a secret while it is valid. It is passed on standard input, and messages omit everything after its "?".
+A URL is a secret while it is valid. It is passed on standard input. Messages omit everything after its "?".
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from typing import Any, BinaryIO, TypeVar
 
 NUM_STREAMS = 8
 PIECE_BYTES = 32 << 20
-"""A file is downloaded in pieces of this size."""
+"""Files are downloaded in pieces of this size."""
 _ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
-"""Time without data after which a connection counts as broken."""
+"""Seconds without data after which a connection counts as broken."""
 _READ_BYTES = 256 << 10
 _MAX_REASON_CHARS = 200
 _MAX_ANSWER_BYTES = 4096
 _PASSING_STATUSES = (408, 429)
 _PASSING_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest", "Throttling", "ThrottlingException")
-"""S3's error codes, with status 400, for incomplete pieces and for too many requests."""
+"""Error codes of S3 that come with status 400 for incomplete pieces and for too many requests."""
 
 ResultT = TypeVar("ResultT")
 # Any: JSON
@@ -49,11 +49,11 @@ JsonObject = dict[str, Any]
 
 
 class _TransferError(Exception):
-    """The transfer is given up. The message has the reason, without any URL."""
+    """The transfer is given up. The message says why, and contains no URL."""
 
 
 class Limit:
-    """Stops all streams at a deadline, or when one of them gives up."""
+    """Stops all streams at a deadline, or when one stream gives up."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -62,25 +62,25 @@ class Limit:
         self._reason = ""
 
     def check(self) -> None:
-        """Return if the transfer may continue."""
+        """Return if the transfer may continue. Otherwise raise the reason to stop."""
         if self._is_over.is_set():
             raise _TransferError(self._reason)
         if time.monotonic() > self._deadline:
             raise self.give_up(f"it took longer than {self._limit_s:g} s")
 
     def give_up(self, reason: str) -> _TransferError:
-        """Return the error to raise, and stop all other streams with it. The first reason counts."""
+        """Stop all streams, and return the error to raise. If several streams give up, the first reason counts."""
         self._reason = self._reason or reason
         self._is_over.set()
         return _TransferError(self._reason)
 
     def pause(self, seconds: float) -> None:
-        """Wait, or return at once when all streams stop."""
+        """Wait. Returns at once when all streams stop."""
         self._is_over.wait(seconds)
 
 
 def main(argv: list[str]) -> int:
-    """Carry out one verb; see the top of this file."""
+    """Run one verb; see the module's docstring."""
     verb, directory = argv[1], Path(argv[2])
     answer: JsonObject = {}
     try:
@@ -95,16 +95,16 @@ def main(argv: list[str]) -> int:
             answer = {"etags": send_pieces(wanted, directory, limit)}
     except _TransferError as error:
         answer = {"error": str(error)}
-    except OSError as error:  # an error of local files; errors of connections are handled elsewhere
+    except OSError as error:  # a local file; connection errors become _TransferError in `retried`
         answer = {"error": f"{error.filename}: {error.strerror}"}
     sys.stdout.write(json.dumps(answer) + "\n")
     return 1 if "error" in answer else 0
 
 
 def _check_reachable(url: str, probe_s: float) -> None:
-    """Return if the store answers at all within this time.
+    """Return if the store answers within this time, with any status. Otherwise raise _TransferError.
 
-    Runs in a thread, because neither the name lookup nor tries of several addresses have a time limit.
+    The request runs in a thread, because name lookups and attempts at several addresses have no time limit.
     """
     problems: list[str] = []
 
@@ -112,7 +112,7 @@ def _check_reachable(url: str, probe_s: float) -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(_without_query(url), method="HEAD"), timeout=probe_s).close()
             problems.append("")
-        except urllib.error.HTTPError:  # refused without a signature, but reachable
+        except urllib.error.HTTPError:  # the store refuses the request without a signature, so it is reachable
             problems.append("")
         except (OSError, http.client.HTTPException, ValueError) as error:
             problems.append(describe(error))
@@ -129,7 +129,7 @@ def _check_reachable(url: str, probe_s: float) -> None:
 
 
 def _fetch_files(files: Sequence[JsonObject], directory: Path, limit: Limit) -> int:
-    """Write every file below the directory; returns the number of bytes."""
+    """Download every file to its path below the directory. Returns the number of bytes."""
     calls: list[Callable[[], None]] = []
     for file in files:
         path, size = directory / file["path"], int(file["size"])
@@ -180,7 +180,7 @@ def _write_at(output: BinaryIO, chunk: bytes, at: int, limit: Limit) -> None:
 
 
 def send_pieces(pieces: Sequence[JsonObject], directory: Path, limit: Limit) -> list[str]:
-    """Upload pieces of files below the directory; returns their entity tags in the store."""
+    """Upload pieces of files below the directory. Returns the pieces' entity tags in the store."""
     return _carry_out([partial(_send_piece, piece, directory, limit) for piece in pieces], limit)
 
 
@@ -213,7 +213,7 @@ def _read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
 
 
 def _carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[ResultT]:
-    """Run calls, several at a time, and return their results. If one fails, the others stop."""
+    """Run calls, several in parallel, and return their results. If one call fails, the others stop."""
     with ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="transfer") as pool:
         try:
             return [future.result() for future in [pool.submit(call) for call in calls]]
@@ -222,7 +222,7 @@ def _carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[Res
 
 
 def retried(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
-    """Return the result of a call, which is retried after temporary failures."""
+    """Return the result of a call. The call is retried after temporary failures."""
     reason = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -244,7 +244,7 @@ def retried(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
 
 
 def code_of(error: urllib.error.HTTPError) -> str:
-    """Return the store's error code. The rest of its answer may repeat the URL."""
+    """Return the store's error code. The rest of the store's answer is not used, because it may repeat the URL."""
     said = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         said = error.read(_MAX_ANSWER_BYTES)

@@ -1,7 +1,9 @@
 """Convert errors of the object stores' drivers to InfraErrors with one sentence for the user.
 
-The drivers are optional packages and raise errors of several other libraries. These error classes cannot be imported
-here, so they are recognized by name. Not here: requests to stores (object_store.py).
+The drivers are optional packages, and they raise errors of several other libraries. These classes cannot be imported
+here, so errors are recognized by the names of their classes.
+
+Not here: requests to stores (object_store.py).
 """
 
 import asyncio
@@ -24,9 +26,9 @@ _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
-"""Environment variables with a driver's credentials, by protocol."""
+"""Environment variables with the driver's credentials, by protocol."""
 _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL"}
-"""Environment variable with the address of another server, by protocol."""
+"""Environment variable with the address of an S3-compatible server, by protocol."""
 
 _NO_CREDENTIALS = {
     "NoCredentialsError",
@@ -68,7 +70,7 @@ _PASSING = {
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
 _FULL = re.compile("quota|storage ?full", re.IGNORECASE)
-"""Common part of the error codes of full stores. Each store has its own code and status."""
+"""Pattern of the error codes of full stores. Each store has its own code and status."""
 _RANGE_NOT_SATISFIABLE = 416
 _NO_ROOM = 507
 _MAX_SHOWN_CHARACTERS = 200
@@ -76,7 +78,7 @@ _MAX_SHOWN_CHARACTERS = 200
 
 @contextmanager
 def sorted_failures(url: str) -> Iterator[None]:
-    """Raise exceptions of the block as InfraErrors about the URL."""
+    """Convert exceptions of the block to InfraErrors about the URL."""
     try:
         yield
     except InfraError:
@@ -86,7 +88,7 @@ def sorted_failures(url: str) -> Iterator[None]:
 
 
 def sort_failure(error: Exception, url: str) -> InfraError:
-    """Return the InfraError for a driver's error about a URL."""
+    """Convert a driver's error about a URL to an InfraError."""
     protocol, _, place = url.partition("://")
     variables = _CREDENTIALS.get(protocol, f"the credentials of {protocol}")
     names = {cls.__name__ for cls in type(error).__mro__}
@@ -98,7 +100,7 @@ def sort_failure(error: Exception, url: str) -> InfraError:
         return StoreRefusedError(f"{url} needs credentials, but none were found ({reason}): set {variables}")
     if code == "RequestTimeTooSkewed":
         return StoreRefusedError(f"{url} is refused because the clock of this machine is wrong ({reason}): set it")
-    if code == "InvalidObjectState":  # a rule of the bucket's owner may have archived it
+    if code == "InvalidObjectState":  # a lifecycle rule of the bucket may have archived the object
         return StoreRefusedError(f"{url} is archived and cannot be read: restore it first")
     if _FULL.search(code) or status == _NO_ROOM:
         return StoreRefusedError(f"{url} cannot be written, because the store has no room left ({code or reason})")
@@ -108,7 +110,7 @@ def sort_failure(error: Exception, url: str) -> InfraError:
         return ObjectMissingError(f"there is nothing at {url}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(place, 0)
-    if status == _RANGE_NOT_SATISFIABLE:  # the requested range was listed before, so the object was longer then
+    if status == _RANGE_NOT_SATISFIABLE:  # the requested range was valid when the object was listed
         return StoreUnavailableError(f"{url} has become shorter: try again")
     is_passing = code in _PASSING_CODES or status == 429 or status >= 500 or bool(names & _PASSING)
     is_passing |= isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
@@ -124,7 +126,7 @@ def missing_bucket(url: str) -> StoreRefusedError:
 
 
 def _answer_of(error: Exception) -> tuple[str, int]:
-    """Return the store's error code and the HTTP status of its answer; "" and 0 without an answer."""
+    """Return the store's error code and HTTP status; "" and 0 if the store did not answer."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)

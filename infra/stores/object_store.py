@@ -2,8 +2,8 @@
 
     s3://bucket/folder   gs://bucket/folder   file:///folder
 
-Only this file uses fsspec, whose drivers are optional packages. They find credentials in environment variables and in
-the files of the providers' own tools; this code never sees them.
+Only this module uses fsspec, whose drivers are optional packages. The drivers find credentials in environment variables
+and in the files of the providers' own tools. This code never sees the credentials.
 
 Not here: publications (publication.py), downloads (download.py), errors of drivers (object_errors.py), a folder of this
 machine (shared_folder.py).
@@ -34,22 +34,23 @@ from rollouts.infra.stores.object_errors import missing_bucket, sorted_failures
 from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
-"""Objects of at least twice this size go to S3 in parts. Several parts are in memory and sent at a time."""
+"""Objects of at least twice this size are uploaded to S3 in parts. Several parts are in memory and sent in parallel."""
 _PARTS_AT_ONCE = 10
 _MAX_PARTS = 10_000
-"""S3's limit."""
+"""S3's largest number of parts of an object."""
 MAX_OBJECTS = 10_000
-"""A folder with more objects is treated as a mistake in the URL."""
+"""A folder with more objects is refused, because its URL is probably a mistake."""
 _MAX_SMALL_BYTES = 16 << 20
 ANSWER_S = 120.0
-"""Time without progress of an upload, besides the time that MIN_BYTES_PER_S needs, until the store counts as
-unreachable. The drivers wait forever for a server that does not read. Their own retries take 80 s."""
+"""Seconds without progress of an upload until the store counts as unreachable, in addition to the time that
+MIN_BYTES_PER_S allows. The drivers would wait forever for a server that does not read. Their own retries take 80 s."""
 MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-"""Extras of this project that install a driver, by protocol."""
+"""Extras of this project that install the driver of a protocol."""
 FOLDER = "file"
 _PROTOCOLS = (*EXTRAS, FOLDER)
-"""fsspec has more drivers, for example for web pages and for local files by other names. They are refused."""
+"""Supported protocols. Other drivers of fsspec, for example for web pages and for local files by other names, are
+refused."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
@@ -57,7 +58,7 @@ _HASH_BYTES = 4 << 20
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is a URL of an object store, not a path or a hub's name."""
+    """Return whether a text is the URL of an object store, and not a path or a hub's name."""
     return "://" in text
 
 
@@ -65,7 +66,8 @@ def check_url(url: str) -> str:
     """Return the URL of a folder or object, without a slash at its end.
 
     Raises:
-        ValueError: the text is not a URL, or has more than a place. The message omits it, as it may contain a password.
+        ValueError: the text is not a URL of a supported kind, or has more parts than a place. The message omits the
+            URL, because it may contain a password.
     """
     protocol, _, place = url.partition("://")
     if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in _PROTOCOLS:
@@ -88,10 +90,10 @@ class StoredObject:
     size: int
     """Size in bytes."""
     identity: str
-    """Changes with the content: an entity tag, a generation, or a time."""
+    """A value that changes with the content: an entity tag, a generation, or a time."""
     md5: str
-    """The content's MD5 in hex. For an upload in parts: the MD5 of the parts' MD5s, a dash, and the number of parts.
-    Empty if the store has none."""
+    """The content's MD5 in hex. After an upload in parts: the MD5 of the parts' MD5s, a dash, and the number of parts.
+    Empty if the store has no MD5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,11 @@ class FileDigest:
     size: int
     sha256: str
     md5: str
-    """In the format of StoredObject.md5."""
+    """The MD5 in the format of StoredObject.md5."""
 
 
 class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has no types
-    """Records when a store last accepted data."""
+    """Records the time at which a store last accepted data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,10 +118,10 @@ class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has 
 
 
 class ObjectStore:
-    """A folder in an object store, or one object. It may be used by several threads."""
+    """A folder in an object store, or one object. Several threads may use it."""
 
     def __init__(self, url: str) -> None:
-        """The store is not contacted here.
+        """Open the driver. The store is not contacted.
 
         Raises:
             StoreRefusedError: the URL is invalid, or its driver is not installed.
@@ -137,11 +139,11 @@ class ObjectStore:
         return self.url.rpartition("/")[2]
 
     def list(self, folder: str = "") -> dict[str, StoredObject]:
-        """Return the objects below a folder by their names in this store. The store itself has the name "".
+        """Return the objects below a folder by their names relative to this store's URL. The object at the URL is "".
 
         Raises:
-            StoreRefusedError: listing is refused, or the folder has more than MAX_OBJECTS objects.
-            PermanentInfraError: a folder of this machine contains something else than files, or a link that leaves it.
+            StoreRefusedError: the store refuses the listing, or the folder has more than MAX_OBJECTS objects.
+            PermanentInfraError: a folder of this machine contains something other than files, or a link to the outside.
         """
         root = self._key(folder)
         enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # other drivers have no limit
@@ -159,17 +161,17 @@ class ObjectStore:
                     info = self._fs.info(self._key(name))
                 except OSError as error:
                     if self.protocol == "s3" and error.errno == errno.EINVAL:
-                        self._fs.cat_file(self._key(name), start=0, end=1)  # raises the reason, which HEAD cannot have
+                        self._fs.cat_file(self._key(name), start=0, end=1)  # raises the reason; HEAD answers have none
                     raise
         except ObjectMissingError:
             return None
         return None if info["type"] == "directory" else _describe(info)
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` up to `end`.
+        """Return the bytes of an object from `start` up to but not including `end`.
 
         Raises:
-            StoreUnavailableError: the transfer broke, or the object is shorter.
+            StoreUnavailableError: the transfer broke, or the object is shorter than `end`.
         """
         if start == end:
             return b""
@@ -180,7 +182,7 @@ class ObjectStore:
         return content
 
     def read_small(self, name: str) -> bytes | None:
-        """Return the content of an object of at most _MAX_SMALL_BYTES; None if it does not exist."""
+        """Return the content of an object of at most _MAX_SMALL_BYTES. None if the object does not exist."""
         there = self.find(name)
         if there is None:
             return None
@@ -198,10 +200,10 @@ class ObjectStore:
                 self._fs.pipe_file(key, content)
 
     def upload(self, name: str, path: Path, digest: FileDigest) -> None:
-        """Write or replace an object by a file, and verify the stored object.
+        """Write or replace an object with a file's content, and verify the stored object.
 
         Raises:
-            StoreUnavailableError: it did not arrive completely, or the file changed or was removed meanwhile.
+            StoreUnavailableError: the object did not arrive completely, or the file changed or was removed meanwhile.
         """
         part_size, key = part_bytes(digest.size), self._key(name)
         options = {"chunksize": part_size, "max_concurrency": _PARTS_AT_ONCE} if self.protocol == "s3" else {}
@@ -222,19 +224,20 @@ class ObjectStore:
             raise StoreUnavailableError(f"{self.url_of(name)} differs from {path}, which was sent: publish it again")
 
     def holds(self, name: str, there: StoredObject, digest: FileDigest) -> bool:
-        """Return whether an object is the file with this digest; read it if the store's digest does not confirm it."""
+        """Return whether an object has the content with this digest. Reads the object if the store's MD5 differs."""
         if there.size != digest.size:
             return False
         if there.md5 == digest.md5:
             return True
-        # An entity tag need not be an MD5: with encryption by KMS or customer keys, S3's tags only look like one.
+        # An entity tag need not be an MD5. With encryption by KMS or customer keys, S3's tags look like one but differ.
         sha256 = hashlib.sha256()
         for start in range(0, there.size, PART_BYTES):
             sha256.update(self.read(name, start, min(start + PART_BYTES, there.size)))
         return sha256.hexdigest() == digest.sha256
 
     def copy_mode(self, name: str) -> int:
-        """Return a copy's permissions before the umask: those of the file, if the store is a folder of this machine."""
+        """Return a copy's permissions before the umask. If the store is a folder of this machine, they are the
+        file's."""
         if not isinstance(self._fs, SharedFolder):
             return READABLE
         with sorted_failures(self.url_of(name)):
@@ -245,7 +248,7 @@ class ObjectStore:
             self._fs.rm_file(self._key(name))
 
     def digest(self, path: Path) -> FileDigest:
-        """Return the digests of a local file, with an MD5 in the format of this store."""
+        """Return the digests of a local file. The MD5 has the format of this store."""
         return _digest_file(path, in_parts=self.protocol == "s3")
 
     def call_s3(self, method: str, name: str, **parameters: Any) -> Mapping[str, Any]:  # Any: S3's API
@@ -255,17 +258,17 @@ class ObjectStore:
         return answer
 
     def sign(self, method: str, name: str, lifetime_s: int, **parameters: Any) -> str:  # Any: S3's API
-        """Return a secret URL for one method of S3's API on one object, valid for `lifetime_s`."""
+        """Return a secret URL for one method of S3's API on one object. The URL is valid for `lifetime_s` seconds."""
         with sorted_failures(self.url_of(name)):
             return str(self._signing_fs.url(self._key(name), expires=lifetime_s, client_method=method, **parameters))
 
     @cached_property
     def _signing_fs(self) -> Any:  # Any: fsspec has no types
-        """A separate driver: the default one signs URLs by an old method that most servers refuse."""
+        """A separate driver for signing: the default driver signs URLs by an old method that most servers refuse."""
         return _open_driver(self.url, self.protocol, config_kwargs={"signature_version": "s3v4"})[0]
 
     def _send(self, sending: Coroutine[Any, Any, None], num_bytes_at_once: int, progress: "_Progress") -> None:
-        """Wait for a sending driver as long as it makes progress.
+        """Wait for an upload as long as it makes progress.
 
         Raises:
             TimeoutError: the store accepts no data.
@@ -282,7 +285,8 @@ class ObjectStore:
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
-        """Convert errors of writing. A missing object then means a missing bucket, which not every driver reports."""
+        """Convert errors of writing. If an object is missing then, its bucket is missing; not every driver reports
+        that."""
         url = self.url_of(name)
         try:
             with sorted_failures(url):
@@ -294,20 +298,20 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def url_of(self, name: str) -> str:
-        """Return the URL of one object; of the store itself for ""."""
+        """Return the URL of one object. The name "" gives the URL of the store itself."""
         return f"{self.url}/{name}" if name else self.url
 
 
 def part_bytes(size: int) -> int:
-    """Return the size of the parts in which an object of this size goes to S3."""
+    """Return the size of the parts in which an object of this size is uploaded to S3."""
     return max(PART_BYTES, math.ceil(size / _MAX_PARTS))
 
 
 def _digest_file(path: Path, *, in_parts: bool) -> FileDigest:
-    """Return the digests of a file, which is read once.
+    """Return the digests of a file. The file is read once.
 
     Args:
-        in_parts: whether a large file is sent in parts, each with its own digest.
+        in_parts: whether a large file is uploaded in parts, each with its own digest.
     """
     size = path.stat().st_size
     part_size = part_bytes(size) if in_parts and size >= 2 * part_bytes(size) else max(size, 1)
@@ -329,7 +333,7 @@ def _digest_file(path: Path, *, in_parts: bool) -> FileDigest:
 
 
 def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str]:  # Any: fsspec has no types
-    """Return the driver of a protocol, and its name for the place.
+    """Return the driver of a protocol, and the URL's path in the driver's format.
 
     Raises:
         StoreRefusedError: the driver is not installed.
@@ -337,7 +341,7 @@ def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str
     if protocol == FOLDER:
         root = url.partition("://")[2]
         return SharedFolder(root), root
-    if protocol in ("gs", "gcs"):  # it warns on every request if it may not read the bucket's type
+    if protocol in ("gs", "gcs"):  # the driver warns on every request if it may not read the bucket's type
         logging.getLogger("gcsfs").setLevel(logging.ERROR)
     try:
         fsspec.get_filesystem_class(protocol)
@@ -350,7 +354,7 @@ def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str
 
 
 def _describe(info: Mapping[str, Any]) -> StoredObject:  # Any: differs between drivers
-    """Convert a driver's description of an object; each driver uses other words."""
+    """Convert a driver's description of an object. Each driver uses other field names."""
     known = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified")
     identity = next((f"{key} {info[key]}" for key in known if info.get(key)), "")
     md5 = str(info.get("ETag") or "").strip('"')

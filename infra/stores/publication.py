@@ -1,6 +1,6 @@
-"""Publish folders in an object store, and checkpoints of a running training.
+"""Publish a run's checkpoint and records in an object store, and the checkpoints of a running training.
 
-Readers of a publication find either a complete, verified one or the previous one.
+A reader always finds a complete, verified publication: the new one, or the previous one.
 
     <url>/<run name>/
       publication.json            written last, atomically; lists the folders, and size and sha256 of their files
@@ -8,7 +8,7 @@ Readers of a publication find either a complete, verified one or the previous on
       runs/<run id>-<digest>/     report.html, run.json, config.toml
 
 Folders are named by a digest of their content and never change. An interrupted publication therefore leaves the
-previous one intact, and the next attempt sends only the missing files. Nothing is deleted here.
+previous one intact, and the next attempt uploads only the missing files. Publishing never deletes anything.
 
 Not here: single objects (object_store.py), downloads (download.py).
 """
@@ -47,10 +47,10 @@ CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
 _DIGEST_CHARS = 16
 _MAX_SIZE = (1 << 63) - 1
-"""Limit of a file's size in bytes."""
+"""Largest valid size of a file in bytes."""
 MAX_SHOWN_CHARACTERS = 200
 _NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions while parsing something else than a manifest."""
+"""Exceptions that are raised when something other than a manifest is parsed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
@@ -61,16 +61,16 @@ class SentFolder:
     """A folder that was uploaded to the store."""
 
     folder: str
-    """Its name in the store."""
+    """The folder's name in the store."""
     files: Mapping[str, FileDigest]
-    """Its files, by their paths below the folder."""
+    """The folder's files, by their paths below the folder."""
     num_sent_bytes: int
-    """Bytes that the store did not have before."""
+    """Number of uploaded bytes: those that the store did not have before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """The newest publication of a run's name."""
+    """The newest publication under a run's name."""
 
     run_id: str
     checkpoint: str
@@ -80,16 +80,16 @@ class Publication:
     files: Mapping[str, tuple[int, str]]
     """Size and sha256 of every file, by its name in the store."""
     published_at: float
-    """Seconds since 1970."""
+    """Time of the publication, in seconds since 1970."""
 
 
 def check_writable_store(store: ObjectStore) -> None:
-    """Return if the store accepts writes. A test object is written, read, and removed if permitted.
+    """Return if the store accepts writes. Writes and reads a test object, then removes it if the store permits that.
 
     Raises:
-        StoreRefusedError, StoreUnavailableError: one sentence.
+        StoreRefusedError, StoreUnavailableError: the store cannot be written. The message is one sentence.
     """
-    probe = f"{PROBE}-{secrets.token_hex(4)}"  # runs of the same name may start at once
+    probe = f"{PROBE}-{secrets.token_hex(4)}"  # runs of the same name may start at the same time
     content = f"{time.time_ns()}".encode()
     try:
         store.write(probe, content)
@@ -100,16 +100,16 @@ def check_writable_store(store: ObjectStore) -> None:
         raise StoreRefusedError(f"{store.url}/{PROBE} is not what was written: does another program write there?")
     try:
         store.remove(probe)
-    except StoreRefusedError as error:  # permission to delete is not needed: publishing never deletes
+    except StoreRefusedError as error:  # publishing never deletes, so it does not need permission to delete
         logger.info("%s was left behind: %s", probe, error)
 
 
 def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: Mapping[str, Path]) -> int:
-    """Publish a checkpoint and the records of its run in a store; returns how many bytes were sent.
+    """Publish a checkpoint and the records of its run in a store. Returns the number of uploaded bytes.
 
     Raises:
-        TransientInfraError: the connection broke, or a file changed meanwhile; the next call continues.
-        PermanentInfraError: the store refuses, or the checkpoint contains something else than plain files.
+        TransientInfraError: the connection broke, or a file changed meanwhile. The next call continues.
+        PermanentInfraError: the store refuses, or the checkpoint contains something other than plain files.
     """
     sent = _send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
     noted = _send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
@@ -127,10 +127,10 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
 
 
 def _send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> SentFolder:
-    """Upload files to a folder of the store and verify each; files that are already there are not sent again.
+    """Upload files to a folder of the store and verify each. Files that the store already has are not uploaded again.
 
     Args:
-        folder: its name; "{digest}" in it is replaced by the beginning of a digest of all files.
+        folder: the folder's name. "{digest}" in it is replaced by the start of a digest of all files.
     """
     try:
         place, digests = digest_folder(store, folder, files)
@@ -144,14 +144,14 @@ def _send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> 
 
 
 def digest_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> tuple[str, dict[str, FileDigest]]:
-    """Return the name of a folder of these files in the store, and their digests; see `_send_folder`."""
+    """Return the folder's name in the store for these files, and the files' digests; see `_send_folder`."""
     digests = {name: store.digest(path) for name, path in sorted(files.items())}
     total = hashlib.sha256("".join(f"{name}\0{each.sha256}\n" for name, each in digests.items()).encode())
     return folder.format(digest=total.hexdigest()[:_DIGEST_CHARS]), digests
 
 
 def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDigest]) -> list[str]:
-    """Return the files that are missing or different in a folder of the store, in upload order."""
+    """Return the files that a folder of the store lacks or has with other content, in the order of their upload."""
     there = store.list(place)
     in_order = sorted(digests, key=lambda name: (Path(name).name == MANIFEST, name))
     return [
@@ -162,7 +162,7 @@ def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDiges
 
 
 def read_publication(store: ObjectStore) -> Publication | None:
-    """Return the publication of a store; None without one.
+    """Return the store's publication; None without one.
 
     Raises:
         ObjectDamagedError: publication.json is damaged or has another format.
@@ -175,7 +175,7 @@ def parse_publication(content: bytes, url: str) -> Publication:
     """Parse a publication.json.
 
     Raises:
-        ObjectDamagedError: it has another format, or names files that leave their folder.
+        ObjectDamagedError: the content is not a valid publication, or names files outside their folder.
     """
     try:
         raw = json.loads(content, object_pairs_hook=_named_once)
@@ -203,10 +203,10 @@ def parse_publication(content: bytes, url: str) -> Publication:
 
 
 def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
-    """Return size and sha256 of the files in a checkpoint's manifest.json; {} if it is something else.
+    """Return size and sha256 of the files that a checkpoint's manifest.json lists. Empty if it lists no digests.
 
     Raises:
-        ObjectDamagedError: it lists digests, but also an invalid size or digest, or a file that leaves its folder.
+        ObjectDamagedError: the manifest lists an invalid size or digest, or a file outside its folder.
     """
     content = store.read_small(MANIFEST)
     try:
@@ -229,7 +229,8 @@ def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    """Return a JSON object; ValueError for a repeated name, because readers differ in which value they use."""
+    """Convert pairs to a JSON object. Raises ValueError for a repeated name, because readers use different values
+    then."""
     named = dict(pairs)
     if len(named) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -260,9 +261,9 @@ _UPLOAD_INTERVAL_S = 30.0
 
 @contextmanager
 def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _UPLOAD_INTERVAL_S) -> Iterator[None]:
-    """Publish new checkpoints of the folder while the block runs. Failures are logged, and the next round tries again.
+    """Publish new checkpoints of the folder while the block runs. A failure is logged, and the next round retries.
 
-    Leaving the block waits until the newest checkpoint is published. Leaving it by an exception does not wait.
+    At its end, the block waits until the newest checkpoint is published. It does not wait after an exception.
     """
     published = ""
 
@@ -274,7 +275,7 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _U
         try:
             _send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
             published = newest.name
-        except (InfraError, OSError) as error:  # OSError: the training deleted the checkpoint meanwhile
+        except (InfraError, OSError) as error:  # OSError: the training has deleted the checkpoint meanwhile
             logger.warning("%s was not published: %s", newest, error)
 
     with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):
@@ -282,6 +283,6 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _U
 
 
 def _newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the last complete checkpoint of a folder; None without one."""
+    """Return the newest complete checkpoint of a folder; None without one."""
     whole = [path.parent for path in checkpoints.glob(f"step_*/{MANIFEST}")]
     return max(whole, key=lambda path: (len(path.name), path.name), default=None)

@@ -1,10 +1,14 @@
-"""A folder of this machine as an object store; other users of the machine may write into it.
+"""A folder of this machine as an object store. Other users of the machine may write into the folder.
 
     a name ──> its path without links ──> beneath the folder? ──> opened part by part, following no link
 
-A link that leaves the folder would hand out whatever this user may read: keys, other runs, private data. It is refused,
-except in the layout of a hub's cache, where snapshots link to blobs. A file or folder that is swapped for a link after
-the check is not followed either. The class has the methods of fsspec's drivers that object_store.py calls.
+A link to the outside of the folder could expose everything that is readable for this user: keys, other runs, private
+data.
+These
+links are refused, except in the layout of a hub's cache, where snapshots link to blobs. If a file or folder is replaced
+by a link after the check, the link is not followed either.
+
+The class has the methods of fsspec's drivers that object_store.py calls.
 """
 
 import errno
@@ -20,10 +24,10 @@ from typing import Any, BinaryIO
 from rollouts.infra.errors import PermanentInfraError, StoreUnavailableError
 
 READABLE, PRIVATE = 0o666, 0o600
-"""Permissions of a file, before the process's umask is applied."""
+"""Permissions of a new file, before the process's umask is applied."""
 _SNAPSHOT = re.compile(r"(?P<cached>/(?:.*/)?(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
 _PASSED = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-"""Flags for a folder on the way to a file: its names need not be readable."""
+"""Flags to open a folder on the way to a file. They do not need permission to list the folder."""
 _MAX_LINKS = 40
 _READ_BYTES = 4 << 20
 
@@ -32,7 +36,7 @@ Described = dict[str, Any]
 
 
 class SharedFolder:
-    """The files below a path. Every `key` is that path, or a path below it."""
+    """The files below a path. Each `key` is this path or a path below it."""
 
     async_impl = False
 
@@ -40,10 +44,10 @@ class SharedFolder:
         self._root = Path(root)
 
     def find(self, key: str, *, detail: bool) -> dict[str, Described]:
-        """Return the files below a folder by their paths, or the file itself; {} if it does not exist.
+        """Return the files below a folder by their paths, or the file itself. Empty if nothing exists there.
 
         Raises:
-            PermanentInfraError: the folder contains something else than files, or a link that leaves the folder.
+            PermanentInfraError: the folder contains something other than files, or a link that leaves the folder.
         """
         assert detail, "drivers are always asked for details"
         try:
@@ -57,7 +61,8 @@ class SharedFolder:
             return _describe(_checked_status(folder, name, key))
 
     def copy_mode(self, key: str) -> int:
-        """Return the permissions of a copy. It is readable only for users with access to the file, from the root on."""
+        """Return the permissions of a copy. Only users who can reach the original from the root on can read the
+        copy."""
         real, top = self._real(key), self._real(str(self._root))
         mode = int(self.info(key)["mode"])
         for folder in real.parents:
@@ -68,7 +73,8 @@ class SharedFolder:
         return mode & READABLE | PRIVATE
 
     def cat_file(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` up to `end`; fewer if the file ends earlier."""
+        """Return the bytes of a file from `start` up to but not including `end`. Fewer bytes if the file ends
+        earlier."""
         with self._located(key) as (folder, name):
             expected = _checked_status(folder, name, key)
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
@@ -82,12 +88,12 @@ class SharedFolder:
         return b"".join(pieces)
 
     def pipe_file(self, key: str, content: bytes) -> None:
-        """Write or replace a file in one step."""
+        """Write or replace a file atomically."""
         with self._replacing(key, READABLE) as file:
             file.write(content)
 
     def put_file(self, path: str, key: str) -> None:
-        """Write or replace a file by a copy, whose permissions are at most those of the original."""
+        """Write or replace a file with a copy of another file. The copy gets at most the original's permissions."""
         with Path(path).open("rb") as source:
             mode = os.fstat(source.fileno()).st_mode & READABLE | PRIVATE
             with self._replacing(key, mode) as file:
@@ -116,7 +122,7 @@ class SharedFolder:
             os.close(top)
 
     def _linked_file(self, key: str) -> Described:
-        """Describe the file behind a link. A folder is refused, because two links could form a circle."""
+        """Describe the file behind a link. Links to folders are refused, because two links could form a cycle."""
         try:
             described = self.info(key)
         except FileNotFoundError as error:
@@ -127,7 +133,8 @@ class SharedFolder:
 
     @contextmanager
     def _replacing(self, key: str, mode: int) -> Iterator[BinaryIO]:
-        """Yield a new file that gets its name when the block succeeds. Readers see the old or the whole new file."""
+        """Yield a new file that gets its name when the block succeeds. Readers see the whole old or the whole new
+        file."""
         with self._located(key, is_created=True) as (folder, name):
             partial = f"{name}.{secrets.token_hex(8)}.partial"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -141,7 +148,7 @@ class SharedFolder:
 
     @contextmanager
     def _located(self, key: str, *, is_created: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield a descriptor of a file's folder, and the file's name there."""
+        """Yield an open descriptor of the file's folder, and the file's name in the folder."""
         real = self._real(key)
         descriptor = os.open("/", _PASSED)
         try:
@@ -157,10 +164,10 @@ class SharedFolder:
             os.close(descriptor)
 
     def _real(self, key: str) -> Path:
-        """Return the path of a file or folder without links.
+        """Return the path of a file or folder after following all links.
 
         Raises:
-            PermanentInfraError: the path leaves the folder, or the root leaves its parent folder.
+            PermanentInfraError: the path leaves the folder, or the root itself is a link that leaves its parent folder.
         """
         is_root = key == str(self._root)
         within = real_path(self._root.parent) if is_root else self._real(str(self._root))
@@ -172,11 +179,11 @@ class SharedFolder:
 
 
 def real_path(path: Path, *, within: Path | None = None, num_links: int = 0) -> Path:
-    """Return the absolute path without links. Parts that do not exist stay as they are.
+    """Return the absolute path after following all links. Parts that do not exist stay unchanged.
 
     Args:
-        within: the folder in which the links of all users are followed. Elsewhere a link that leaves its own folder is
-            followed if this user or root created it.
+        within: the folder in which the links of all users are followed. Elsewhere, a link that leaves its own folder is
+            followed only if this user or root created it.
 
     Raises:
         PermanentInfraError: another user's link leaves its folder.
@@ -205,7 +212,8 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def _is_beneath(path: Path, folder: Path) -> bool:
-    """Return whether the path is in the folder, or is a blob of the hub's cache if the folder is a snapshot there."""
+    """Return whether the path is in the folder. For a snapshot of the hub's cache, the cache's blobs count as
+    inside."""
     snapshot = _SNAPSHOT.fullmatch(str(folder))
     return path.is_relative_to(folder) or (snapshot is not None and path.parent == Path(snapshot["cached"], "blobs"))
 
@@ -227,8 +235,8 @@ def _checked_status(folder: int, name: str, key: str) -> os.stat_result:
     """Return the status of a file or folder.
 
     Raises:
-        PermanentInfraError: a link, a pipe or a device; or a private file with a second name (a hard link) in a folder
-            that other users can write to.
+        PermanentInfraError: it is a link, a pipe or a device. Also for a private file with a second name (a hard link)
+        in a folder that other users can write to.
     """
     status, around = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(folder)
     if stat.S_ISDIR(status.st_mode):

@@ -1,15 +1,15 @@
-"""Entry of `python infra/supervisor VERB RUN_DIR ...`. It works without an installation of this project."""
+"""Entry point of `python infra/supervisor VERB RUN_DIR ...`. It works without an installation of this project."""
 
 import sys
 import types
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The parent packages are replaced by empty ones: their modules may need more than the standard library.
+    # Replace the parent packages by empty ones, because their modules may need more than the standard library.
     sys.modules["rollouts"] = types.ModuleType("rollouts")
     infra = sys.modules["rollouts.infra"] = types.ModuleType("rollouts.infra")
     infra.__path__ = [str(Path(__file__).parents[1])]
-    del sys.path[0]  # this folder, because its modules have common names
+    del sys.path[0]  # this folder's modules have common names and would hide other modules
 
     from rollouts.infra.supervisor.verbs import main
 

@@ -28,24 +28,24 @@ def exit_path(run_dir: str, attempt: int) -> Path:
 
 
 def latest_attempt(run_dir: str) -> int:
-    """Return the number of the last attempt; 0 before the first."""
+    """Return the number of the latest attempt; 0 before the first attempt."""
     numbers = [int(path.stem.removeprefix("meta-")) for path in Path(run_dir, INTERNAL_DIR).glob("meta-*.json")]
     return max(numbers, default=0)
 
 
 def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
-    """Return the program's stop.json (process, needed time, saved step) if it belongs to this attempt; else empty."""
+    """Return stop.json (the program's process, needed time, saved step) of this attempt. Empty without one."""
     said = read_json(Path(run_dir, "stop.json")) or {}
     return said if said.get("attempt") == attempt else {}
 
 
 def granted_path(run_dir: str, attempt: int) -> Path:
-    """Return the path of the file that tells the program its seconds for saving."""
+    """Return the path of the file that tells the program how many seconds it has for saving."""
     return Path(run_dir, f"stop-{attempt}")
 
 
 def granted_s(run_dir: str, attempt: int) -> float:
-    """Return the seconds that the program of an attempt has for saving; 0 if it was not asked to end."""
+    """Return the seconds that the program of an attempt has for saving. 0 if it was not asked to end."""
     try:
         return float(granted_path(run_dir, attempt).read_text())
     except (OSError, ValueError):
@@ -53,7 +53,7 @@ def granted_s(run_dir: str, attempt: int) -> float:
 
 
 def parse_object(text: bytes) -> JsonObject | None:
-    """Parse a JSON object; None for anything else."""
+    """Parse a JSON object. None if the text is anything else."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
@@ -89,7 +89,8 @@ def file_size(path: Path) -> int:
 
 
 def read_from(path: Path, offset: int, max_bytes: int) -> bytes:
-    """Return bytes of a file from an offset on; empty at its end or without such a file."""
+    """Return at most `max_bytes` bytes of a file from an offset on. Empty at the file's end, or if the file is
+    missing."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -107,7 +108,7 @@ def read_text(path: Path) -> str:
 
 
 def append_event(run_dir: str, attempt: int, event: str, **details: Any) -> None:  # Any: JSON
-    """Append an event to the program's events. On a full disk it is dropped."""
+    """Append an event to the program's events.jsonl. On a full disk the event is dropped."""
     path = Path(run_dir, "events.jsonl")
     line = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **details}
     with contextlib.suppress(OSError), path.open("a+b") as file:

@@ -1,4 +1,4 @@
-"""Locks of this machine's GPUs: one job, or one group of jobs, uses a GPU at a time."""
+"""Locks for this machine's GPUs. Only one job, or one group of jobs, uses a GPU at a time."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from rollouts.infra.supervisor.processes import find_processes
 from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
 
 GPU_LOCKS_VARIABLE = "ROLLOUTS_GPU_LOCKS"
-"""Environment variable with another folder for the GPU locks, for example one that containers share."""
+"""Environment variable with the folder of GPU locks, for example a folder that containers share."""
 GPU_FILES_NEW_S = 3600.0
-"""Interval for touching held lock files. Systems remove old files from /tmp, usually after ten days."""
+"""Seconds between updates of the held lock files' times. Systems remove old files from /tmp, usually after ten days."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPUSlot:
-    """A GPU, used by a single job or group of jobs at a time."""
+    """A GPU for a single job, or a single group of jobs, at a time."""
 
     name: str
-    """The GPU's name for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
+    """The GPU's name, equal for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
     label: str
     """The GPU's name in messages."""
 
 
 def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
-    """Return the GPUs of a spec on this machine, sorted in the order in which every job takes them.
+    """Return the GPUs that a spec names on this machine, in the order in which every job takes them.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES of a program without assigned GPUs; None if it is not set.
+        visible: CUDA_VISIBLE_DEVICES for a program without assigned GPUs; None if the variable is not set.
     """
     if not wanted:
         return []
@@ -61,12 +61,13 @@ def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
 
 
 def _is_meant(uuid: str, gpu: str) -> bool:
-    """Return whether a name in CUDA_VISIBLE_DEVICES means this GPU. It may be the beginning of a UUID."""
+    """Return whether `gpu`, a name in CUDA_VISIBLE_DEVICES, means the GPU with this UUID. A name may be a UUID's
+    start."""
     return gpu.startswith("GPU-") and uuid.startswith(gpu)
 
 
 def _list_gpu_uuids() -> list[str]:
-    """Return the UUIDs of the machine's GPUs by number; empty if nvidia-smi does not report them."""
+    """Return the UUIDs of the machine's GPUs, ordered by their numbers. Empty if nvidia-smi does not report them."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -79,19 +80,19 @@ def _list_gpu_uuids() -> list[str]:
 
 
 class GPUSlots:
-    """The GPUs of a job. The job holds a lock on each of them until the last of its processes is gone.
+    """The GPUs of a job. The job holds a lock on each of them until its last process has ended.
 
-    A lock is the flock of a file. The supervisor takes it, and the program and its children inherit it. It therefore
-    survives a killed supervisor whose GPU is still in use, and the kernel frees it in any case. The file's JSON names
-    the group and describes the holder for messages.
+    A lock is a file with flock. The supervisor locks the file, and the program and its children inherit the lock. If
+    the supervisor is killed while the program still uses the GPU, the GPU therefore stays locked. The kernel frees the
+    lock when the last process has ended. The file's JSON names the group, and describes the holder for messages.
 
         shared lock      held by each job of the group that the file names
         exclusive lock   taken for a moment, to check that no job holds the file
         mutex            held while locks are checked and changed
 
-    Every job takes its GPUs in the same order and keeps them while it waits for the rest. So jobs with several GPUs
-    get all of them in the end, and two jobs never wait for each other. Jobs that need each other form a group, in which
-    each job takes the GPUs of the whole group.
+    Every job takes its GPUs in the same order. A waiting job keeps the GPUs that it has taken. Two jobs therefore never
+    wait for each other, and jobs with several GPUs get all of them in the end. Jobs that must run together form a
+    group. Each job of a group takes the GPUs of the whole group.
     """
 
     def __init__(self, spec: JobSpec, slots: Sequence[GPUSlot]) -> None:
@@ -106,7 +107,7 @@ class GPUSlots:
         return tuple(self._held.values())
 
     def take(self) -> str:
-        """Take all free GPUs; returns a sentence about the first GPU that another job holds, empty if all are taken.
+        """Take all free GPUs. Returns a sentence about the first GPU that another job holds; empty if this job has all.
 
         Raises:
             OSError: the folder of locks or a lock file cannot be written.
@@ -130,8 +131,9 @@ class GPUSlots:
         return ""
 
     def keep_files(self) -> None:
-        """Touch the lock files regularly, because cleaners of /tmp remove old files. Another job would then create and
-        lock a new file."""
+        """Update the lock files' times regularly, because cleaners of /tmp remove old files. If a lock file were
+        removed, another job would create and lock a new one.
+        """
         if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
             return
         self._touched_at = time.monotonic()
@@ -140,13 +142,13 @@ class GPUSlots:
                 os.utime(descriptor)
 
     def release(self) -> None:
-        """Close the supervisor's own copies of the locks."""
+        """Close the supervisor's own copies of the locks. Processes of the program keep theirs."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
 
     def _find_holder(self, descriptor: int) -> str:
-        """Return a description of the GPU's other holder; empty if the lock was taken."""
+        """Try to lock the GPU. Returns a description of another holder; empty if this job has the lock now."""
         found = parse_object(os.pread(descriptor, READ_BYTES, 0)) or {}
         is_ours = found.get("group") == self._group
         try:
@@ -158,7 +160,7 @@ class GPUSlots:
             since = found["since"]
         else:
             left = [] if is_ours else [pid for job in found.get("jobs", []) for pid in find_processes(job)]
-            if left:  # processes of a killed supervisor that did not inherit its lock
+            if left:  # the supervisor was killed, and these processes of its program did not inherit the lock
                 processes = ", ".join(str(pid) for pid in left)
                 return f"used by processes {processes}, which are left of {_describe_gpu_holder(found)}"
             others = []
@@ -172,12 +174,12 @@ class GPUSlots:
         }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # without a gap: other jobs check only with the mutex
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # other jobs check only with the mutex: no gap for them
         return ""
 
 
 def _describe_gpu_holder(holder: Mapping[str, Any]) -> str:
-    """Describe the holder in a lock file, for the messages of waiting jobs."""
+    """Describe the holder that a lock file names, for the messages of waiting jobs."""
     if not holder:
         return "a job that is just taking it"
     run = f"run {holder['run']} " if holder["run"] else ""
@@ -185,7 +187,7 @@ def _describe_gpu_holder(holder: Mapping[str, Any]) -> str:
 
 
 def _open_gpu_locks_folder() -> Path:
-    """Return the folder of GPU locks, which all runs of this user on this machine share.
+    """Return the folder of GPU locks. All runs of this user on this machine share it.
 
     Raises:
         OSError: the folder cannot be created, or another user created it.

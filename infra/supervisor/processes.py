@@ -1,4 +1,4 @@
-"""Find the processes of a job by their parents and by an environment variable, and end them."""
+"""Find a job's processes by their parents and by an environment variable, and end them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from rollouts.infra.supervisor.spec import JobError
 
 JOB_VARIABLE = "ROLLOUTS_JOB"
 UNKILLABLE_AFTER_S = 10.0
-"""Seconds after SIGKILL until surviving processes are given up."""
+"""Processes that are still alive this many seconds after SIGKILL are no longer waited for."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def find_processes(
     run_dir: str, *, supervisor: int | None = None, group: int | None = None, group_started: str = ""
 ) -> list[int]:
-    """Return all live processes of the job except this one.
+    """Return all live processes of the job except this process.
 
     Args:
-        supervisor: include its descendants, even if they changed their environment. Needs /proc.
+        supervisor: process id of the supervisor. Its descendants are included even if they changed their environment.
+            Needs /proc.
         group: the process group of the job, for systems without /proc.
         group_started: start time of the group's leader; empty if unknown.
     """
@@ -46,7 +47,7 @@ def find_processes(
             parents[pid] = int(parent)
             if cookie in (directory / "environ").read_bytes().split(b"\0"):
                 marked.add(pid)
-        except OSError:  # it ended meanwhile, or belongs to another user
+        except OSError:  # the process has ended meanwhile, or belongs to another user
             continue
     if supervisor is not None:
         marked |= {pid for pid in parents if _descends_from(pid, supervisor, parents)}
@@ -67,7 +68,7 @@ def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 def find_group(group: int | None, *, started: str = "") -> list[int]:
     """Return the live processes of a process group, from the output of `ps`.
 
-    Empty if the group's leader has a different start time than `started`, because its number was reused.
+    Empty if the leader's start time differs from `started`: another process has got the leader's number.
     """
     if group is None or (started and read_start(group) not in ("", started)):
         return []
@@ -79,7 +80,7 @@ def find_group(group: int | None, *, started: str = "") -> list[int]:
 
 
 def read_start(pid: int) -> str:
-    """Return the start time of a process as the system reports it; empty if the process does not exist."""
+    """Return the start time of a process in the system's own format. Empty if the process does not exist."""
     if Path("/proc/self/stat").exists():
         try:
             return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
@@ -90,7 +91,8 @@ def read_start(pid: int) -> str:
 
 
 def find_recorded(run_dir: str, meta: Mapping[str, Any]) -> list[int]:
-    """Return the live processes of an attempt whose supervisor is gone, from its record of this boot."""
+    """Return the live processes of an attempt whose supervisor has died, from the attempt's record. It must be of this
+    boot."""
     return find_processes(run_dir, group=meta.get("pid"), group_started=meta.get("pid_started", ""))
 
 
@@ -101,7 +103,7 @@ def send_signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def end_orphans(run_dir: str, grace_s: float) -> None:
-    """End the remaining processes of a job whose supervisor is gone: SIGTERM, then SIGKILL after `grace_s`."""
+    """End the remaining processes of a job whose supervisor has died: SIGTERM, then SIGKILL after `grace_s` seconds."""
     meta = read_json(internal_path(run_dir, f"meta-{latest_attempt(run_dir)}.json")) or {}
     if meta.get("boot_id") != read_boot_id():
         return
@@ -116,13 +118,13 @@ def end_orphans(run_dir: str, grace_s: float) -> None:
 
 
 def become_subreaper() -> None:
-    """On Linux, adopt orphaned descendants, so that they can be found and waited for."""
+    """On Linux, become the parent of orphaned descendants, so that they can be found and reaped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def read_boot_id() -> str:
-    """Return the id of the machine's current boot; empty if the system does not report it."""
+    """Return the id of the machine's current boot. Empty if the system does not report it."""
     if sys.platform == "linux":
         return read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
     else:  # noqa: RET505 - the type checker knows only one of the two systems at a time
@@ -131,9 +133,9 @@ def read_boot_id() -> str:
 
 
 def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many processes of our control group the kernel killed for lack of memory; 0 if it does not count.
+    """Return how many processes of this control group the kernel has killed for lack of memory. 0 if unknown.
 
-    A container often sees its own group at the root of the mount, whatever the path says.
+    In a container, the group is often at the root of the mount, whatever path the membership file names.
     """
     for line in read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""One start of the program: its environment, its output, requests to end it, and its end."""
+"""One start of the program: its environment, its output, requests to end it, and its exit."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _INHERITED_NAMES = """
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
 """
-# PIP_ and UV_: a machine may configure its package index only by variables.
+# PIP_ and UV_: some machines configure their package index only by variables.
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "PIP_", "UV_")
 _FOLDER_LISTS = ("PATH", "PYTHONPATH", "ROLLOUTS_CODE_PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
 _PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int) -> dict[str, str]:
-    """Return the program's environment: basic inherited variables, those of the spec, and the job's identity."""
+    """Return the program's environment: basic inherited variables, the spec's variables, and the job's identity."""
     inherited_names = set(_INHERITED_NAMES.split())
     kept = {
         name: value
@@ -60,7 +60,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",  # the same behavior in every locale
-        "SPT_NOENV": "1",  # otherwise setproctitle, which engines use, overwrites the variable that marks our processes
+        "SPT_NOENV": "1",  # else setproctitle, which engines use, overwrites the variable that marks our processes
         **kept,
         **spec.env,
         JOB_VARIABLE: spec.run_dir,
@@ -69,9 +69,9 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
 
 
 def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the variables that contain relative paths, resolved against `folder`, for a process in another folder.
+    """Return the variables that contain paths, resolved against `folder`, for a process with another working directory.
 
-    An empty part of PYTHONPATH or PATH means the folder itself. Paths that begin with ~ or $ stay as they are.
+    An empty part of PATH or PYTHONPATH means the folder itself. Paths that begin with ~ or $ stay unchanged.
     """
 
     def absolute(path: str) -> str:
@@ -92,9 +92,9 @@ _LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
-    """The log file of a job. It takes up to a number of bytes; of further output it keeps only the end.
+    """The log file of a job. After a number of bytes, it keeps only the end of further output.
 
-    A full disk loses log, but no job fails because of it.
+    On a full disk, output is lost, but the job does not fail.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -108,7 +108,7 @@ class CappedLog:
         self._is_at_line_start = True
 
     def write(self, chunk: bytes) -> None:
-        """Append the program's output, up to the limit."""
+        """Append output of the program. Output beyond the limit is kept only as the log's end."""
         head, rest = chunk[: self._room], chunk[self._room :]
         self._room -= len(head)
         self._append(head)
@@ -147,7 +147,7 @@ class CappedLog:
 
 
 class _ProgramOutput:
-    """The pipe with the program's output, which is copied to the log."""
+    """The pipe with the program's output. Its content is copied to the log."""
 
     def __init__(self, descriptor: int, log: CappedLog) -> None:
         self._descriptor = descriptor
@@ -155,7 +155,7 @@ class _ProgramOutput:
         self._is_open = True
 
     def pump(self, wait_s: float = POLL_S) -> bool:
-        """Wait a moment for output and move it to the log; returns whether there was any."""
+        """Wait a moment for output and copy it to the log. Returns whether there was output."""
         if not self._is_open:
             time.sleep(wait_s)
             return False
@@ -169,8 +169,8 @@ class _ProgramOutput:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Move the rest of the output after the program's end, and close the pipe."""
-        for _ in range(1024):  # a process that survived SIGKILL may write forever
+        """Copy the remaining output after the program's end, then close the pipe."""
+        for _ in range(1024):  # limited, because a process that survived SIGKILL may write forever
             if not self.pump(wait_s=0):
                 break
         if self._is_open:
@@ -178,26 +178,26 @@ class _ProgramOutput:
             os.close(self._descriptor)
 
 
-# ── reasons to end it ──
+# ── reasons to end the program ──
 
 
 class Grant(NamedTuple):
-    """Time that a program gets for saving its state."""
+    """The time that a program gets for saving its state."""
 
     pid: int
-    """The process that gets SIGTERM. The program may need its other processes for saving."""
+    """The process that gets SIGTERM. The program may need its other processes to save its state."""
     seconds: float
 
 
 class StopRequests:
-    """Watches for reasons to end a job from outside: a cancel request, its time limit, its lease.
+    """Watches for reasons to end a job: a cancel request, its time limit, its lease.
 
-    Time is measured by the monotonic clock, which stops while a machine sleeps: after a laptop wakes up, its jobs have
-    the same time left as before.
+    Time is measured by the monotonic clock, which stops while a machine sleeps. After a laptop wakes up, its jobs
+    therefore have as much time left as before.
 
-    A job whose time is up is noted in a file, so that nobody attaches to a job that is about to end. A process that
-    wants to attach first renews the lease and then looks for the note. This class first writes the note and then checks
-    the lease again. So a process that finds no note has renewed the lease in time.
+    Before a job is ended because its time is up, a note is written to a file, so that no client attaches to the job. A
+    client that wants to attach renews the lease first and then looks for the note. This class writes the note first and
+    then checks the lease again. A client that finds no note has therefore renewed the lease in time.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
@@ -213,21 +213,22 @@ class StopRequests:
 
     @property
     def grace_s(self) -> float:
-        """The grace time of the cancel request, or else of the spec."""
+        """The grace time in seconds, from the cancel request or else from the spec."""
         return self._limits[0]
 
     @property
     def _limits(self) -> tuple[float, float]:
-        """The grace time of the job, and its limit for a program that requests time for saving."""
+        """The grace time of the job, and the limit of the time that a program may request for saving, both in
+        seconds."""
         with contextlib.suppress(OSError, ValueError):
             grace_s, max_grace_s = map(float, self._cancel_path.read_text().split())
             return grace_s, max_grace_s
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and write it down for the program; None without request.
+        """Grant the time that the program requests for saving, and tell the program. None if it requests no time.
 
-        Later calls never return more time: a later request for the same end may leave less.
+        Later calls never grant more time. They may grant less if another request to end the job has a lower limit.
         """
         said = read_stop_state(self._spec.run_dir, self._attempt)
         if self._granted is None and not isinstance(said.get("pid"), int):
@@ -235,13 +236,13 @@ class StopRequests:
         wanted = self._granted or Grant(said["pid"], float(said.get("grace_s", 0.0)))
         granted = Grant(wanted.pid, min(wanted.seconds, self._limits[1]))
         if granted != self._granted:
-            with contextlib.suppress(OSError):  # on a full disk the program assumes its requested time
+            with contextlib.suppress(OSError):  # on a full disk, the program assumes that it has the requested time
                 granted_path(self._spec.run_dir, self._attempt).write_text(f"{granted.seconds:g}")
             self._granted = granted
         return granted
 
     def find(self) -> str:
-        """Return why the job has to end now; empty if it may continue."""
+        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if it may continue."""
         if self._cancel_path.exists():
             return "cancelled"
         if time.monotonic() >= self._deadline:
@@ -263,11 +264,11 @@ class StopRequests:
         return time.monotonic() >= self._renewed + self._lease_s
 
     def _note_ending(self) -> None:
-        with contextlib.suppress(OSError):  # on a full disk the job must end, too
+        with contextlib.suppress(OSError):  # on a full disk, the job ends without the note
             self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
-        """Wait until the time is up or the job has to end; return the reason for the end, or empty."""
+        """Wait for `pause_s` seconds or until the job must end. Returns the reason to end it, or empty."""
         until = time.monotonic() + pause_s
         while not (reason := self.find()) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -275,7 +276,7 @@ class StopRequests:
 
 
 LEFTOVER_GRACE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL for processes that outlive the program."""
+"""Seconds between SIGTERM and SIGKILL for processes that are alive after the program has ended."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -285,9 +286,9 @@ class Program:
 
     process: subprocess.Popen[bytes]
     output_fd: int
-    """Reading end of the pipe with its output."""
+    """Reading end of the pipe with the program's output."""
     oom_kills_before: int
-    """The kernel's number of out-of-memory kills before the start."""
+    """The kernel's count of out-of-memory kills before the start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,18 +296,18 @@ class Ending:
     """How one start of the program ended."""
 
     code: int
-    """The exit code; 128 + the signal's number if a signal ended it."""
+    """The exit code. 128 + the signal's number if a signal ended the program."""
     signal: int | None
     oom: bool
-    """Whether the kernel killed it because the node or its container was out of memory."""
+    """Whether the kernel killed the program because the node or its container was out of memory."""
     stopped_by: str
-    """"cancelled", "timeout", "lease_expired", or "" if it ended by itself."""
+    """Reason for the end: "cancelled", "timeout" or "lease_expired". "" if the program ended by itself."""
     leftover_processes: int
-    """Processes of the job that outlived the program and were killed."""
+    """Number of the job's processes that were alive after the program's end and were killed."""
 
 
 def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) -> Program:
-    """Start the program in a new session. On Linux the kernel kills it when this process dies.
+    """Start the program in a new session. On Linux, the kernel kills the program when this process dies.
 
     Args:
         gpu_locks: open files that the program inherits.
@@ -320,10 +321,11 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
     def die_with_supervisor() -> None:
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != supervisor_pid:  # the supervisor died before the line above
+        if os.getppid() != supervisor_pid:  # the supervisor died before prctl was called
             os._exit(125)
 
-    # Not the run directory: its files may come from another machine, and Python imports from its working directory.
+    # The program does not run in the run directory, whose files may come from another machine: Python imports from its
+    # working directory.
     work_dir = internal_path(spec.run_dir, "work")
     work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()
@@ -351,10 +353,10 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
 def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
-    """Collect the program's output until all its processes have ended; end them when that is requested.
+    """Copy the program's output to the log until all its processes have ended. End them if a request says so.
 
     Args:
-        on_look: called several times a second.
+        on_look: called several times per second.
     """
     output = _ProgramOutput(program.output_fd, log)
     signals = _EndSignals(requests)
@@ -370,7 +372,7 @@ def watch_program(
             stopped_by = requests.find()
         if wait_status is None and not stopped_by:
             continue
-        # The program may have ended since the check above, for example while a cancel request was read.
+        # Check again: the program may have ended since the last check, for example while a cancel request was read.
         if (ended := _reap_children(program.process)) is not None:
             wait_status = ended
         processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
@@ -394,7 +396,7 @@ def watch_program(
 class _EndSignals:
     """Ends the processes of a program by SIGTERM, and by SIGKILL when their time is up.
 
-    A program with a grant for saving alone gets the SIGTERM, because such a program ends its own processes.
+    If the program has a grant for saving, only its main process gets SIGTERM. This program ends its own processes.
     """
 
     def __init__(self, requests: StopRequests) -> None:
@@ -403,15 +405,15 @@ class _EndSignals:
         self._told_at = self._kill_at = math.inf
 
     def are_in_vain(self) -> bool:
-        """Return whether processes live on long after SIGKILL."""
+        """Return whether processes are still alive long after SIGKILL."""
         return time.monotonic() > self._kill_at + UNKILLABLE_AFTER_S
 
     def send(self, processes: list[int], *, has_ended: bool, is_stopped: bool) -> None:
-        """Send the signal that is due, if any.
+        """Send the signal that is due now, if any.
 
         Args:
-            has_ended: the program has ended; `processes` are its leftovers.
-            is_stopped: the end was requested.
+            has_ended: whether the program has ended. `processes` then are its leftovers.
+            is_stopped: whether the end was requested.
         """
         now = time.monotonic()
         is_first = self._kill_at == math.inf
@@ -431,7 +433,7 @@ class _EndSignals:
 
 
 def _reap_children(process: subprocess.Popen[bytes]) -> int | None:
-    """Reap every ended child, also adopted ones; return the wait status of `process` if it has ended."""
+    """Reap every child that has ended, including adopted ones. Returns the wait status of `process` if it has ended."""
     found: int | None = None
     while True:
         try:

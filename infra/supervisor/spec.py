@@ -12,46 +12,51 @@ FIRST_GPU = "first"
 
 
 class JobError(Exception):
-    """A verb cannot be carried out. Its message, one sentence, reaches the caller."""
+    """A verb failed. The message, one sentence, is printed to the caller."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """The program to run, its directory, and its limits."""
+    """The program to run, its run directory, and its limits."""
 
     run_dir: str
-    """Absolute path of the run directory, which identifies the job."""
+    """Absolute path of the run directory. The path identifies the job."""
     argv: tuple[str, ...]
     job: Mapping[str, Any]
-    """The content of job.json. It contains no secrets."""
+    """The content of job.json, without secrets."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    """Variables added to a minimal inherited environment. Secrets are passed only here and never written to disk."""
+    """Variables that are added to a minimal inherited environment. Secrets are passed only here. They are never written
+    to disk."""
     timeout_s: float = 0.0
-    """Time limit of the whole attempt; 0: no limit."""
+    """Time limit of the whole attempt in seconds; 0 means no limit."""
     grace_s: float = 30.0
-    """Seconds between SIGTERM and SIGKILL when the job is ended from outside."""
+    """Seconds between SIGTERM and SIGKILL when a request, the time limit or the lease ends the job."""
     max_grace_s: float = 600.0
-    """Limit of that time for a program that requests a time for saving in stop.json."""
+    """Largest grace time in seconds for a program that requests time for saving in stop.json."""
     max_restarts: int = 0
-    """How often in a row the program is restarted within an attempt after an exit code other than 0."""
+    """Largest number of restarts in a row within an attempt. The program is restarted after an exit code other than
+    0."""
     healthy_s: float = 3600.0
-    """A program that ran for this many seconds resets the count of restarts."""
+    """If the program ran for this many seconds, restarts are counted from 0 again."""
     restart_backoff_s: float = 1.0
     """Pause before the first restart in a row, in seconds. It doubles with each restart, up to 30 s."""
+    restart_code: int = 0
+    """The exit code with which the program asks for a restart. Such restarts come at once, and `max_restarts` does not
+    count them. 0: no such code."""
     lease_s: float = 0.0
-    """The job ends if its lease was not renewed for this many seconds; 0: no lease."""
+    """The job ends if its lease was not renewed for this many seconds; 0 means no lease."""
     max_log_bytes: int = 256 << 20
-    """Bytes that one attempt may add to log.txt. Further output is dropped except for its end."""
+    """Number of bytes that one attempt may add to log.txt. Only the end of further output is kept."""
     gpus: tuple[str, ...] = ()
-    """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job has any of them."""
+    """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job holds any of them."""
     gpu_group: str = ""
-    """Jobs with the same group share their GPUs; empty: the job shares its GPUs with no other job."""
+    """Jobs of the same group share their GPUs. Empty: the job shares its GPUs with no other job."""
     run_name: str = ""
-    """Name of the run, for the messages of other waiting jobs."""
+    """Name of the run, for messages to jobs that wait for the same GPUs."""
 
 
 def parse_spec(text: bytes) -> JobSpec:
-    """Parse a spec that a client made with `dataclasses.asdict` and JSON."""
+    """Parse a spec that a client has serialized with `dataclasses.asdict` and JSON."""
     try:
         document = json.loads(text)
         spec = JobSpec(**{**document, "argv": tuple(document["argv"]), "gpus": tuple(document["gpus"])})

@@ -1,4 +1,4 @@
-"""Start a job's next attempt or find the running one, and detach its supervisor from the client.
+"""Start a job's next attempt or find the running one, and detach the supervisor from the client.
 
 Not here: the supervisor's work (supervise.py).
 """
@@ -31,13 +31,14 @@ from rollouts.infra.supervisor.status import read_status, renew_lease
 from rollouts.infra.supervisor.supervise import supervise
 
 ENDING_WAIT_S = 60.0
-"""Seconds that a start waits for the end of an attempt, in addition to the attempt's time for saving."""
+"""Seconds that a start waits for the end of the earlier attempt, in addition to that attempt's time for saving."""
 
 
 def start_job(spec: JobSpec) -> JsonObject:
-    """Start the next attempt unless the job is finished or running. Concurrent calls start it once.
+    """Start the next attempt unless the job is finished or running, and renew the job's lease.
 
-    If an attempt is being ended, the call waits for its end instead of attaching. It also renews the job's lease.
+    Concurrent calls start only one attempt. If an attempt is being ended, the call waits for its end and does not
+    attach.
     """
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,8 @@ def start_job(spec: JobSpec) -> JsonObject:
             status = renew_lease(run_dir)  # before `is_ending` is read, see StopRequests
             if not status["is_ending"]:
                 return _start_or_find(spec, status, start_lock)
-        # Outside the lock: a second cancel request needs the lock now, and must not end the attempt started here.
+        # Wait without the lock: a second cancel request needs the lock now, so that it cannot end the attempt started
+        # here.
         limit_s = ENDING_WAIT_S + granted_s(run_dir, status["attempt"])
         if time.monotonic() >= began + limit_s:
             raise JobError(
@@ -59,35 +61,36 @@ def start_job(spec: JobSpec) -> JsonObject:
 
 
 def _start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
-    """Return the status of the next attempt, or `status` if the job is finished or running.
+    """Start the next attempt and return its status, or return `status` if the job is finished or running.
 
     Args:
-        start_lock: open file whose lock is held.
+        start_lock: descriptor of start.lock, which is held.
     """
     run_dir = spec.run_dir
     if status["state"] in ("RUNNING", "FINISHED"):
         return {**status, "attached": True}
     write_json(run_dir, "job.json", spec.job)
     end_orphans(run_dir, LEFTOVER_GRACE_S)
-    # Taken before the fork, which inherits it, so that the lock is held in every moment of the job's life.
+    # Take the lock before the fork, so that the supervisor inherits it and the lock is held without a gap.
     with locked(internal_path(run_dir, "lock")):
         answer = detach(spec, status["attempt"] + 1, start_lock)
     if "error" in answer:
-        # The failed supervisor holds the lock until its process has ended. A start before that would attach to it.
+        # The failed supervisor holds the lock until its process has ended. Until then, another start would attach to
+        # it.
         with locked(internal_path(run_dir, "lock")):
             raise JobError(answer["error"])
     return read_status(run_dir)
 
 
 def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
-    """Fork the supervisor; return its report: empty after the program's start, or an error."""
+    """Fork the supervisor. Returns its report: empty after the program has started, or an error."""
     report_read, report_write = os.pipe()
     middle = os.fork()
     if middle == 0:
         os.setsid()
         if os.fork() == 0:
             os.close(report_read)
-            os.close(start_lock)  # inherited; the starter must be able to release it
+            os.close(start_lock)  # else the supervisor keeps the lock that the starting process must release
             _run_detached(spec, attempt, report_write)
         os._exit(0)
     os.close(report_write)
@@ -102,12 +105,12 @@ def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
 
 
 def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
-    """Act as the supervisor until the job has ended, and never return."""
+    """Be the supervisor until the job has ended. Never returns."""
     exit_code = 1
     try:
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-            # At a shutdown the supervisor outlives the program, to write its exit record.
-            # A function instead of SIG_IGN, because the program would inherit SIG_IGN.
+            # At a shutdown, the supervisor must outlive the program to write the exit record. Use a function, because
+            # the program would inherit SIG_IGN.
             signal.signal(number, lambda *_: None)
         with contextlib.suppress(FileNotFoundError):  # the working directory was removed
             os.environ.update(with_absolute_paths(os.environ, Path.cwd()))
@@ -121,7 +124,7 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
         become_subreaper()
         supervise(spec, attempt, report_fd)
         exit_code = 0
-    except BaseException:  # noqa: BLE001 - the last frame of the process: an error that is not written here is lost
+    except BaseException:  # noqa: BLE001 - an error that is not written here is lost, because the process ends
         with contextlib.suppress(OSError):  # a full disk
             traceback.print_exc()
     finally:

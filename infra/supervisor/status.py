@@ -1,4 +1,4 @@
-"""Status and lease of a job, and its log, metrics and events for a client that follows it."""
+"""Read a job's status, renew its lease, and print its log, metrics and events for a client that follows the job."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from rollouts.infra.supervisor.processes import find_recorded, read_boot_id
 
 
 def is_supervised(run_dir: str) -> bool:
-    """Return whether a supervisor of this job lives or is just being started."""
-    # A shared lock, so that concurrent checks do not disturb each other.
+    """Return whether a supervisor of this job is alive or is just being started."""
+    # Use a shared lock, so that concurrent checks do not disturb each other.
     return is_locked(internal_path(run_dir, "lock"), fcntl.LOCK_SH)
 
 
 def read_status(run_dir: str) -> JsonObject:
-    """Return the job's current status; changes nothing."""
-    is_alive = is_supervised(run_dir)  # asked first: after its end nothing below changes any more
+    """Return the job's current status. Changes nothing."""
+    is_alive = is_supervised(run_dir)  # read first: once the supervisor has ended, nothing below changes
     attempt = latest_attempt(run_dir)
     meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
     exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
@@ -70,12 +70,13 @@ def read_status(run_dir: str) -> JsonObject:
 
 
 def _is_being_ended(run_dir: str, attempt: int) -> bool:
-    """Return whether the end of an attempt was requested, or one of its limits is reached."""
+    """Return whether the end of the attempt was requested, or the attempt has reached its time limit or lost its
+    lease."""
     return any(internal_path(run_dir, f"{reason}-{attempt}").exists() for reason in ("cancel", "ending"))
 
 
 def renew_lease(run_dir: str) -> JsonObject:
-    """Renew the job's lease. Touching the file .job/lease has the same effect."""
+    """Renew the job's lease and return the job's status. Touching the file .job/lease also renews the lease."""
     with contextlib.suppress(FileNotFoundError):
         os.utime(internal_path(run_dir, "lease"))
     return read_status(run_dir)
@@ -91,23 +92,23 @@ def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
 
 
 NO_LOG = -1
-"""Offset that stands for "do not follow the log"."""
+"""Offset that means: do not follow the log."""
 MAX_LINE_BYTES = 4 << 20
 _FOLLOWER_END_S = 3.0
-"""Time within which a client that stops following is gone."""
+"""Seconds that a client needs at most to stop following."""
 
 
 @contextlib.contextmanager
 def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
-    """Hold a lock by which other stores see that a run of this store follows the job.
+    """Hold a lock by which other stores see a follower of this job.
 
-    If the lock file cannot be created (full disk, no job yet), the job is followed without it.
+    If the lock file cannot be created (full disk, or no job yet), the job is followed without the lock.
     """
     descriptor = None
     if store:
         with contextlib.suppress(OSError):
             descriptor = os.open(internal_path(run_dir, f"followed-{store}"), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits only for a short check by another process
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # blocks only while another process briefly checks the lock
     try:
         yield
     finally:
@@ -116,10 +117,10 @@ def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
 
 
 def is_followed_elsewhere(run_dir: str, store: str) -> bool:
-    """Return whether runs of other stores follow the job and keep following it."""
+    """Return whether runs of other stores follow the job. Waits briefly, in case these runs are just about to stop."""
     own = internal_path(run_dir, f"followed-{store}")
     marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
-    # Two runs that are cancelled at once would otherwise each leave the job to the other.
+    # If two runs are cancelled at once, each sees the other one's lock and would leave the job running. So wait.
     deadline = time.monotonic() + _FOLLOWER_END_S
     while is_followed := any(is_locked(path, fcntl.LOCK_EX) for path in marks):
         if time.monotonic() >= deadline:
@@ -129,7 +130,7 @@ def is_followed_elsewhere(run_dir: str, store: str) -> bool:
 
 
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
-    """Print new output of the job as it appears, one JSON object per line, and its status at its end.
+    """Print new output of the job as it appears, one JSON object per line, and the job's status at its end.
 
     Ends early if standard input ends or the output is closed, because then the client is gone. The offset NO_LOG skips
     the log.
@@ -137,10 +138,10 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
         {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
         {"skipped": "metrics.jsonl", "offset": n}: a line that is not a JSON object      {"status": {...}}
 
-    Each offset is the position after the delivered content, from which to continue after a broken connection.
+    Each offset is the position after the printed content. A client whose connection broke continues at this offset.
     """
     while True:
-        is_running = is_supervised(run_dir)  # asked before reading, so that the last output is read after the end
+        is_running = is_supervised(run_dir)  # checked before reading, so that no output before the end is missed
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
             log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)
@@ -163,7 +164,7 @@ def emit(message: JsonObject) -> None:
 
 
 def _emit_log(path: Path, offset: int) -> int:
-    """Print the next piece of the log; returns the offset after it."""
+    """Print the next piece of the log. Returns the offset after the piece."""
     content = read_from(path, offset, READ_BYTES) if file_size(path) > offset else b""
     if content:
         emit({"log": base64.b64encode(content).decode(), "offset": offset + len(content)})
@@ -171,7 +172,7 @@ def _emit_log(path: Path, offset: int) -> int:
 
 
 def _emit_records(kind: str, path: Path, offset: int) -> int:
-    """Print the complete lines of a JSONL file from an offset on; returns the offset after the last of them."""
+    """Print the complete lines of a JSONL file from an offset on. Returns the offset after the last printed line."""
     content = read_from(path, offset, MAX_LINE_BYTES) if file_size(path) > offset else b""
     complete_bytes = content.rfind(b"\n") + 1
     if complete_bytes == 0 and len(content) == MAX_LINE_BYTES:

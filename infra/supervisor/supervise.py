@@ -1,4 +1,4 @@
-"""Run an attempt to its end: wait for GPUs, run and restart the program, and write the exit record.
+"""Run an attempt to its end: wait for GPUs, run and restart the program, write the exit record.
 
 Not here: one start of the program (program.py), the fork of this process (start.py).
 """
@@ -33,18 +33,21 @@ from rollouts.infra.supervisor.spec import JobSpec
 
 GPU_POLL_S = 0.5
 _CANNOT_START_CODE = 127
-"""Exit code for a program that could not be started when its GPUs were free; shells use it for missing commands."""
+"""Exit code if the program could not be started after a wait for GPUs. Shells use the same code for missing
+commands."""
 MAX_BACKOFF_S = 30.0
+MAX_ASKED_RESTARTS = 64
+"""Most restarts of an attempt by `JobSpec.restart_code`."""
 _EXIT_RECORD_BYTES = 4096
 
 
 def _describe_program(program: Program) -> JsonObject:
-    """Return fields that identify the program's process among all processes with this number in this boot."""
+    """Return fields that identify the program's process even if its process id was used before in this boot."""
     return {"pid": program.process.pid, "pid_started": read_start(program.process.pid)}
 
 
 def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
-    """Run the program with its restarts, and write exit-<n>.json at its final end."""
+    """Run the program with its restarts, and write exit-<n>.json at the end of the attempt."""
     started_at, started = datetime.now(timezone.utc), time.monotonic()  # noqa: UP017 - Python 3.10 has no datetime.UTC
     log_path = Path(spec.run_dir, "log.txt")
     meta: JsonObject = {
@@ -62,7 +65,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         for name in ("lease", f"spare-{attempt}"):
             internal_path(spec.run_dir, name).touch()
         _write_meta(spec.run_dir, meta)
-        log = CappedLog(log_path, spec.max_log_bytes)  # before the start is reported, because clients then read it
+        log = CappedLog(log_path, spec.max_log_bytes)  # before the report, because clients read the log after it
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
         program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
@@ -80,7 +83,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         else:
             ending, restarts = started_program, 0
     said = read_stop_state(spec.run_dir, attempt)
-    slots.release()  # before the end is visible, because the next job may take the GPUs at once
+    slots.release()  # before the exit record is written, because the next job may then take the GPUs at once
     record = {
         "attempt": attempt,
         "code": ending.code,
@@ -103,10 +106,10 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
 def _wait_and_spawn(
     spec: JobSpec, meta: JsonObject, slots: GPUSlots, waits_for: str, log: CappedLog
 ) -> Program | Ending:
-    """Start the program when the job's GPUs are free; return the job's end if it is ended before.
+    """Start the program when the job's GPUs are free. If the job ends while it waits, return its ending.
 
-    The time limit does not apply while the job waits. The lease does, so that a job does not wait for a client that is
-    gone.
+    The time limit does not apply while the job waits. The lease does, so that a job whose client is gone does not wait
+    forever.
     """
     began = time.monotonic()
     requests = StopRequests(dataclasses.replace(spec, timeout_s=0.0), meta["attempt"])
@@ -123,7 +126,7 @@ def _wait_and_spawn(
                 return _ending_without_program(128 + signal.SIGTERM, stopped_by)
             slots.keep_files()
             current = slots.take()
-        # Before the program starts, because it appends to the same file.
+        # Write the event before the program starts, because the program appends to the same file.
         append_event(spec.run_dir, meta["attempt"], "has_gpus", waited_s=round(time.monotonic() - began, 1))
         program = spawn_program(spec, meta["attempt"], slots.descriptors)
     except OSError as error:
@@ -141,17 +144,18 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
 def _run_with_restarts(
     program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
-    """Watch the program to its final end; returns that end and the number of restarts before it."""
+    """Watch and restart the program until its last end. Returns this ending and the number of restarts."""
     requests = StopRequests(spec, meta["attempt"])
-    restarts = in_a_row = 0
+    restarts = in_a_row = asked = 0
     while True:
         began = time.monotonic()
         ending = watch_program(program, spec, log, requests, slots.keep_files)
         if time.monotonic() - began >= spec.healthy_s:
             in_a_row = 0
-        if ending.code == 0 or ending.stopped_by or in_a_row >= spec.max_restarts:
+        is_asked = ending.code == spec.restart_code and asked < MAX_ASKED_RESTARTS
+        if ending.code == 0 or ending.stopped_by or (in_a_row >= spec.max_restarts and not is_asked):
             return ending, restarts
-        pause_s = min(spec.restart_backoff_s * 2.0**in_a_row, MAX_BACKOFF_S)
+        pause_s = 0.0 if is_asked else min(spec.restart_backoff_s * 2.0**in_a_row, MAX_BACKOFF_S)
         log.note(f"the program ended with code {ending.code}: restart {restarts + 1} in {pause_s:g} s")
         if stopped_by := requests.wait(pause_s):
             return dataclasses.replace(ending, stopped_by=stopped_by), restarts
@@ -161,12 +165,13 @@ def _run_with_restarts(
             log.note(f"the program cannot be started again: {error}")
             return ending, restarts
         restarts += 1
-        in_a_row += 1
+        asked += is_asked
+        in_a_row += not is_asked
         _update_meta(spec.run_dir, {**meta, **_describe_program(program), "restarts": restarts})
 
 
 def report(report_fd: int, answer: JsonObject) -> None:
-    """Report to the waiting starter that the program runs (empty answer), or an error."""
+    """Report to the waiting start that the program runs (an empty answer), or an error."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
         pipe.write(json.dumps(answer))
 
@@ -176,16 +181,16 @@ def _write_meta(run_dir: str, meta: JsonObject) -> None:
 
 
 def _update_meta(run_dir: str, meta: JsonObject) -> None:
-    """Write the record if possible: a full disk must not end a healthy program."""
+    """Write the attempt's record if possible. A full disk must not end a healthy program."""
     try:
         _write_meta(run_dir, meta)
     except OSError:
-        with contextlib.suppress(OSError):  # our own output may be on the same disk
+        with contextlib.suppress(OSError):  # the supervisor's own output may be on the same full disk
             traceback.print_exc()
 
 
 def _preallocate_exit_record(run_dir: str, attempt: int) -> int:
-    """Reserve the space of exit-<n>.json, so that it can be written on a full disk; returns the open file."""
+    """Reserve the space of exit-<n>.json, so that it can be written even on a full disk. Returns the open file."""
     path = internal_path(run_dir, f"exit-{attempt}.json")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     os.write(descriptor, b" " * _EXIT_RECORD_BYTES)
@@ -194,7 +199,7 @@ def _preallocate_exit_record(run_dir: str, attempt: int) -> int:
 
 
 def _write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
-    """Fill the reserved record, and rename it to its public name."""
+    """Write the record into the reserved file, and rename the file to exit-<n>.json."""
     text = json.dumps(record, indent=2).encode() + b"\n"
     assert len(text) <= _EXIT_RECORD_BYTES, f"{len(text)} bytes, {_EXIT_RECORD_BYTES} are reserved"
     os.pwrite(descriptor, text, 0)

@@ -1,4 +1,4 @@
-"""The verbs of the supervisor's command line, described in the package's docstring, and the end of a job."""
+"""The verbs of the supervisor's command line, and the end of a job. The package's docstring describes the verbs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rollouts.infra.supervisor.status import (
 
 
 def main(argv: list[str]) -> int:
-    """Carry out one verb; returns the exit code."""
+    """Run one verb. Returns the exit code."""
     verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
     if verb == "follow":
         with contextlib.suppress(BrokenPipeError), marked_as_followed(run_dir, *parameters[3:]):
@@ -65,16 +65,17 @@ _CANCEL_MARGIN_S = 15.0
 
 
 class CancelRequest(NamedTuple):
-    """Parameters of the end of a job."""
+    """Parameters for ending a job."""
 
     grace_s: float
     """Seconds between SIGTERM and SIGKILL."""
     max_grace_s: float
-    """Limit of the time that a program may request for saving. Only its main process gets SIGTERM then."""
+    """Largest time in seconds that a program may request for saving. Only the main process of this program gets
+    SIGTERM."""
     wait_s: float
-    """Seconds to wait for the end."""
+    """Seconds to wait for the job's end."""
     attempt: int
-    """The attempt to end, if it still runs; 0 means the current one."""
+    """The attempt to end if it is still running; 0 means the current attempt."""
 
     @classmethod
     def parse(cls, parameters: Sequence[str]) -> CancelRequest:
@@ -83,11 +84,13 @@ class CancelRequest(NamedTuple):
 
 
 def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObject:
-    """Request the end of a job and wait for it up to `wait_s`; return its status. It `is_ending` if it still runs.
+    """Request the end of a job and wait for it up to `wait_s` seconds. Returns the job's status.
+
+    If the job is still running afterwards, `is_ending` is true in the status.
 
     Args:
-        store: identity of the requesting ledger. A job that runs of other stores follow stays RUNNING. Empty: end the
-            job in any case.
+        store: identity of the requesting ledger. A job that runs of other stores follow is not ended. If empty, the job
+            is ended in any case.
 
     Raises:
         JobError: the job survived SIGKILL.
@@ -118,13 +121,13 @@ def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObjec
 
 
 def _status_of_ended(run_dir: str, attempt: int) -> JsonObject:
-    """Return the status of an ended attempt, after a concurrent start has begun the next one."""
+    """Return the status of an attempt that has ended, although another start has already begun the next attempt."""
     ended = {"attempt": attempt, "state": "EXITED", "pid": None, "waits_for": "", "reason": "", "is_ending": False}
     return {**read_status(run_dir), **ended, "exit": read_json(exit_path(run_dir, attempt))}
 
 
 def _check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
-    """Raise JobError if a job still runs although it should have been killed."""
+    """Raise JobError if the job still runs although its time to end is over."""
     limit_s = max(grace_s, granted_s(run_dir, attempt)) + _CANCEL_MARGIN_S
     asked_at = internal_path(run_dir, f"cancel-{attempt}").stat().st_mtime
     if time.time() >= asked_at + limit_s and is_supervised(run_dir):
@@ -132,20 +135,21 @@ def _check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
 
 
 def _request_cancel(run_dir: str, attempt: int, limits: str) -> None:
-    """Create the file that requests the end of an attempt. If it stays empty, the limits of the spec apply."""
+    """Create the file that requests the end of an attempt. If `limits` cannot be written, the limits of the spec
+    apply."""
     request = internal_path(run_dir, f"cancel-{attempt}")
     if read_text(request) == limits:
         return
     try:
         request.touch()
-    except OSError:  # the disk takes no more files
+    except OSError:  # the disk takes no more files, so rename the spare file
         internal_path(run_dir, f"spare-{attempt}").rename(request)
     with contextlib.suppress(OSError):  # a full disk
         request.write_text(limits)
 
 
 def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:
-    """Ask the program to finish early with its present result, and return at once. Only a running job is asked."""
+    """Ask the program of a running job to finish early with its present result. Returns at once."""
     if not Path(run_dir, INTERNAL_DIR).is_dir():
         return read_status(run_dir)
     with locked(internal_path(run_dir, "start.lock")):

@@ -1,1 +1,2 @@
-"""Copies of directories between machines: verified, resumed after a broken connection, and swapped in as a whole."""
+"""Copy directories between machines. Copies are verified, are continued after a broken connection, and appear all at
+once."""

@@ -1,20 +1,21 @@
-"""Mirror a run directory of a node into a directory here, while the job runs and after it.
-
-Not here: the node's side (sender.py), copies in the other direction (push.py).
+"""Mirror a run directory of a node into a directory on this machine, during the job and after it.
 
     logs, metrics, events, …  new content is appended; readers here see the files grow
-    other files               into .incoming/: only chunks that differ from an interrupted earlier try or an older
-                              version, each with its digest checked; then renamed. The receiving program itself writes a
-                              large new file, without passing its bytes through this process
+    other files               received in .incoming/, then renamed. Only chunks that differ from an interrupted earlier
+                              attempt or an older version are transferred, and each chunk's digest is checked. The
+                              program that receives a large new file writes it directly, not through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
-                              another version of a checkpoint is replaced when all of its new files have arrived
-    checkpoints               only with a manifest. Checkpoints that the job deleted are deleted here, too. A later step
-                              than the job's newest is kept: another node wrote it, and this may be the only copy
+                              a new version of a checkpoint replaces the old version when all new files have arrived
+    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted here, too.
+                              A checkpoint of a later step than the job's newest is kept: another node wrote it, and
+                              this may be the only copy
 
-Readers here see only complete files. A file counts as unchanged if size and modification time agree.
+Readers here see only complete files. A file counts as unchanged if its size and modification time are equal.
 
-A node may be untrusted, so only file names that a job writes are accepted. Otherwise a file like `json.py` could be
-imported when a stage resumes elsewhere in this folder. Number and size of files are limited.
+A node may be untrusted, so only file names that jobs write are accepted. Otherwise, a file like `json.py` could be
+imported when a stage resumes in this folder. The number and size of files are limited.
+
+Not here: the node's side (sender.py), copies in the other direction (push.py).
 """
 
 import functools
@@ -50,20 +51,20 @@ JOB_FILES = re.compile(
     r"(job|result|rows)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-[0-9]+\.json|finish-([0-9]+|asked)"
     r"|stop-[0-9]+|stop\.json|(engine-[0-9]+|router)\.txt|(samples|credit)/[^/\x00-\x1f]+\.jsonl|checkpoints(/[^/\x00-\x1f]+){2,4}"
 )
-"""Names of the files of a run directory (docs/run_directory.md)."""
+"""Names of the files in a run directory (docs/run_directory.md)."""
 MAX_FILES = 100_000
 MAX_TEXT_BYTES = 8 << 30
-"""Largest file outside of checkpoints: logs, metrics, samples."""
+"""Largest allowed size of a file outside of checkpoints, for example of logs, metrics and samples."""
 RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
-"""A mirror leaves this many bytes free on this machine's disk, or this share of a small disk."""
+"""Bytes that a mirror leaves free on this machine's disk, or the share of the disk if that is less."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_NUMBER = 1 << 63
-"""Upper bound of sizes and modification times on all file systems."""
+"""Upper bound of sizes and modification times in all file systems."""
 
 _READ_BYTES = 256 << 10
-"""Small enough that a piece is still in the processor's cache when it is written after hashing."""
+"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
 
 # Any: JSON objects have no better type at this edge.
 JsonObject = dict[str, Any]
@@ -76,17 +77,17 @@ def is_job_file(name: str) -> bool:
 
 
 def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[str], bool] = is_job_file) -> int:
-    """Fetch new files and content of the run directory `source` on the node; returns the number of fetched files.
+    """Fetch new files and new content of the run directory `source` on the node. Returns the number of fetched files.
 
     Only one process at a time mirrors into a directory. If the directory does not exist on the node, nothing changes.
 
     Args:
-        takes: returns whether a name is fetched; other names are listed in a warning.
+        takes: returns whether a file of this name is fetched. Other names are listed in a warning.
 
     Raises:
-        TransientInfraError: the connection broke, or a file arrived damaged; the next call continues.
+        TransientInfraError: the connection broke, or a file arrived damaged. The next call continues.
         DiskFullError: this disk has no room for the new files. Nothing was fetched, unless a file grew meanwhile.
-        PermanentInfraError: a file name or size is refused, or a file here cannot be written.
+        PermanentInfraError: a file's name or size is refused, or a file on this machine cannot be written.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -99,7 +100,8 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
             damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, digest, held)
-            # The first try may have reused chunks of another file; those are dropped now.
+            # The first attempt may have reused chunks of another file and found them damaged. They are gone now, so
+            # retry.
             damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, digest, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
@@ -112,9 +114,9 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 @contextmanager
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror regularly while the block runs. Failures are logged, and the next round tries again.
+    """Mirror at intervals while the block runs. A failure is logged, and the next round retries.
 
-    Leaving the block waits for a running transfer. Leaving it by an exception or an interrupt does not wait.
+    At its end, the block waits for a running transfer. It does not wait after an exception or an interrupt.
     """
 
     def pull() -> None:
@@ -128,14 +130,16 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 
 def is_behind(session: Session, source: str, target: Path) -> bool:
-    """Return whether the node's last complete checkpoint is missing or of an earlier step than ours."""
+    """Return whether the node's newest complete checkpoint is missing, or of an earlier step than the newest one
+    here."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
     there, _ = _list(session, source, is_job_file)
     return _newest_step(there or ()) < _newest_step(ours)
 
 
 def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[dict[str, list[int]] | None, str]:
-    """Return sizes and modification times of the node's files, without incomplete checkpoints, and its digest."""
+    """Return the size and modification time of each file on the node, and the node's digest. Omits incomplete
+    checkpoints."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
     answer = read_answer(listed)
     digest = checked_digest(answer)
@@ -153,7 +157,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
             raise PermanentInfraError(f"{source} on the node: {error.message}") from error
         if any(
             part.startswith(".") for part in name.split("/")
-        ):  # sender.py lists none; such names are for our own use
+        ):  # sender.py lists no such names, and this module uses them for its own files
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
         if not _are_size_and_time(found):
             raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
@@ -171,7 +175,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Warn once per name: the node is asked repeatedly and answers the same."""
+    """Warn once about these names. The node is asked repeatedly and gives the same answer each time."""
     logger.warning(
         "%r on the node: %s is not copied: jobs do not write files of that name, or the file is unreadable",
         source,
@@ -185,19 +189,20 @@ def _checkpoint_of(name: str) -> str | None:
 
 
 def _newest_step(files: Iterable[str]) -> int:
-    """Return the step of the last complete checkpoint among the files of a run directory; -1 without one."""
+    """Return the step of the newest complete checkpoint among a run directory's files; -1 without one."""
     manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
     return max((_step_of(str(path.parent)) for path in manifests), default=-1)
 
 
 def _step_of(checkpoint: str) -> int:
-    """Return the step of a checkpoint, given as checkpoints/<name>; -1 for a name without a step."""
+    """Return the step of a checkpoint, given as checkpoints/<name>; -1 if the name has no step."""
     named = STEP.fullmatch(checkpoint)
     return int(named[1]) if named else -1
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
-    """Sort names so that manifests and result.json come after the files whose completeness they confirm."""
+    """Sort the names. Manifests and result.json confirm that other files are complete, so both come after the
+    confirmed files."""
     return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
 
 
@@ -210,7 +215,8 @@ def _is_new(path: Path, size: int, modified_ns: int) -> bool:
 
 
 def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
-    """Return if this disk has room for the missing bytes of the files, and a reserve."""
+    """Return if this disk has room for the missing bytes of the files and for the reserve. Otherwise raise
+    DiskFullError."""
     needed = sum(max(0, size - _size_of(_part_of(target, name))) for name, size in sizes.items())
     disk = shutil.disk_usage(target)
     reserved = min(RESERVED_BYTES, int(disk.total * RESERVED_SHARE)) if needed else 0
@@ -220,16 +226,16 @@ def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
 
 def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> None:
     kept = {checkpoint for name in there if (checkpoint := _checkpoint_of(name))}
-    if not kept:  # the job has not written any yet, so ours are the only checkpoints
+    if not kept:  # the job has written none yet, so the checkpoints here are the only ones
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if path.is_symlink() or not path.is_dir():  # not written by us, and a link may lead to a user's files
+        if path.is_symlink() or not path.is_dir():  # a user created it; a link may lead to other files of the user
             continue
         checkpoint = f"checkpoints/{path.name}"
-        # Jobs never delete their newest checkpoint. Another node wrote later ones and may have lost them.
+        # Jobs never delete their newest checkpoint. A later checkpoint is from another node, which may have lost it.
         if checkpoint not in kept and _step_of(checkpoint) <= newest:
-            # The manifest first, so that the rest of the checkpoint never looks complete.
+            # Delete the manifest first, so that the rest of the checkpoint never looks complete.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -242,12 +248,12 @@ def _fetch(
     algorithm: str,
     held: dict[str, Path],
 ) -> list[str]:
-    """Fetch the files with one call; returns the names of damaged ones.
+    """Fetch files with one call. Returns the names of damaged files.
 
     Args:
-        names: sizes and modification times of the files, as listed.
-        held: complete new files and their temporary paths. They belong to checkpoints whose old version here stays
-            until all new files have arrived.
+        names: size and modification time of each file, as listed.
+        held: temporary paths of complete new files that must not appear yet. They belong to checkpoints of which an old
+            version is here. The old version stays until all new files have arrived.
     """
     if not names:
         return []
@@ -285,19 +291,19 @@ def _fetch(
 def _receive_listed(
     stream: "_ByteStream", target: Path, name: str, listed: Sequence[int], part: "_Part", *, may_appear: bool
 ) -> bool | None:
-    """Receive the next file of the stream. False as `_receive`; None if the file is gone from the node.
+    """Receive the next file of the stream. Returns True or False like `_receive`; None if the node no longer has it.
 
     Args:
-        listed: its size and modification time in the node's list.
+        listed: the file's size and modification time in the node's list.
     """
     head = stream.read_object()
     if head is None or not _is_head_of(name, head):
         raise TransientInfraError(f"{head} came from the node instead of {name}")
     if head["size"] is None:
         return None
-    if _manifest_of(name) == name:  # if the manifest changed, files before it may belong to the listed version
+    if _manifest_of(name) == name:  # if the manifest has changed, the files before it belong to the old version
         may_appear &= [head["size"], head.get("modified_ns")] == list(listed)
-    if head["size"] > listed[0]:  # room was checked for the listed size
+    if head["size"] > listed[0]:  # the file has grown; room was checked only for the listed size
         _check_room(target, {name: head["size"]})
     return _receive(stream, head, part, may_appear=may_appear)
 
@@ -319,14 +325,14 @@ def _line(content: Mapping[str, object]) -> bytes:
 
 
 def _manifest_of(name: str) -> str:
-    """Return the manifest of a file's checkpoint; empty if the file belongs to no checkpoint."""
+    """Return the manifest of the checkpoint to which a file belongs. Empty for files outside of checkpoints."""
     checkpoint = _checkpoint_of(name)
     return f"{checkpoint}/{MANIFEST}" if checkpoint else ""
 
 
 def _replace_checkpoint(held: dict[str, Path], target: Path, manifest: str) -> None:
-    """Replace a checkpoint's old version with the files that have arrived, the manifest last."""
-    # The old manifest goes first, so that a mixture of both versions never looks complete.
+    """Replace a checkpoint's old version by the files that have arrived, with the manifest last."""
+    # Delete the old manifest first, so that a mixture of both versions never looks complete.
     (target / manifest).unlink(missing_ok=True)
     directories = set()
     for name in [each for each in held if _manifest_of(each) == manifest and each != manifest]:
@@ -342,15 +348,15 @@ def _let_appear(part: Path, path: Path) -> None:
 
 
 def _is_confirmed(name: str, *, by: str) -> bool:
-    """Return whether the presence of the file `by` confirms that the other file is complete."""
+    """Return whether the existence of the file `by` confirms that the file `name` is complete."""
     place = PurePosixPath(by)
     return by == RESULT or (place.name == MANIFEST and PurePosixPath(name).is_relative_to(place.parent))
 
 
 def _flush(directories: set[Path]) -> None:
-    """Make renames in these directories survive a power failure; once for many files, because fsync is slow."""
+    """Make renames in these directories survive a power failure. Called once for many files, because fsync is slow."""
     for directory in directories:
-        if directory.is_dir():  # missing if its only file was removed or arrived damaged
+        if directory.is_dir():  # it is missing if its only file was removed or arrived damaged
             receiver.flush_directory(directory)
     directories.clear()
 
@@ -361,7 +367,7 @@ def _is_head_of(name: str, head: Mapping[str, Any]) -> bool:  # Any: JSON
 
 
 def _are_size_and_time(found: Any) -> bool:  # Any: JSON
-    """Return whether a node's answer is a valid size and modification time in nanoseconds since 1970."""
+    """Return whether a node's answer is a valid size, and a valid modification time in nanoseconds since 1970."""
     if not isinstance(found, list) or [type(number) for number in found] != [int, int]:
         return False
     size, modified_ns = found
@@ -369,7 +375,7 @@ def _are_size_and_time(found: Any) -> bool:  # Any: JSON
 
 
 def _part_of(target: Path, name: str) -> Path:
-    """Return the path at which a file grows: its final path, or a temporary one until it is complete."""
+    """Return the path at which a file is received: its final path if it is appended to, otherwise a temporary path."""
     if name in APPENDED:
         return target / name
     return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
@@ -380,27 +386,27 @@ def _size_of(path: Path) -> int:
 
 
 class _Part:
-    """The local part of a file that is being fetched."""
+    """The part of a file that is already on this machine while the file is fetched."""
 
     def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
-        """Start a large file from its older version here, unless an earlier try exists."""
+        """Use the part of an earlier attempt. Without one, a large file begins as a copy of its older version here."""
         self.path = path
         self.algorithm = algorithm
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
         self.is_new = not path.exists() and not begins_as.exists()
-        """No version of the file is here."""
+        """Whether no version of the file is here."""
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
         self.digests = receiver.hash_chunks(path, CHUNK_BYTES, algorithm) if self.size else []
-        """Digests of its chunks. The last chunk may be incomplete."""
+        """Digests of the part's chunks. The last chunk may be incomplete."""
 
 
 def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
-    """Let the receiving program write a new file directly, and check its chunks; this saves a copy of every byte.
+    """Let the receiving program write a new file directly, and check its chunks. This saves one copy of every byte.
 
-    False if the file is incomplete or a digest differs. Received content is kept.
+    Returns False if the file is incomplete or a digest differs. The received content is kept.
     """
     size = head["size"]
     request = {"chunk_bytes": CHUNK_BYTES, "digest": part.algorithm, **head}
@@ -413,7 +419,8 @@ def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
             with session.pour_program(
                 program, ["pour", source], stdin=_line(request), into=file, max_bytes=size
             ) as said:
-                # One object per chunk, one at the end, and the end itself. The limit stops a node that never ends.
+                # The node sends one object per chunk and one at the end. The limit stops a node that never ends its
+                # output.
                 for each in itertools.islice(said, -(-size // CHUNK_BYTES) + 2):
                     is_changed = each.get("is_changed", True)
                     digests += [each["digest"]] if "digest" in each else []
@@ -431,9 +438,9 @@ def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
 
 
 def _count_right(file: FileIO, size: int, digests: Sequence[object], first: int, algorithm: str) -> int:
-    """Return how many written chunks from `first` on match their digests, up to the first that does not.
+    """Return how many of the written chunks from number `first` on match their digests, up to the first mismatch.
 
-    Soon after writing, the chunks are still in the page cache.
+    Chunks that were written recently are still in the page cache.
     """
     num_written = file.tell()
     number = first
@@ -453,19 +460,19 @@ def _digest_of(file: FileIO, start: int, end: int, algorithm: str) -> str:
 
 
 def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may_appear: bool) -> bool:  # Any: JSON
-    """Receive one file. False if a digest differs or it may not appear yet; its chunks are kept."""
+    """Receive one file. Returns False if a digest differs or the file must not appear yet. Its chunks are kept then."""
     wrong = []
     part.path.touch()
     with part.path.open("r+b") as file:
         for start in range(0, head["size"], CHUNK_BYTES):
             if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
                 wrong.append(start)
-        # Readers may see this file, so wrong content is cut off.
+        # Readers see this file while it grows, so cut off wrong content.
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
     tail = stream.read_object() or {}
-    # Content that was appended meanwhile is fetched next time.
+    # Content that was appended during the transfer is fetched next time.
     if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
     os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
@@ -473,11 +480,11 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
 
 
 def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes: int, part: _Part) -> bool:
-    """Receive the missing part of a chunk; returns whether its digest matches."""
+    """Receive the missing part of a chunk. Returns whether the chunk's digest matches."""
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
-    # In a growing file, everything after a differing chunk was cut off below.
+    # In a growing file, everything after a differing chunk has been cut off (see below).
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes
@@ -493,14 +500,14 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
 
 
 class _ByteStream:
-    """Reads lines of JSON and counted bytes from pieces of any size."""
+    """Reads lines of JSON, and given numbers of bytes, from a stream of pieces of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._pending = b""
 
     def read_object(self) -> dict[str, Any] | None:  # Any: JSON
-        """Return the JSON object of the next line; None if it is something else."""
+        """Return the JSON object of the next line. None if the line is not a JSON object."""
         while b"\n" not in self._pending:
             if len(self._pending) > _MAX_HEAD_BYTES:
                 raise TransientInfraError("the node sent a line that is too long")
@@ -509,7 +516,7 @@ class _ByteStream:
         return parse_object(line)
 
     def read(self, num_bytes: int) -> Iterator[bytes]:
-        """Yield the next bytes; nothing for a negative number."""
+        """Yield the next `num_bytes` bytes. A negative number yields nothing."""
         while num_bytes > 0:
             piece = self._pending or self._next()
             self._pending = piece[num_bytes:]

@@ -1,13 +1,13 @@
-"""Copy files to a node. Their destination contains either all of them, verified, or its old content.
+"""Copy files to a node. The destination has its old content until all new files are complete and verified.
 
     source files ── chunk by chunk, hashed while read ──> .<name>.incoming-<copy>-<attempt>, hashed while written
                                                                ^
     on the node: the old destination, and interrupted copies ── files and chunks with the same digests are reused
                          all checked ──> old directory renamed, new one in its place, old one deleted
 
-The sending program itself reads a large new file, while this process hashes it. A source file is read twice only if the
-node may have parts of it, which digests of chunks decide. A copy after a broken connection continues from the
-interrupted one, in the same call or in another process.
+The sending program reads a large new file directly, while this process hashes the file. A source file is read twice
+only if the node may have parts of it. The digests of its chunks then show which parts. After a broken connection, the
+same call or another process continues the interrupted copy.
 
 Not here: the node's side (receiver.py), the transport of bytes (session.py).
 """
@@ -40,13 +40,14 @@ from rollouts.infra.supervisor.files import parse_object
 from rollouts.infra.sync import receiver
 
 CALL_TIMEOUT_S = 3600.0
-"""The node hashes the whole directory within one call, at about 1 GB/s."""
+"""Time limit of a call in seconds. Within one call, the node hashes the whole directory, at about 1 GB/s."""
 BATCH_BYTES = CHUNK_BYTES
-"""Up to this size, files go in one call over the present connection; larger amounts use separate connections."""
+"""Files of up to this total size are sent with one call over the present connection. Larger ones get separate
+connections."""
 _MANY_BYTES = 32 << 20
-"""Above this size, several connections to a distant node are worth their logins."""
+"""For copies above this size, several connections to a distant node save more time than their logins take."""
 MAX_VAIN_ATTEMPTS = 4
-"""After broken connections, a copy continues until this many attempts in a row made no progress."""
+"""A copy is continued after broken connections until this many attempts in a row made no progress."""
 FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
@@ -59,23 +60,23 @@ class PublishReport:
     num_files: int
     num_bytes: int
     num_sent_bytes: int
-    """Bytes that the node had neither at the destination nor from an interrupted copy."""
+    """Number of bytes that the node had neither at the destination nor from an interrupted copy."""
     was_identical: bool
-    """The destination already had the same content, and nothing was written."""
+    """Whether the destination already had the same content, so that nothing was written."""
 
 
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
-    """Copy the files below `source` to `destination` on the node, verified and all at once.
+    """Copy the files below `source` to `destination` on the node. All files are verified, and appear together.
 
-    Empty directories are not copied. Two properties of modes are copied: whether the owner may execute a file, and
-    whether only the owner may read it. Other files at the destination are removed.
+    Other files at the destination are removed. Empty directories are not copied. Only two properties of a file's mode
+    are copied: whether the owner may execute it, and whether only the owner may read it.
 
     Raises:
-        DiskFullError: the node has no room; the copy was removed.
-        NodeUnreachableError: the connection broke repeatedly; the next call sends only the rest.
+        DiskFullError: the node has no room. The incomplete copy was removed.
+        NodeUnreachableError: the connection broke repeatedly. The next call sends only the rest.
         TransientInfraError: a file changed while it was read, or arrived damaged; the next call sends only the rest.
-            Or a job runs in the destination.
-        PermanentInfraError: the source contains symbolic links, devices or unprintable names, or is empty.
+            Also if a job is running in the destination.
+        PermanentInfraError: the source is empty, or contains symbolic links, devices or unprintable names.
     """
     root = source.resolve()
     sizes = list_files(root)
@@ -84,13 +85,14 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
 
 
 def publish_files(session: Session, files: Mapping[str, Path], destination: str) -> PublishReport:
-    """Copy files from different places as `publish_directory` does, by their names below `destination`."""
+    """Copy files from different places like `publish_directory`. `files` has their paths by their names below
+    `destination`."""
     sizes = {name: _checked_size(path, name) for name, path in sorted(files.items())}
     return _publish(session, files, sizes, destination)
 
 
 def has_files(session: Session, files: Mapping[str, Path], directory: str) -> bool:
-    """Return whether a directory of the node has all of the files, compared only by size."""
+    """Return whether a directory of the node has all of these files with the same sizes. Contents are not compared."""
     sizes = {name: _checked_size(path, name) for name, path in files.items()}
     request = json.dumps({"names": list(sizes)}).encode()
     there = _call(session, ["sizes", directory], stdin=request, may_repeat=True)["sizes"]
@@ -100,16 +102,17 @@ def has_files(session: Session, files: Mapping[str, Path], directory: str) -> bo
 def publish_filled(
     session: Session, destination: str, num_bytes: int, fill: Callable[[str], Mapping[str, Sequence[Any]]]
 ) -> None:
-    """Create a folder on the node from files that `fill` puts into a temporary folder; all of them or nothing.
+    """Create a folder on the node from files that `fill` puts into a temporary folder. All files appear together.
 
     Args:
-        fill: gets the temporary folder; returns size and sha256 of each file, None for a digest that it has checked.
+        fill: called with the temporary folder. Returns the size and sha256 of each file, with None in place of a digest
+            that it has already checked.
     """
     incoming = _incoming_of(destination, secrets.token_hex(8), 0)
     with _held_folder(session, destination, incoming, num_bytes, {}, digest=""):
         try:
             _commit(session, destination, incoming, fill(incoming), {})
-        except TransientInfraError:  # files that the node fetched itself cannot be reused
+        except TransientInfraError:  # the next attempt cannot reuse files that the node fetched itself
             _discard(session, incoming)
             raise
 
@@ -129,7 +132,7 @@ def _held_folder(
     *,
     digest: str,
 ) -> Iterator[dict[str, list[int]]]:
-    """Create and lock a temporary folder beside the destination; yield the reused chunks by file.
+    """Create and lock a temporary folder next to the destination. Yields the numbers of the reused chunks by file.
 
     If the block fails and a retry may help, the folder stays for the next copy.
     """
@@ -138,7 +141,7 @@ def _held_folder(
     request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES, "digest": digest}).encode() + b"\n"
     try:
         with session.stream([*program, *arguments], stdin=request) as lines:
-            # Interpreters may print other lines first.
+            # Skip other lines: some interpreters print messages first.
             answer = next((found for line in lines if (found := parse_object(line)) is not None), None)
             if answer is None:
                 raise TransientInfraError(f"the node prepared nothing for {destination}: copy again")
@@ -152,14 +155,14 @@ def _held_folder(
 
 
 def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], destination: str) -> PublishReport:
-    """Copy files. After a broken connection the copy continues as long as attempts make progress."""
+    """Copy files. After a broken connection the copy is continued, as long as attempts make progress."""
     place = PurePosixPath(destination)
     if not place.is_absolute() or ".." in place.parts:
         raise PermanentInfraError(f"the destination {destination} is not an absolute path without `..`")
     sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
     copy = secrets.token_hex(8)
     num_missing: list[float] = []
-    """Missing bytes at the begin of each attempt; infinite if the attempt failed before that was known."""
+    """Number of missing bytes at the beginning of each attempt; infinite if the attempt failed before it was known."""
     while True:
         incoming = _incoming_of(destination, copy, len(num_missing))
         num_missing.append(math.inf)
@@ -190,7 +193,7 @@ def _make_attempt(
     incoming: str,
     num_missing: list[float],
 ) -> bool:
-    """Copy files; sets the last item of `num_missing` to the bytes to send; returns whether nothing was missing."""
+    """Copy files. Sets the last item of `num_missing` to the bytes to send. Returns True if nothing had to be sent."""
     sizes = {name: source.size for name, source in sources.items()}
     if sum(sizes.values()) > _MANY_BYTES:
         session.expect_chunks(sum(source.num_chunks for source in sources.values()))
@@ -208,7 +211,7 @@ def _make_attempt(
     with _held_folder(session, destination, incoming, num_new_bytes, reused, digest=digest) as taken:
         missing = _missing_chunks(sources, taken)
         num_missing[-1] = sum(sources[name].length_of(number) for name, each in missing.items() for number in each)
-        # Only in the first attempt: a direct transfer cannot continue, but single chunks can.
+        # Only the first attempt sends files directly: a direct transfer cannot be continued, but single chunks can.
         for name in _fed_names(session, sources, missing) if len(num_missing) == 1 else ():
             _feed(session, name, sources[name], incoming, digest=digest)
             del missing[name]
@@ -225,7 +228,7 @@ def _make_attempt(
 
 
 def _missing_chunks(sources: Mapping[str, SourceFile], taken: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Return the numbers of missing chunks by file. An empty file that is missing has an empty list."""
+    """Return the numbers of the missing chunks of each incomplete file. A missing empty file has an empty list."""
     missing = {}
     for name, source in sources.items():
         there = frozenset(taken.get(name, ()))
@@ -240,9 +243,10 @@ def _are_same(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]]
 
 
 def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """Choose a file of the node to start each file from: one of the same content, or one of its name with equal chunks.
+    """Choose a file of the node from which each file is started.
 
-    Every file of the node is used at most once, and empty files are sent. Entries are those of receiver.take_files.
+    A file with the same content is preferred, then a file of the same name with equal chunks. Each file of the node is
+    used at most once. Empty files are not reused but sent. The entries have the format of receiver.take_files.
     """
     sizes = {size for _, _, size, _, _ in usable}
     by_content: dict[tuple[int, tuple[str, ...]], list[Sequence[Any]]] = {}
@@ -265,7 +269,7 @@ def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[
 
 
 def _reuse(there: Sequence[Any], source: SourceFile) -> list[Any]:
-    """Return an entry for a file of the node, with its chunks that equal ours."""
+    """Return an entry to reuse the equal chunks of a file of the node."""
     directory, name, size, modified_ns, digests = there
     known = enumerate(digests[: source.num_chunks])
     chunks = [[number, digest] for number, digest in known if source.digest(number) == digest]
@@ -277,10 +281,10 @@ def _length_of(source: SourceFile, chunks: Sequence[Sequence[Any]]) -> int:
 
 
 def list_files(root: Path) -> dict[str, int]:
-    """Return the size of every file below a directory, by its relative path, sorted.
+    """Return the size of every file below a directory, by relative path, sorted.
 
     Raises:
-        PermanentInfraError: the directory is empty, or has other things than plain files with printable names.
+        PermanentInfraError: the directory is empty, or contains something other than plain files with printable names.
         TransientInfraError: a file was removed meanwhile.
     """
     sizes: dict[str, int] = {}
@@ -300,7 +304,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _checked_size(path: Path, name: str) -> int:
-    """Return the size of a plain file, if it may be copied under this name."""
+    """Return the size of a plain file. Raises PermanentInfraError if it must not be copied under this name."""
     status = _status_of(path)
     if not stat.S_ISREG(status.st_mode):
         raise PermanentInfraError(
@@ -327,7 +331,7 @@ def _check_nesting(root: Path, destination: str) -> None:
 
 
 def _send_batch(session: Session, sources: Mapping[str, SourceFile], incoming: str, *, digest: str) -> None:
-    """Send whole small files with one call, because each call takes a round trip.
+    """Send small files whole, in one call, because every call takes a round trip.
 
     Raises:
         TransientInfraError: some files arrived damaged.
@@ -349,7 +353,7 @@ def _send_chunks(
     *,
     digest: str,
 ) -> None:
-    """Send chunks of files by their numbers.
+    """Send single chunks of files. `numbers` has the chunk numbers by file.
 
     Raises:
         TransientInfraError: some chunks arrived damaged.
@@ -362,14 +366,14 @@ def _send_chunks(
 
 
 def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the large, completely missing files, if the sending program can read them directly."""
+    """Return the large files of which the node has nothing, if the sending program can read files directly."""
     large = [name for name, numbers in missing.items() if sources[name].size >= DIRECT_BYTES]
     large = [name for name in large if len(missing[name]) == sources[name].num_chunks]
     return large if large and session.can_pour else []
 
 
 def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
-    """Let the sending program read a file directly while we hash it; this saves a copy of every byte.
+    """Let the sending program read a file directly, while this process hashes it. This saves one copy of every byte.
 
     Raises:
         NodeUnreachableError: the connection broke.
@@ -377,7 +381,7 @@ def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, dig
     """
     arguments = ["accept_large", incoming, name, str(source.size), str(CHUNK_BYTES), digest]
     with source.open() as file, session.feed_program(Path(receiver.__file__), arguments, stdin=file) as lines:
-        source.digests()  # hashed here during the transfer
+        source.digests()  # hash the file during the transfer
         answers = [found for line in lines if (found := parse_object(line)) is not None]
     source.check()
     if not answers:
@@ -421,7 +425,7 @@ def _commit(
 
 
 def _discard(session: Session, incoming: str) -> None:
-    """Remove an incomplete copy. If the node is lost, the next copy removes it."""
+    """Remove an incomplete copy. If the node is unreachable, the next copy removes it."""
     try:
         _call(session, ["discard", incoming], may_repeat=True)
     except InfraError as error:
@@ -446,7 +450,7 @@ def _call(
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         if answer["kind"] == "disk_full":
-            raise DiskFullError("", 0)  # callers that know the number of bytes replace it
+            raise DiskFullError("", 0)  # `_held_folder` raises it again with the destination and the number of bytes
         kind = TransientInfraError if answer["kind"] in ("damaged", "busy") else PermanentInfraError
         raise kind(answer["error"])
     return answer

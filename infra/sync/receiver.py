@@ -1,8 +1,8 @@
-"""Receive a copied directory on a node: reserve room, verify the files, and swap the directory in as a whole.
+"""Receive a copied directory on a node: check the disk's room, verify the files, and let the directory appear at once.
 
-The node's side of push.py. Runs as `receiver.py VERB ...`. It is one file and uses only the standard library (and
-blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. A refusal prints
-`{"error": sentence}` and has exit code 1.
+This is the node's side of push.py. It runs as `receiver.py VERB ...`. It is one file and uses only the standard library
+(and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. If a verb fails, it
+prints `{"error": sentence}` and exits with code 1.
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of the new files)
                                             describe the destination and all reusable files with digests of their
@@ -10,23 +10,26 @@ blake3 if installed), because its text is sent to nodes. Each verb prints one JS
                                             "usable": [[directory, name, size, mtime_ns, [digest]]]}
     sizes DIRECTORY                         (on stdin {"names": [name]}) the sizes of those files that exist
     prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes", "digest"} on stdin, see take_files) create
-                                            the directory INCOMING beside it, take the reused files and chunks into it,
-                                            and check the disk's room: {"taken": {name: [chunk number]}}. Runs until
-                                            stdin ends, and locks INCOMING meanwhile
-    accept INCOMING DIGEST                  (files on stdin) write small files, many with one call: {"digests": ...}
+                                            the directory INCOMING next to DESTINATION, put the reused files and chunks
+                                            into it, and check the disk's room: {"taken": {name: [chunk number]}}. Runs
+                                            until stdin ends, and keeps INCOMING locked until then
+    accept INCOMING DIGEST                  (files on stdin) write many small files with one call: {"digests": ...}
     accept_large INCOMING NAME SIZE CHUNK_BYTES DIGEST
-                                            (a file on stdin, nothing else) write one large file: {"digests": [...]} of
-                                            its chunks. Stops when INCOMING is no longer locked
+                                            (only a file on stdin) write one large file, and print the digests of its
+                                            chunks: {"digests": [...]}. Stops when INCOMING is no longer locked
     commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name],
                                             "private": [name]}) verify the received files, set the modes of executable
-                                            and private ones, and swap the directory in. A digest of null was verified
-                                            while the file was written. The directory of a running job is not replaced
+                                            and private files, and rename INCOMING to DESTINATION. If a digest is null,
+                                            the file was verified while it was written. The directory of a running job
+                                            is not replaced
     discard INCOMING                        remove the received files
 
-Large files grow in INCOMING, their chunks in any order (node_agent.py). An unlocked INCOMING belongs to an interrupted
-copy. The next copy to the same destination takes its correct parts and removes the rest. A copy to another destination
-beside it removes it after a day. Its name is .<name of DESTINATION>.incoming-<copy>-<attempt>: an earlier attempt of
-the same copy counts as interrupted even if the node has not noticed yet that its connection is gone.
+Large files grow in INCOMING. Their chunks arrive in any order (node_agent.py). An unlocked INCOMING belongs to an
+interrupted copy. The next copy to the same destination takes its correct parts and removes the rest. A copy to a
+neighbouring destination removes it after a day.
+
+The name of INCOMING is .<name of DESTINATION>.incoming-<copy>-<attempt>. An earlier attempt of the same copy counts as
+interrupted, even if the node has not noticed yet that its connection is gone.
 """
 
 import contextlib
@@ -48,25 +51,25 @@ from typing import Any, BinaryIO, Literal
 
 INCOMING_MARK = ".incoming-"
 _STALE_AFTER_S = 86400.0
-"""Leftovers of interrupted copies to other destinations are removed after this time."""
+"""Seconds after which the leftovers of interrupted copies to other destinations are removed."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _PIECE_BYTES = 256 << 10
-"""Small enough that a piece is still in the processor's cache when it is hashed after writing."""
+"""Size of pieces. A piece of this size is still in the processor's cache when it is hashed after writing."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""Digests of chunks that this Python supports, the fastest last."""
+"""Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
+    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
 ErrorKind = Literal["refused", "disk_full", "damaged", "busy", "unheld"]
-"""`busy`: another process works in the directory; `unheld`: the connection that holds the copy's lock broke."""
+"""`busy`: another process works in the directory. `unheld`: the connection that holds the copy's lock broke."""
 
 
 class CopyError(Exception):
-    """A verb cannot be carried out. `kind` is the reason as a code for the caller."""
+    """A verb failed. `kind` is a code for the reason."""
 
     def __init__(self, message: str, kind: ErrorKind = "refused") -> None:
         super().__init__(message, kind)
@@ -75,7 +78,7 @@ class CopyError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Carry out one verb; see the top of this file."""
+    """Run one verb; see the module's docstring."""
     verb, parameters = argv[1], argv[2:]
     # Any: JSON
     answer: dict[str, Any] = {}
@@ -115,9 +118,9 @@ def main(argv: list[str]) -> int:
 
 
 def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
-    """Describe a destination and the directories of copies to it. Files that may be reused are hashed.
+    """Describe a destination and the directories of interrupted copies to it. Files that may be reused are hashed.
 
-    A file with several names is listed once: reusing it twice would change both copies together.
+    A file with several names (hard links) is listed once. If it were reused twice, a change of one would change both.
     """
     algorithm = next(reversed(DIGESTS))
     files: dict[str, int] | None = None
@@ -137,7 +140,7 @@ def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes:
                     digests = hash_chunks(path, chunk_bytes, algorithm)
                     entry = [str(directory), name, status.st_size, status.st_mtime_ns, digests]
                     usable[status.st_dev, status.st_ino] = entry
-        except FileNotFoundError:  # another copy removed it meanwhile
+        except FileNotFoundError:  # another copy has removed the directory meanwhile
             continue
         if directory == destination:
             files = found
@@ -150,7 +153,8 @@ def _find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
 
 
 def _describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
-    """Return size and digest of every file below a directory; None if it is missing or has other things than files."""
+    """Return size and digest of every file below a directory. None if it is missing or contains something else than
+    files."""
     if not directory.exists():
         return None
     files: dict[str, list[Any]] = {}
@@ -185,7 +189,8 @@ def hash_chunks(path: Path, chunk_bytes: int, algorithm: str) -> list[str]:
 
 
 def _hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
-    """Create the directory for received files, print its reused chunks, and hold its lock until stdin ends."""
+    """Create the directory for received files, print the reused chunks, and hold the directory's lock until stdin
+    ends."""
     request = json.loads(sys.stdin.buffer.readline())
     reused, chunk_bytes, algorithm = request["reused"], request["chunk_bytes"], request["digest"]
     descriptor = _prepare_directory(destination, incoming)
@@ -200,20 +205,21 @@ def _hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> Non
             taken[name] = _copy_chunks(source, incoming / name, chunks, chunk_bytes, algorithm)
         sys.stdout.write(json.dumps({"taken": taken}) + "\n")
         sys.stdout.flush()
-        sys.stdin.buffer.read()  # ends with the client
+        sys.stdin.buffer.read()  # returns when the client ends the input or is gone
     finally:
         os.close(descriptor)
 
 
 def _prepare_directory(destination: Path, incoming: Path) -> int:
-    """Create and lock a directory beside the destination, from where a rename is possible; return the locked file."""
+    """Create and lock a directory next to the destination, so that it can be renamed. Returns the lock's descriptor."""
     if destination.is_symlink():
         raise CopyError(f"{destination} is a symbolic link: give the path that it points to")
     if destination.exists() and not destination.is_dir():
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with _locked_directory(destination.parent):  # otherwise another copy could remove it before it is locked
-        # Private, because private files arrive in it. It exists if the answer of the same call was lost.
+    with _locked_directory(destination.parent):  # prevents that another copy removes the directory before the flock
+        # The directory is private, because private files arrive in it. It exists if the answer to an earlier call was
+        # lost.
         incoming.mkdir(stat.S_IRWXU, exist_ok=True)
         descriptor = os.open(incoming, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -223,11 +229,11 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
 def take_files(
     reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
-    """Reuse files of other directories in this directory, if the files are still as described.
+    """Reuse files of other directories in this directory, if they are still as described.
 
     A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
-    the rest can be written into it. From other files the correct chunks are copied, because other programs may use
-    these files.
+    the missing chunks can be written into it. The correct chunks of all other files are copied, because other programs
+    may still use these files.
 
     Args:
         reused: by the new name, [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
@@ -241,14 +247,14 @@ def take_files(
         check_name(name)
         path, places = incoming / name, [left.get(directory, Path(directory)) / there]
         if _is_incoming_of(destination, Path(directory)):
-            # A late call of an earlier attempt may have moved it after it was described.
+            # A late call of an earlier attempt may have moved the file after it was described.
             places += [place / name for place in left.values()]
         source = next((each for each in places if each.is_file()), places[0])
         is_left = any(source.is_relative_to(place) for place in left.values())
         is_whole = described[0] == wanted_size and len(chunks) == -(-wanted_size // chunk_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
         is_taken = is_same = False
-        with contextlib.suppress(OSError):  # the file system cannot link, or the file is gone
+        with contextlib.suppress(OSError):  # the file system has no links, or the file is gone
             is_same = _is_as_described(source.lstat(), described)
             if is_left and ((is_whole and is_same) or source.lstat().st_nlink == 1):
                 is_same = _move_file(source, path, described, wanted_size)
@@ -265,20 +271,21 @@ def take_files(
 
 
 def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
-    """Rename interrupted copies, so that their late calls find nothing; returns the new paths by the old."""
+    """Rename the directories of interrupted copies, so that late calls do not find them. Returns new paths by old
+    paths."""
     places = {}
     with _locked_directory(destination.parent):
         for path in _incoming_of(destination):
             if path != incoming and _is_left(path, incoming):
                 place = path if path.name.endswith("-left") else path.with_name(f"{path.name}-left")
-                with contextlib.suppress(OSError):  # a late call created it again after an earlier rename
+                with contextlib.suppress(OSError):  # a late call has created the directory again after a rename
                     path.rename(place)
                     places[str(path)] = place
     return places
 
 
 def _link_file(source: Path, path: Path, described: list[int]) -> bool:
-    """Link a file to another name; false, without a link, if size or time differ from the description."""
+    """Link a file to another name. Returns False, and removes the link, if size or time differ from the description."""
     os.link(source, path, follow_symlinks=False)
     if _is_as_described(path.lstat(), described):
         return True
@@ -287,10 +294,10 @@ def _link_file(source: Path, path: Path, described: list[int]) -> bool:
 
 
 def _move_file(source: Path, path: Path, described: list[int], wanted_size: int) -> bool:
-    """Move a possibly incomplete file; returns whether it is still as described."""
+    """Move a file, which may be incomplete. Returns whether it is still as described."""
     descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        # Late writers check under this lock whether the file was taken over (node_agent.py).
+        # Programs that still write into the file check under this lock whether it was moved (node_agent.py).
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         status = os.fstat(descriptor)
         source.rename(path)
@@ -307,7 +314,7 @@ def _is_as_described(status: os.stat_result, described: list[int]) -> bool:
 
 
 def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """Return the numbers of the file's chunks with the described digests; without any, remove the file."""
+    """Return the numbers of the chunks whose digests are right. Without right chunks, remove the file."""
     with path.open("rb") as file:
         right = [number for number, known in chunks if _read_right(file, number, known, chunk_bytes, algorithm)]
     if not right:
@@ -316,14 +323,14 @@ def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorith
 
 
 def _read_right(file: BinaryIO, number: int, known: str, chunk_bytes: int, algorithm: str) -> bytes:
-    """Return the content of a chunk; empty if its digest differs."""
+    """Return the content of a chunk. Empty if its digest differs."""
     file.seek(number * chunk_bytes)
     content = file.read(chunk_bytes)
     return content if DIGESTS[algorithm](content).hexdigest() == known else b""
 
 
 def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """Copy the chunks with the described digests; returns their numbers."""
+    """Copy those chunks whose digests are right. Returns their numbers."""
     copied: list[int] = []
     try:
         with source.open("rb") as reading, path.open("xb") as writing:
@@ -334,7 +341,7 @@ def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, 
                     copied.append(number)
             writing.flush()
             os.fsync(writing.fileno())
-    except FileNotFoundError:  # the source was removed meanwhile
+    except FileNotFoundError:  # the source has been removed meanwhile
         return []
     except OSError as error:
         raise _as_copy_error(error, path) from error
@@ -349,7 +356,7 @@ def _as_copy_error(error: OSError, path: Path) -> CopyError:
 
 
 def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
-    """Write the files of a batch: a JSON line [name, size] and the content for each; returns their digests."""
+    """Write the files of a batch. Each file has a JSON line [name, size], then its content. Returns their digests."""
     digests: dict[str, str] = {}
     while head := stream.readline():
         name, size = json.loads(head)
@@ -371,9 +378,9 @@ def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str,
 
 
 def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
-    """Write standard input to a new file with fsync; returns the digests of its chunks as read back.
+    """Write standard input to a new file, with fsync. The chunks are read back for their digests, which are returned.
 
-    Stops when the lock on `incoming` is gone: the sending program may outlive its client.
+    Stops when `incoming` is no longer locked, because the sending program may outlive its client.
     """
     path = incoming / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +396,7 @@ def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, a
                     num_written = _write_from_stdin(file, path, start, min(_PIECE_BYTES, end - start))
                     if not num_written:
                         raise CopyError(f"{path} ends early: copy again", kind="damaged")
-                    # Read back from the page cache: cheaper than passing the bytes through this process for hashing.
+                    # Read back from the page cache, which is cheaper than passing the bytes through this process.
                     digest.update(os.pread(file.fileno(), num_written, start))
                     start += num_written
                 digests.append(digest.hexdigest())
@@ -400,7 +407,8 @@ def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, a
 
 
 def _check_held(incoming: Path) -> None:
-    """Return if the lock of the copy's directory is held, so the copy still runs."""
+    """Return if the copy's directory is locked, which shows that the copy is still running. Otherwise raise
+    CopyError."""
     descriptor = os.open(incoming, os.O_RDONLY)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -411,25 +419,25 @@ def _check_held(incoming: Path) -> None:
 
 
 def _widen_stdin() -> None:
-    """Enlarge the pipe's buffer where the system can, so that pieces are larger (node_agent.py)."""
+    """Enlarge the pipe's buffer if the system can, so that each read returns more (node_agent.py)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(0, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> int:
-    """Write available input at an offset, if the path still leads to the opened file; returns the number of bytes.
+    """Write available input at an offset of an open file. Returns the number of bytes.
 
-    Data of a broken connection may arrive after another copy took over the file. That copy holds this lock exclusively
-    while it takes over.
+    After a broken connection, data may still arrive when another copy has already taken over the file. The other copy
+    holds this lock exclusively during the takeover. The file is therefore written only if `path` still leads to it.
     """
-    select.select([0], [], [])  # waits without the lock
+    select.select([0], [], [])  # wait for input before taking the lock
     fcntl.flock(file, fcntl.LOCK_SH)
     try:
         if not _is_at(path, file):
             raise CopyError(f"{path} has been taken over by another copy: copy again", kind="busy")
         if hasattr(os, "splice"):
-            with contextlib.suppress(OSError):  # stdin is not a pipe, or the file system does not support it
+            with contextlib.suppress(OSError):  # stdin is not a pipe, or the file system does not support splice
                 return os.splice(0, file.fileno(), num_bytes, offset_dst=start)
         content = os.read(0, num_bytes)
         num_written = 0
@@ -450,7 +458,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
 def _commit_directory(
     destination: Path, incoming: Path, manifest: dict[str, list[Any]], *, executable: list[str], private: list[str]
 ) -> None:
-    """Verify every file against the manifest, then replace the old directory with the new one."""
+    """Verify every file against the manifest, then replace the old directory by the new one."""
     for name in manifest:
         check_name(name)
     compared = frozenset(name for name, (_, digest) in manifest.items() if digest is None)
@@ -482,13 +490,13 @@ def _commit_directory(
 
 @contextlib.contextmanager
 def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
-    """Ensure that no job runs or starts in the directory during the block. supervisor/ describes the locks."""
+    """Prevent that a job runs or starts in the directory during the block. supervisor/ describes the locks."""
     with contextlib.ExitStack() as stack:
-        # The second lock is shared with processes that only check whether the job runs.
+        # Processes that only check whether the job is running hold the second lock shared. So take it shared, too.
         for name, kind in (("start.lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_SH)):
             try:
                 descriptor = os.open(destination / ".job" / name, os.O_RDONLY)
-            except OSError:  # not the directory of a job
+            except OSError:  # the destination is not the directory of a job
                 continue
             stack.callback(os.close, descriptor)
             try:
@@ -500,27 +508,27 @@ def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
 
 
 def _usual_mode() -> int:
-    mask = os.umask(0o077)  # it can only be read by setting it; this program has one thread
+    mask = os.umask(0o077)  # the mask can be read only by setting it; this program has only one thread
     os.umask(mask)
     return 0o777 & ~mask
 
 
 def _discard_directory(incoming: Path) -> None:
-    """Remove the received files; refuses other directories."""
+    """Remove the directory of received files. Raises CopyError for any other directory."""
     if INCOMING_MARK not in incoming.name:
         raise CopyError(f"{incoming} is not the directory of an incoming copy")
     shutil.rmtree(incoming, ignore_errors=True)
 
 
 def check_name(name: str) -> None:
-    """Return if a file name stays below its directory and is printable."""
+    """Return if a file name is printable and stays below its directory. Otherwise raise CopyError."""
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or not name.isprintable() or "\\" in name:
         raise CopyError(f"the file name {name!r} is refused: it leaves its directory or is not printable")
 
 
 def flush_directory(directory: Path) -> None:
-    """Make renames and new files of a directory survive a power failure."""
+    """Make renames and new files in a directory survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -539,7 +547,7 @@ def _locked_directory(directory: Path) -> Iterator[None]:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Yield everything below a directory except directories; symbolic links are not followed."""
+    """Yield every path below a directory that is not a directory. Symbolic links are not followed."""
     for path in sorted(directory.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _walk(path)
@@ -558,27 +566,26 @@ def _is_incoming_of(destination: Path, path: Path) -> bool:
 
 
 def _remove_abandoned(destination: Path, incoming: Path) -> None:
-    """Remove interrupted copies to this destination, and old interrupted copies beside it."""
+    """Remove interrupted copies to this destination, and old interrupted copies to neighbouring destinations."""
     with _locked_directory(destination.parent):
         for path in destination.parent.iterdir():
             if not path.name.startswith(".") or INCOMING_MARK not in path.name or path == incoming:
                 continue
-            with contextlib.suppress(OSError):  # it belongs to another user, or is gone
+            with contextlib.suppress(OSError):  # the directory belongs to another user, or is gone
                 is_old = time.time() - path.stat().st_mtime > _STALE_AFTER_S
-                is_download = path.with_name(
-                    f"{path.name}.lock"
-                ).exists()  # downloads have their lock there (download.py)
+                is_download = path.with_name(f"{path.name}.lock").exists()  # downloads lock this file (download.py)
                 is_due = _is_incoming_of(destination, path) or (is_old and not is_download)
                 if is_due and _is_left(path, incoming):
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_left(directory: Path, incoming: Path) -> bool:
-    """Return whether a copy was interrupted: its directory is unlocked, or of an earlier attempt of this copy."""
+    """Return whether a copy was interrupted: its directory is unlocked, or belongs to an earlier attempt of this
+    copy."""
     copy, _, attempt = incoming.name.rpartition("-")
     if directory.name.startswith(f"{copy}-"):
         other, _, _ = directory.name[len(copy) + 1 :].partition("-")
-        if int(other) < int(attempt):  # a late call must not take over a later attempt
+        if int(other) < int(attempt):  # a late call of an earlier attempt must not take over a later attempt
             return True
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,24 +1,26 @@
 """List the files of a run directory on a node, and send the requested parts of them.
 
-The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`. It is one file and uses only the standard library (and
-blake3 if installed), because its text is sent to nodes.
+This is the node's side of mirror.py. It runs as `sender.py VERB DIRECTORY`. It is one file and uses only the standard
+library (and blake3 if installed), because its text is sent to nodes.
 
     list DIRECTORY      prints one JSON object, {"files": {name: [size, modified_ns]}, "digest": name of the digest,
                         "left_out": [name]}; "files" is null if the directory does not exist
     send DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "files": [[name, size, [digest]], ...]}: how
-                        much of each file the client has, with digests of its chunks; the last may be incomplete)
-                        For each file a line {"name", "size", "modified_ns"} as it is now, or {"name", "size": null} if
-                        it is gone; then its chunks; then a line {"is_changed"}: whether it was modified meanwhile. If
-                        the client has a part of a chunk, the chunk begins with a line {"is_same"}: whether our chunk
-                        begins with the same bytes. Then come the missing bytes and, unless empty, a line {"digest"}
+                        much of each file the client has, with the digests of its chunks. The last may be incomplete)
+                        For each file, prints a line {"name", "size", "modified_ns"} of the present file, then its
+                        chunks, then a line {"is_changed"}: whether it was modified meanwhile. For a missing file, only
+                        prints {"name", "size": null}. If the client has a part of a chunk, the chunk begins with a line
+                        {"is_same"}: whether the chunk here begins with the same bytes. Then come the missing bytes. If
+                        there are any, a line {"digest"} follows
     pour DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "name", "size", "modified_ns"}: a file as it
-                        was listed) The file's bytes and nothing else, to be written directly to a file.
-                        On stderr first a line {"is_ready"}, then a line {"digest"} for each chunk, and {"is_changed"};
-                        for a file that has changed only the last. Stops when stdin ends
+                        was listed) Prints only the file's bytes, which are written directly to a file. On stderr,
+                        prints a line {"is_ready"}, then a line {"digest"} for each chunk, then a line {"is_changed"}.
+                        For a file that has changed, prints only the lines {"is_ready"} and {"is_changed"}. Stops when
+                        stdin ends
 
-Files without use on another machine are not sent: names that begin with a dot (locks, incomplete files) or with
+Files that are useless on another machine are not sent: names that begin with a dot (locks, incomplete files) or with
 `damaged`, and `weights/`. Symbolic links are not followed. Files with unprintable names and unreadable folders are
-listed as left out.
+listed in "left_out".
 """
 
 import contextlib
@@ -36,22 +38,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _READ_BYTES = 256 << 10
-"""Small enough that a piece is still in the processor's cache when it is written after hashing."""
+"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
 _HANDED_ON_BYTES = 64 << 10
-"""Smaller pieces are copied, which needs fewer system calls."""
+"""Smaller pieces are written by this process, because that needs fewer system calls than sendfile."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-"""O_NONBLOCK: a FIFO that replaced a listed file does not block."""
+"""Flags to open a file. With O_NONBLOCK, a FIFO that has replaced a listed file does not block."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""Digests of chunks that this Python supports, the fastest last."""
+"""Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
+    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
 def main(argv: list[str]) -> int:
-    """Carry out one verb; see the top of this file."""
+    """Run one verb; see the module's docstring."""
     verb, directory = argv[1], Path(argv[2])
     if verb == "list":
         left_out: list[str] = []
@@ -76,11 +78,12 @@ def main(argv: list[str]) -> int:
 
 
 def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
-    """Return size and modification time of every file to send, by its relative path; adds others to `left_out`."""
+    """Return size and modification time of every file to send, by relative path. Adds the names of others to
+    `left_out`."""
     files = {}
     for path, found in _walk(directory, left_out, is_top=True):
         name = path.relative_to(directory).as_posix()
-        if name.isprintable() and "\\" not in name:  # the same rule as in receiver.py
+        if name.isprintable() and "\\" not in name:  # receiver.py has the same rule
             files[name] = found
         else:
             left_out.append(ascii(name))
@@ -90,7 +93,7 @@ def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
 def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iterator[tuple[Path, list[int]]]:
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except FileNotFoundError:  # a checkpoint was deleted meanwhile
+    except FileNotFoundError:  # the job has deleted a checkpoint meanwhile
         return
     except PermissionError:
         left_out.append(ascii(directory.name))
@@ -110,7 +113,7 @@ def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iter
 
 
 class Sender:
-    """Sends files of a directory to a client that has parts of them."""
+    """Sends files of a directory to a client that may already have parts of them."""
 
     def __init__(self, directory: Path, chunk_bytes: int, algorithm: str, output: BinaryIO) -> None:
         self._directory = directory
@@ -119,7 +122,7 @@ class Sender:
         self._output = output
 
     def send_file(self, name: str, size_there: int, digests: list[str]) -> None:
-        """Write one file's lines and the client's missing bytes. Content that is appended meanwhile is left out."""
+        """Send one file's lines and the bytes that the client lacks. Content that is appended meanwhile is not sent."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -139,7 +142,7 @@ class Sender:
         self._output.flush()
 
     def pour_file(self, name: str, size: int, modified_ns: int) -> None:
-        """Write the bytes of a file, if it is as listed, and print the digests of its chunks on stderr."""
+        """Write the bytes of a file if it is still as listed. Prints the digests of its chunks on stderr."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -158,7 +161,7 @@ class Sender:
             _say(is_changed=_size_and_time(descriptor) != (size, modified_ns))
 
     def _send_chunk(self, file: FileIO, start: int, num_bytes: int, num_there: int, digest_there: str) -> None:
-        """Write the missing bytes of a chunk, of which the client has `num_there` bytes with this digest."""
+        """Send the missing bytes of a chunk. The client has `num_there` bytes of it, with this digest."""
         digest = DIGESTS[self._algorithm]()
         num_same = 0
         file.seek(start)
@@ -185,7 +188,7 @@ class Sender:
             start += len(piece)
 
     def _hand_on(self, file: FileIO, start: int, num_bytes: int) -> int:
-        """Let the system copy bytes from its page cache to the output; returns how many it copied, 0 if unsupported."""
+        """Let the system copy bytes from its page cache to the output. Returns how many it copied; 0 if it cannot."""
         self._output.flush()
         num_written = 0
         with contextlib.suppress(OSError):
@@ -206,14 +209,14 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 
 
 def _widen_stdout() -> None:
-    """Enlarge the pipe's buffer where the system can; with a small one, both processes often wait (node_agent.py)."""
+    """Enlarge the pipe's buffer if the system can. With a small buffer, both processes often wait (node_agent.py)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(1, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _has_stdin_ended() -> bool:
-    """Return whether the client is gone; the process that receives our output may outlive it."""
+    """Return whether the client is gone. The process that receives the output may still be running then."""
     return bool(select.select([0], [], [], 0)[0])
 
 
@@ -223,7 +226,8 @@ def _say(**content: object) -> None:
 
 
 def _read(file: FileIO, num_bytes: int) -> Iterator[bytes]:
-    """Yield the next bytes of a file; zeros after a truncation, so that the stream stays valid and the digest fails."""
+    """Yield the next bytes of a file. After a truncation, yield zeros: the stream stays valid, and the digest
+    differs."""
     while num_bytes > 0:
         chunk = file.read(min(_READ_BYTES, num_bytes)) or bytes(min(_READ_BYTES, num_bytes))
         num_bytes -= len(chunk)

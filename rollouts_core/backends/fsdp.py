@@ -478,13 +478,14 @@ def create_fsdp_backend(
 
     The other arguments are those of `create_pytorch_backend`. Only the leader reads the model's weights.
     """
-    ranks.begin()
+    recomputes = ranks.begin(policy.activation_checkpointing)  # only the leader applies settings of less_memory.py
+    agreed = policy.model_copy(update={"activation_checkpointing": recomputes})
     seed_everything(seed)
     tokenizer = load_tokenizer(model)
     num_tokens = count_token_ids(tokenizer) if within_tokenizer else None
     create = partial(create_sharded_policy, model, ranks=ranks, temperature=temperature, num_tokens=num_tokens)
     trained = create(
-        policy, with_entropies=with_entropies, with_values=with_values, with_start_sample=with_start_sample
+        agreed, with_entropies=with_entropies, with_values=with_values, with_start_sample=with_start_sample
     )
     check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None

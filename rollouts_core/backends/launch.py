@@ -25,6 +25,7 @@ from typing import NoReturn
 from rollouts_core.backends.multi_node import Meeting, Unit, network_variables
 from rollouts_core.backends.store_tunnel import LOOPBACK
 from rollouts_core.job import Job, TrainingJob
+from rollouts_core.less_memory import FULL_GPU_CODE
 
 SHUTDOWN_S = 8
 """With several machines: seconds between SIGTERM and SIGKILL, since a process may wait for a lost machine."""
@@ -81,7 +82,7 @@ def launch(
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
         if unit is not None:
-            unit.conclude(code)
+            code = unit.conclude(code)
     return _end_like(code, exit_codes)
 
 
@@ -137,15 +138,16 @@ def _removed_before_and_after(folder: Path) -> Iterator[None]:
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
     """The exit code that best explains the end of a job; negative for a signal.
 
-    Code 2 (the user must change something) comes first, then a signal, which often makes other processes fail. SIGTERM
-    counts least: torchrun sends it to the remaining processes.
+    Code 2 (the user must change something) comes first, then a full GPU, then a signal: all three often make other
+    processes fail. SIGTERM counts least: torchrun sends it to the remaining processes.
 
     Args:
         exit_codes: exit codes of failed processes by rank.
     """
     codes = list(exit_codes.values())
     own = [code for code in codes if code not in (-signal.SIGTERM, 128 + signal.SIGTERM)] or codes
-    return next((code for code in own if code == 2), min(own) if min(own) < 0 else own[0])
+    telling = next((code for code in (2, FULL_GPU_CODE) if code in own), None)
+    return telling or (min(own) if min(own) < 0 else own[0])
 
 
 def _end_like(code: int, exit_codes: Mapping[int, int]) -> int:

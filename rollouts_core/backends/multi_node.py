@@ -33,6 +33,7 @@ from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, pro
 from rollouts_core.backends.store_tunnel import LOOPBACK, opened_gate, opened_tunnel
 from rollouts_core.errors import MachineLostError
 from rollouts_core.job import FurtherTrainer
+from rollouts_core.less_memory import FULL_GPU_CODE
 
 JOIN_S = 300.0
 """Seconds until the launchers of further machines must listen. They first import torch, possibly from a slow disk."""
@@ -70,8 +71,8 @@ class Unit(Protocol):
 
     meeting: Meeting
 
-    def conclude(self, exit_code: int) -> None:
-        """Exchange the end of the attempt with the other machines.
+    def conclude(self, exit_code: int) -> int:
+        """Exchange the end of the attempt with the other machines; returns the exit code of the attempt.
 
         Args:
             exit_code: result of this machine's own processes.
@@ -183,12 +184,12 @@ class LeaderUnit:
         self._trainers = trainers
         self._links = links
 
-    def conclude(self, exit_code: int) -> None:
+    def conclude(self, exit_code: int) -> int:
         """See `Unit`. If the processes of a machine failed first, the log names this machine."""
         for link in self._links:
             link.conclude()
         if exit_code == 0:
-            return
+            return 0
         deadline = time.monotonic() + SETTLE_S
         for link in self._links:
             link.wait_for_end(max(0.0, deadline - time.monotonic()))
@@ -201,6 +202,8 @@ class LeaderUnit:
         for trainer, link in zip(self._trainers, self._links, strict=True):
             if link.exit_code:
                 logger.error("%s ended with code %d (%s)", link.name, link.exit_code, where_its_log_is(trainer))
+        is_full = any(link.exit_code == FULL_GPU_CODE for link in self._links)
+        return FULL_GPU_CODE if is_full and exit_code != 2 else exit_code
 
 
 class FurtherUnit:
@@ -210,13 +213,14 @@ class FurtherUnit:
         self.meeting = meeting
         self._leader = leader
 
-    def conclude(self, exit_code: int) -> None:
+    def conclude(self, exit_code: int) -> int:
         """See `Unit`. The leader gets the exit code, and then closes the connection."""
         self._leader.conclude()
         if exit_code != 0 and self._leader.wait_for_end(0.0):
             raise MachineLostError(f"the leader's launcher on {self._leader.name} {self._leader.problem}")
         self._leader.tell_end(exit_code)
         self._leader.wait_for_end(SETTLE_S)
+        return exit_code
 
 
 def where_its_log_is(trainer: FurtherTrainer) -> str:

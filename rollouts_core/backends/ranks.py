@@ -91,15 +91,20 @@ class Ranks:
             raise
         self.followers_wait = True
 
-    def begin(self) -> None:
+    def begin(self, value: object = True) -> Any:  # Any: the leader's object
         """Wait until all ranks have reached this call, before they create something together.
+
+        Returns:
+            The leader's `value`, so that all ranks create the same.
 
         Raises:
             LeaderGoneError: the leader ended earlier.
         """
-        if self.scatter([True] * self.size if self.is_leader else None) is None:
+        agreed = self.scatter([value] * self.size if self.is_leader else None)
+        if agreed is None:
             raise LeaderGoneError("rank 0 ended before it began")
         self.followers_wait = False
+        return agreed
 
     def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: the leader's object
         """Send one object to each rank; returns this rank's object. Only the leader passes `objects`, one per rank.

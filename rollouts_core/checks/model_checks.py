@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollouts_core.backends.jax_architecture import load_jax_architecture
+from rollouts_core.checks.resource_needs import PARALLEL_ARGUMENTS
 from rollouts_core.config import Config, EngineConfig, ModelConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import load_architecture
@@ -44,9 +45,6 @@ MODEL_FILES = {
 """Required contents of a model's folder besides its weights, with the accepted file names."""
 DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
 """Matches names of dropout settings of a model, except those of a classification head."""
-PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
-"""Parts of the names of arguments with which SGLang and vLLM divide a model in another way than evenly over an engine's
-GPUs."""
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of the file that replaces the weights in a clone without Git LFS."""
 

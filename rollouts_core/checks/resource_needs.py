@@ -36,6 +36,10 @@ ENGINE_SHARE = 0.9
 SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
 """Parts of the names of arguments with which an engine needs less memory than the weights in bfloat16."""
 
+PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
+"""Parts of the names of arguments with which SGLang and vLLM divide a model in another way than evenly over an engine's
+GPUs."""
+
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
     """Bytes per weight in the trainer: frozen weights under adapters have the number format of the matrix products,
@@ -218,7 +222,7 @@ def engine_share(config: Config) -> float:
                 return float(value)
             except ValueError:  # the engine reports the invalid argument
                 break
-    return ENGINE_SHARE
+    return config.deployment.engine_memory_share or ENGINE_SHARE
 
 
 def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_machines: int = 1) -> str:

@@ -1,9 +1,9 @@
-"""The settings of one training pipeline: frozen records with a docstring per field, one file per section.
+"""The settings of one training pipeline: immutable records with a docstring per field, one file per section.
 
 The docstrings are the help texts of the Prefect form. Each default is written only in its field. This package must not
 import torch, so that the orchestrator can read, check and fingerprint a configuration without it.
 
-    Config           pipeline.py     put together, loaded and saved
+    Config           pipeline.py     all sections together, loaded from a file and saved
     ├── model        model.py        checkpoint that training starts from
     ├── data         data.py         files of demonstrations and prompts
     ├── training
@@ -15,11 +15,11 @@ import torch, so that the orchestrator can read, check and fingerprint a configu
     │   ├── engine   engine.py       the inference server
     │   └── rewards  reward.py       several rewards, and services that grade
     ├── evaluation   evaluation.py   comparison of checkpoints
-    ├── deployment   deployment.py   GPUs, processes and ports: never changes a result
+    ├── deployment   deployment.py   GPUs, processes and ports; they never change a result
     ├── report       report.py       samples inside the report
-    └── hub          hub.py          source of models and public datasets
+    └── hub          hub.py          where models and public datasets are downloaded from
 
-Common parts of all records: `record.py`. Reading files of settings: `files.py`.
+`record.py` has the parts that all records share. `files.py` reads files of settings.
 """
 
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig

@@ -9,81 +9,87 @@ from pydantic import Field, JsonValue, WithJsonSchema, model_validator
 from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record
 
 ColumnType = Literal["text", "int", "float", "bool", "json"]
-"""Types of a CSV column."""
+"""Types that a CSV column can have."""
 RowFile = Literal["sft_eval", "prompts", "selection", "heldout"]
-"""Settings for one file of rows."""
+"""Settings of `data` whose value is one file of rows."""
 
 
 class DatasetConfig(Record):
-    """One of several datasets of demonstrations that are trained on together."""
+    """One of several datasets of demonstrations that are mixed for training."""
 
     path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
-    """JSONL, JSON, CSV or Parquet file, folder of such files or of a Hugging Face dataset, or hub id."""
+    """A JSONL, JSON, CSV or Parquet file, a folder of such files, the folder of a Hugging Face dataset, or a hub id."""
     split: str = Field(default="train", min_length=1)
-    """Split of a folder or hub dataset with several splits."""
+    """Name of the split, if the folder or hub dataset has several splits."""
     subset: str = ""
-    """Configuration of a hub dataset with several configurations."""
+    """Name of the configuration, if the hub dataset has several configurations."""
     revision: str = Field(default="", json_schema_extra=PLACEMENT)
-    """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
+    """Commit or tag of a hub dataset. Empty: the newest commit at the time when the run is planned."""
     max_samples: int | None = Field(default=None, ge=1)
-    """Use only the first rows, up to this number."""
+    """Use at most this number of rows, from the beginning."""
     repeat: Annotated[Finite, Field(gt=0)] = 1.0
-    """Visits of each row per epoch. Below 1 an epoch takes this share of the rows, and the next epoch takes others."""
+    """How often each row is used per epoch. With a value below 1, an epoch uses this share of the rows, and the next
+    epoch uses other rows."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
-    """Types of CSV columns, by their names: text, int, float, bool or json. Other columns are text."""
+    """Types of CSV columns by column name: text, int, float, bool or json. Columns that are not listed are text."""
 
 
 class PrepareConfig(Record):
-    """How the data files are made from a public dataset, once, before the run."""
+    """How the data files are made from a public dataset. This happens once, before the run."""
 
     name: FunctionName = ""
-    """A name of `rollouts_core.data.preparations.PREPARATIONS` or `package.module:function`. Empty: no preparation."""
+    """The preparation function: a name of `rollouts_core.data.preparations.PREPARATIONS`, or `package.module:function`.
+    Empty: no preparation."""
     source: str = ""
-    """Public dataset: hub id, or folder of a downloaded dataset. Empty: the dataset in the preparation."""
+    """Public dataset: a hub id, or the folder of a downloaded dataset. Empty: the dataset that the preparation
+    names."""
     revision: str = ""
-    """Commit or tag of a hub dataset. Empty: the commit in the preparation, or the newest commit of another
-    `source`."""
+    """Commit or tag of a hub dataset. Empty: the commit that the preparation names; for another `source`, the newest
+    commit."""
     settings: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(default_factory=dict)
-    """Keyword arguments of the function, as in `{ num_selection = 100 }`."""
+    """Keyword arguments of the preparation function, as in `{ num_selection = 100 }`."""
 
 
 class DataConfig(Record):
-    """Files of demonstrations and prompts. Paths are relative to the configuration's file; in a pipeline they
-    may also be URLs in an object store, s3://bucket/data/sft.jsonl."""
+    """Files of demonstrations and prompts.
+
+    Relative paths start at the folder of the configuration file. In a pipeline, paths can also be URLs of an object
+    store, such as s3://bucket/data/sft.jsonl.
+    """
 
     sft: str | tuple[DatasetConfig, ...] = ""
-    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL, JSON, CSV
-    or Parquet file, dataset folder or hub id; or a list of such datasets, each with its share."""
+    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. The value is a JSONL, JSON,
+    CSV or Parquet file, a dataset folder or a hub id; or a list of datasets, each with its share."""
     streaming: bool = Field(default=False, json_schema_extra=PLACEMENT)
-    """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
+    """Read and tokenize demonstrations during training instead of before it. For data larger than memory."""
     sft_eval: str = ""
-    """Demonstrations whose loss is measured during SFT, without training on them. Empty: no measurement."""
+    """Demonstrations that are not trained on, and whose loss is measured during SFT. Empty: no measurement."""
     prompts: str = ""
-    """Prompts for RL: rows with `prompt` or `messages`, and `answer` if the reward needs it. One JSONL, JSON, CSV
-    or Parquet file, or dataset folder."""
+    """Prompts for RL: rows with `prompt` or `messages`, and with `answer` if the reward needs it. The value is a JSONL,
+    JSON, CSV or Parquet file, or a dataset folder."""
     rollouts: str = ""
-    """Recorded rollouts for RL, instead of prompts and engines: the folder `samples` of an earlier RL stage. Its steps
-    are trained on in order. Each step is one batch, regardless of `rollout.batch_size`."""
+    """Recorded completions for RL, instead of prompts and engines: the folder `samples` of an earlier RL stage.
+    Training uses its steps in order. Each recorded step is one batch, whatever `rollout.batch_size` is."""
     selection: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""
-    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. The selection must not contain
-    any of its rows."""
+    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the scores in the report. `selection` must not
+    contain any of these rows."""
     prepare: PrepareConfig = PrepareConfig()
-    """Creates the files above that are left empty: `prepare = "gsm8k"`, or a table with name, source, revision and
-    settings."""
+    """Creates the data files whose settings are empty. The value is a preparation's name, as in `prepare = "gsm8k"`, or
+    a table with name, source, revision and settings."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
-    """Types of CSV columns of the files above, by setting. A file's own table sets them: `prompts = {path =
-    "prompts.csv", columns = {level = "int"}}`. Other columns are text."""
+    """Types of the CSV columns of each file, by setting. They can also be given in the file's own setting: `prompts =
+    {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not listed are text."""
 
     def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
-        """The CSV column types of the file in a setting."""
+        """The types of the CSV columns of the file in the setting `name`."""
         return self.columns.get(name, {})
 
     @model_validator(mode="before")
     @classmethod
     def _read_tables(cls, settings: Any) -> Any:  # Any: unchecked input
-        """Accept a table instead of a file's path, with the path and the types of its columns."""
+        """Accept a table with a path and the types of its columns in place of a file's path."""
         if not isinstance(settings, dict):
             return settings
         flat = dict(settings)

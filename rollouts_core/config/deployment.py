@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
-from rollouts_core.config.record import PLACEMENT, GpuRank, Record
+from rollouts_core.config.record import PLACEMENT, Finite, GpuRank, Record
 
 MAX_PORT = 65535
 
@@ -16,30 +16,33 @@ class DeploymentConfig(Record):
     """GPUs, processes and ports on the node. These settings never change a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the trainer, one process on each. Empty: one process, on the first GPU or else on the CPU, unless
-    trainer_processes is set. If several machines train together, the GPUs of each machine."""
+    """GPUs of the trainer, with one process on each. If several machines train together: GPUs of each machine. Empty:
+    `trainer_processes` decides."""
     trainer_processes: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
-    """Used without `trainer_gpu_ranks`. 0: use a GPU; refuse the machine if torch cannot. 1: fall back to the CPU. 2 or
-    more: start that many CPU processes, even if GPUs exist (for testing). If several machines train together, the
-    number on each machine."""
+    """Used if `trainer_gpu_ranks` is empty. 0: one process on a GPU; a machine on which torch cannot use a GPU is
+    refused. 1: one process, on the first GPU or else on the CPU. 2 or more: this number of CPU processes, even if there
+    are GPUs (for testing). If several machines train together: the number on each machine."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the inference engines, divided evenly. An engine's model is divided among its GPUs. If engines have their
-    own nodes, the GPUs of each node."""
+    """GPUs of the inference engines, the same number for each engine. An engine with several GPUs splits its model over
+    them. If engines have their own nodes: GPUs of each node."""
     num_engines: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
-    """Inference engines for RL. If one fails, the others continue. If engines have their own nodes, the number on each
-    node."""
+    """Number of inference engines for RL. If one engine fails, the others continue. If engines have their own nodes:
+    the number on each node."""
     colocated: bool = Field(default=False, json_schema_extra=PLACEMENT)
-    """Let engines and trainer share GPUs: the engines release their memory during training and get the weights after
-    each step. Only for SGLang and vLLM on GPUs; the embedded engine has no GPU memory."""
+    """Let engines and trainer share GPUs. The engines release their memory while the trainer trains, and load the new
+    weights after each step. Only for SGLang and vLLM on GPUs, because the embedded engine uses no GPU."""
+    engine_memory_share: Annotated[Finite, Field(ge=0, lt=1)] = Field(default=0.0, json_schema_extra=PLACEMENT)
+    """Share of a GPU's memory that each engine of RL takes for weights and cache. 0: the engine's default. An argument
+    in `rollout.engine.extra_args` has precedence."""
     trainer_threads: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
-    """CPU threads of each trainer process. 0: divide the available cores among the processes."""
+    """CPU threads of each trainer process. 0: the available cores, divided by the number of processes."""
     engine_threads: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
-    """CPU threads of the inference engine."""
+    """CPU threads of each inference engine."""
     engine_port: int = Field(default=0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
-    """Port of the first engine on its node; further engines use the next ports. 0: free ports. Engines listen on the
-    loopback address, or on the node's address if they have their own nodes."""
+    """Port of the first engine on its node. Further engines use the following ports. 0: any free ports. Engines listen
+    on the loopback address, or on the node's address if they have their own nodes."""
     max_running_requests: int = Field(default=128, ge=1, json_schema_extra=PLACEMENT)
-    """Completions that an engine generates concurrently."""
+    """Number of completions that an engine generates at the same time."""
     stage_timeout_minutes: int = Field(default=24 * 60, ge=1, json_schema_extra=PLACEMENT)
     """Minutes after which a stage is stopped and counts as failed."""
 
@@ -55,17 +58,20 @@ class DeploymentConfig(Record):
 
     @property
     def engine_ports(self) -> list[int]:
-        """The port of each engine; 0 for a free port."""
+        """The port of each engine; 0 means any free port."""
         return [self.engine_port + index if self.engine_port else 0 for index in range(self.num_engines)]
 
     def of_engine(self, index: int) -> Self:
-        """The placement of one engine: its share of the GPUs."""
+        """The deployment settings of one engine, with its share of the engines' GPUs."""
         num_ranks = len(self.engine_gpu_ranks) // self.num_engines
         ranks = self.engine_gpu_ranks[index * num_ranks : (index + 1) * num_ranks]
         return self.model_copy(update={"engine_gpu_ranks": ranks, "num_engines": 1})
 
     def with_engines_of_trainer(self) -> Self:
-        """The placement of engines on the trainer's GPUs, with the same number of GPUs per engine as on own nodes."""
+        """The deployment settings of engines that run on the trainer's GPUs.
+
+        Each engine has as many GPUs as on its own node.
+        """
         num_ranks = len(self.engine_gpu_ranks) // self.num_engines
         trainer = self.trainer_gpu_ranks
         num_engines = max(1, len(trainer) // num_ranks) if num_ranks else 1

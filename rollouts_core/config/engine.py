@@ -16,62 +16,63 @@ EngineKind = Annotated[str, KeyOf(ENGINES)]
 EngineChoice = Annotated[str, KeyOf(ENGINE_CHOICES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
-"""No user, password or key: they belong in the settings of pip or uv."""
+"""Matches addresses without user, password and key. Users, passwords and keys belong in the settings of pip or uv."""
 MIN_ENGINE_CONTEXT = 26
-"""Smallest context of an installed engine, tokens: needed for the completions that verify its weights
+"""Smallest context length of an installed engine, tokens. The completions that verify its weights need it
 (`engines/canary.py`)."""
 KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
-"""Matches key arguments: vLLM accepts underscores, both servers accept abbreviations, SGLang has a second key."""
+"""Matches command-line arguments with a key. vLLM accepts underscores in them, both servers accept abbreviations, and
+SGLang has a second key argument."""
 
 
 class EngineConfig(Record):
     """The inference server that generates completions."""
 
     kind: EngineChoice = "embedded"
-    """embedded: this project's own, for small models on a CPU. sglang and vllm have environments of their own. auto:
-    sglang on a node with a free GPU, else embedded, also if sglang does not support the model."""
+    """embedded: this project's own engine, for small models on a CPU. sglang, vllm: these servers, each in its own
+    Python environment. auto: sglang on a node with a free GPU if sglang supports the model; otherwise embedded."""
     install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
-    """Program with which a run installs a missing SGLang or vLLM, if at all. auto: by the program that installs the
-    node's packages, or else by pip."""
+    """Program that installs SGLang or vLLM if it is missing. auto: the program that installs the node's packages, or
+    else pip. never: a missing engine is an error."""
     requirements: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """File with the exact versions to install. Empty takes the versions that this project was tested with."""
+    """File with the exact versions to install. Empty: the versions that this project was tested with."""
     package_index: str = Field(default="", pattern=INDEX_URL, json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """URL of a further package index, for instance one with torch for another CUDA. The node's own settings apply, too.
+    """URL of an additional package index, for example one that has torch for another CUDA version. The node's own
+    settings of pip or uv also apply.
     """
     wheels: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Folder of this machine with the wheels of all packages. A node without a network installs from
-    it."""
+    """Folder on this machine with the wheels of all packages, for nodes without internet access."""
     python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Python interpreter of the environment with SGLang or vLLM, as an absolute path on the node. Empty: the
-    interpreter of the jobs, or an environment that the run installs."""
+    """Python interpreter of an environment with SGLang or vLLM, as an absolute path on the node. Empty: the interpreter
+    of the jobs if it has the engine, or an environment that the run installs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the engine's weights. auto: the format in the model's configuration, but on a GPU bfloat16
-    instead of float32, the format of checkpoints. The embedded engine always uses float32."""
+    """Number format of the engine's weights. auto: the format in the model's configuration; on a GPU, bfloat16 if that
+    format is float32, as in checkpoints of this project. The embedded engine always uses float32."""
     api_key_variable: str = Field(default="", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "router_url"})
-    """Environment variable with a key that the engine requires from its clients, exported where the run is started.
-    Empty: no key. The key is stored only in files that are deleted with the engine."""
+    """Environment variable with a key that the engine requires from its clients. Export the variable where the run is
+    started. Empty: no key. The key is stored only in files that are deleted with the engine."""
     context_length: int = Field(default=0, ge=0)
-    """Highest number of prompt and completion tokens of a request. 0: the sum of rollout.max_prompt_tokens and
-    rollout.sampling.max_new_tokens, or more if the engine needs more."""
+    """Largest number of tokens of a request, prompt and completion together. 0: the sum of rollout.max_prompt_tokens
+    and rollout.sampling.max_new_tokens, or more if the engine needs more."""
     extra_args: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
-    """Further arguments for the server's command line, for example ["--mem-fraction-static", "0.7"]."""
+    """Additional arguments for the server's command line, for example ["--mem-fraction-static", "0.7"]."""
     weight_transfer: WeightTransfer = Field(default="auto", json_schema_extra=PLACEMENT)
-    """How new weights reach the engine. auto: through memory or files of the trainer. gloo: over the network. nccl, for
-    sglang and vllm: over the network from GPU to GPU. tensors, for sglang: the engine maps the trainer's memory, on the
-    shared GPU or, without GPUs, on the machine."""
+    """How the engine gets new weights. auto: from the trainer's memory or files. gloo: over the network. nccl (sglang,
+    vllm): over the network from GPU to GPU. tensors (sglang): the engine maps the trainer's memory, on the GPU that
+    they share, or in the machine's memory if there are no GPUs."""
     router_url: str = Field(default="", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
-    """Address of a running sglang-router that chooses among the engines, as the trainer reaches it. The engines are
-    registered with the router. Empty: the trainer chooses. Not with vLLM."""
+    """Address, as seen from the trainer, of a running sglang-router that distributes requests among the engines. The
+    run registers the engines with the router. Empty: the trainer distributes the requests. Not supported by vLLM."""
     router_python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of an environment with sglang-router, as an absolute path on the trainer's machine. RL starts
-    a router there and ends it. Not with vLLM, and not together with router_url."""
+    a router there and stops it at the end. Not supported by vLLM, and not together with router_url."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=300.0, json_schema_extra=PLACEMENT)
-    """Seconds for the server to generate its first token, and to return after a crash. During its first requests it may
-    also be silent for this long."""
+    """Seconds in which the server must generate its first token after a start, and become available again after a
+    crash. During its first requests, the server may also be silent for this long."""
 
     @property
     def spec(self) -> EngineSpec:
-        """The record of the engine's kind."""
+        """The registry entry of the engine's kind."""
         return ENGINE_CHOICES[self.kind]
 
     def _broken_rules(self) -> Iterator[str]:

@@ -21,22 +21,23 @@ from rollouts_core.system.regular_files import describe_missing, open_file
 RecordT = TypeVar("RecordT", bound=BaseModel)
 MEANT = re.compile(r"did you mean ([\w.]+)")
 MAX_READS = 4
-"""Highest number of reads: an invalid value hides errors of its record, which is read again without the value."""
+"""Largest number of times that a record is read. An invalid value hides other errors of its record, so the record is
+read again without that value."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
-"""Limits of file systems for a name and for a path, without the folder that the path is relative to."""
+"""Limits of file systems: bytes of a name, and characters of a path without the folder that the path is relative to."""
 DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst")
 
 
 def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
-    """The content of a TOML or JSON settings file, unchecked."""
+    """Return the content of a TOML or JSON file of settings, without checking the settings."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else describe_missing(path)
         raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
     try:
         with open_file(path) as file:
-            text = file.read().decode("utf-8-sig")  # Windows editors add a byte order mark
+            text = file.read().decode("utf-8-sig")  # editors on Windows may add a byte order mark
         is_json = path.suffix == ".json"
         settings = json.loads(text, object_pairs_hook=_table) if is_json else tomllib.loads(text)
     except OSError as error:
@@ -54,7 +55,10 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: unchecked file content
-    """A JSON table; ValueError for a duplicate key, because JSON would ignore its first value."""
+    """Build the table of a JSON object.
+
+    Raises ValueError for a duplicate key, because JSON would drop its first value.
+    """
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -63,10 +67,12 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: unchecked fi
 
 
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
-    """Make data paths, existing model folders, checkpoints to resume from and folders of reward models absolute.
+    """Make relative paths in the settings absolute: data files, folders of models, checkpoints to resume from, folders
+    of reward models, and files of the engine.
 
-    Jobs run in other folders. A model path that is not a folder beside the file stays, because it may be a hub id. The
-    same holds for `data.sft` of the form `organisation/name`. URLs stay.
+    Jobs run in other folders, so relative paths would not work there. A model path that is not a folder relative to
+    `base` may be a hub id and is left unchanged. The same holds for `data.sft` of the form `organisation/name`. URLs
+    are left unchanged.
 
     Raises:
         ConfigError: a path is too long for any file system.
@@ -118,7 +124,10 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 
 
 def _changed(table: Any, change: Callable[[Any], Any], *keys: str) -> Any:
-    """A table with these of its keys changed; what is no table stays."""
+    """Return the table with `change` applied to these of its keys.
+
+    A value that is not a table is returned unchanged.
+    """
     if not isinstance(table, dict):
         return table
     return {**table, **{key: change(table[key]) for key in keys if key in table}}
@@ -147,7 +156,10 @@ def parse_config(
     source: str,
     table: str = "",
 ) -> RecordT:
-    """`settings` as a record of `model`; an error has a sentence per problem with `source` and the key in `table`."""
+    """Validate `settings` as a record of `model`.
+
+    The ConfigError has one sentence per problem, with `source` and the key within `table`.
+    """
     try:
         return model.model_validate(settings)
     except ValidationError as error:
@@ -163,13 +175,17 @@ def read_record(
     source: str,
     table: str = "",
 ) -> RecordT | None:
-    """`settings` as a record of `model`, with defaults in place of missing or invalid values; collects all problems.
+    """Read `settings` as a record of `model`.
 
-    Rules between settings that the valid values break are collected too. None if an invalid value has no default.
+    Missing and invalid values are replaced by defaults, and all problems are collected.
+
+    If the valid values break rules between settings, these problems are collected too. Returns None if an invalid value
+    has no default.
 
     Args:
-        source: name of the file, at the start of each sentence.
-        table: table of the file that contains the settings; "" for the whole file.
+        mistakes: collects the problems.
+        source: name of the file, for the start of each sentence.
+        table: the file's table that contains the settings; "" if the settings are the whole file.
     """
     read = settings
     for _ in range(MAX_READS):
@@ -193,7 +209,7 @@ def read_record(
 
 
 def leave_out_meant(mistakes: Mistakes, path: Sequence[str], sentence: str) -> None:
-    """Ignore the setting that a sentence suggests for an unknown key: its absence is not another mistake."""
+    """Ignore the setting that a sentence suggests for an unknown key, because its absence is not a second mistake."""
     if meant := MEANT.search(sentence):
         mistakes.leave_out(meant[1] if "." in meant[1] else ".".join([*path[:-1], meant[1]]))
 
@@ -203,9 +219,9 @@ def _with_defaults(
     paths: Sequence[Sequence[str]],
     model: type[BaseModel] | None,
 ) -> Any:  # Any: unchecked input
-    """Remove the values at these paths; a path into a list removes the list.
+    """Remove the values at these paths. For a path into a list, the whole list is removed.
 
-    Missing values are replaced by ones of the right type, so that the rest can be read.
+    A missing value without a default is replaced by a value of the right type, so that the other values can be checked.
     """
     if not isinstance(settings, dict):
         return settings

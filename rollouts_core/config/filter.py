@@ -8,9 +8,9 @@ from rollouts_core.config.record import Finite, FunctionName, Record
 
 
 class FilterConfig(Record):
-    """One of several filters; a group must pass all of them."""
+    """One of several group filters. A group is kept only if all filters keep it."""
 
     name: FunctionName
-    """A name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
+    """The filter: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
     settings: dict[str, Finite | int] = Field(default_factory=dict)
     """Numeric keyword arguments of the filter, as in `{ max_tokens = 512 }`."""

@@ -1,7 +1,8 @@
-"""Names of settings in other systems with the settings of this project, for hints about unknown keys.
+"""For names of settings in other systems, the settings of this project. They become hints about unknown keys.
 
-The names come from TRL, the TrainingArguments of Transformers, verl, slime and OpenRLHF, and from common guesses. A key
-of the table is a name without a setting in this project, or `section.name` if that section has no such setting.
+The names come from TRL, the TrainingArguments of Transformers, verl, slime and OpenRLHF, and from frequent guesses. A
+key of FOREIGN_NAMES is a name that no setting of this project has, or `section.name` if that section has no such
+setting.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.stages import TRAININGS
 
 STAGE = "training.STAGE"
-"""Placeholder in a hint for the stage whose table contains the key."""
+"""Placeholder in a hint. It is replaced by the stage in whose table the unknown key was found."""
 
 EPOCHS = (
     f"{STAGE}.num_steps: training counts optimizer steps. An epoch is rows / training.sft.batch_size steps, or for RL "
@@ -170,14 +171,14 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("sft.report_to rl.report_to training.report_to", "run.report_to"),
     **_all("push_to_hub hub_model_id", "run.publish"),
 }
-"""This project's settings, by the names in other systems."""
+"""For each name in other systems, a hint with this project's settings."""
 
 
 def find_foreign_name(path: Sequence[str]) -> str | None:
-    """The setting for another system's name at the end of `path`; None if the name is unknown.
+    """Return the hint for the name at the end of `path`; None if the name is unknown.
 
     Args:
-        path: the sections around the key, and the key.
+        path: the sections that contain the key, then the key.
     """
     *around, name = path
     sections = [each for each in around if not each.isdecimal()]
@@ -186,7 +187,7 @@ def find_foreign_name(path: Sequence[str]) -> str | None:
 
 
 def _for_stages(hint: str, stages: Iterable[str]) -> str:
-    """The hint for the first stage, with a note that it also holds for the others."""
+    """Fill the first stage into the hint. If the hint also holds for another stage, say so."""
     first, *others = (f"training.{stage}" for stage in stages)
     same = f", and the same in {others[0]}" if others and STAGE in hint else ""
     return hint.replace(STAGE, first) + same

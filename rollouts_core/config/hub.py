@@ -1,6 +1,6 @@
-"""`hub`: the place that models and public datasets are downloaded from.
+"""`hub`: from where models and public datasets are downloaded.
 
-The models and datasets are named in model.py and data.py. The download is in rollouts_core/data/hub_download.py.
+`model.py` and `data.py` have the settings that name them. `rollouts_core/data/hub_download.py` downloads them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class HubConfig(Record):
     """The Hugging Face hub, or a mirror of it."""
 
     url: str = Field("", pattern=r"^(https?://[^/@?#]+(/[^@?#]*)?)?$", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
-    """Address of a mirror. With a mirror, a pipeline downloads the model before it starts. Empty takes the variable
-    HF_ENDPOINT, or huggingface.co."""
+    """Address of a mirror. With a mirror, a pipeline downloads the model before it starts. Empty: the address in the
+    environment variable HF_ENDPOINT, or huggingface.co."""
     token_variable: str = Field("", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "url"})
-    """Environment variable that holds the token for gated models and datasets. Empty takes HF_TOKEN, or the token of
-    `hf auth login`."""
+    """Environment variable with the token for gated models and datasets. Empty: HF_TOKEN, or the token of `hf auth
+    login`."""

@@ -1,4 +1,4 @@
-"""Turn a pydantic validation error into sentences that say which key, what was found and what to do."""
+"""Turn a pydantic validation error into sentences. Each says which key is wrong, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rollouts_core.mistakes import MAX_SHOWN_MISTAKES, place_in
 MAX_SHOWN_CHARS = 80
 MAX_LINE_CHARS = 1_000
 MAX_CHOICES = 4
-"""Most choices that a suggestion names."""
+"""Largest number of choices that a suggestion names."""
 CHOICES, CHOICE = ("literal_error", "enum"), re.compile(r"'([^']*)'")
-"""Pydantic's errors for a value that is none of the choices, and a choice in their message."""
+"""Types of pydantic's errors for a value that is not one of the fixed choices, and a pattern for the choices in its
+message."""
 
 
 def explain_validation_error(
@@ -29,13 +30,13 @@ def explain_validation_error(
     settings: Any,  # Any: unchecked input
     table: str = "",
 ) -> str:
-    """A sentence for each invalid key, one per line; after MAX_SHOWN_MISTAKES the rest is counted.
+    """Return one sentence per invalid key, one per line. Beyond MAX_SHOWN_MISTAKES lines, only the number is given.
 
     Args:
-        model: record to fill, for suggestions about misspelt keys.
-        source: name of the file or form, at the start of each line.
-        settings: the input, which sets the order of the lines.
-        table: table of a file that contains the settings; "" for the whole file.
+        model: type of the record that was validated, for suggestions about misspelt keys.
+        source: name of the file or form, for the start of each line.
+        settings: the input. Its order is the order of the lines.
+        table: the file's table that contains the settings; "" if the settings are the whole file.
     """
     return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings, table)], source=source)
 
@@ -46,7 +47,7 @@ def find_misfits(
     settings: Any,  # Any: unchecked input
     table: str = "",
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Each invalid key as a path within `table`, with a sentence; in the order of `settings`."""
+    """Return each invalid key as a path within `table`, with a sentence, in the order of `settings`."""
     problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
     by_key: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
@@ -56,7 +57,10 @@ def find_misfits(
 
 
 def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
-    """Each mistake on its own line, after the file or form; after MAX_SHOWN_MISTAKES the rest is counted."""
+    """Write each mistake on its own line, after the name of the file or form.
+
+    Beyond MAX_SHOWN_MISTAKES, only the number is given.
+    """
     shown = list(mistakes[:MAX_SHOWN_MISTAKES])
     if num_more := len(mistakes) - len(shown):
         shown.append(f"further settings that do not fit: {num_more}")
@@ -64,7 +68,10 @@ def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
 
 
 def closest_name(name: str, known: list[str]) -> str:
-    """`; did you mean X?` for the known name closest to `name`, else the list of known names, if any."""
+    """Return `; did you mean X?` for the known name closest to `name`.
+
+    If none is close: the list of known names, if any.
+    """
     swapped = [each for each in known if sorted(each) == sorted(name)]
     close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -73,7 +80,10 @@ def closest_name(name: str, known: list[str]) -> str:
 
 
 def closest_choice(value: object, choices: Sequence[str]) -> str:
-    """`; did you mean X?` for the choices that a value may stand for, else "". Case, `-` and `_` do not count."""
+    """Return `; did you mean X?` for the choices that a value may stand for, or "".
+
+    Case and the difference of `-` and `_` are ignored.
+    """
     names = {_folded(each): each for each in choices if each}
     given = _folded(value) if isinstance(value, str) else ""
     containing = [each for name, each in names.items() if given and given in name][:MAX_CHOICES]
@@ -90,13 +100,14 @@ def _folded(text: str) -> str:
 def suggest_key(
     path: Sequence[str], known: list[str], root: type[BaseModel], *, others: Sequence[str] = (), table: str = ""
 ) -> str:
-    """A suggestion for an unknown key: another system's name, a setting of that name in another section of `root`, or
-    the closest names.
+    """Return a suggestion for an unknown key.
+
+    It uses a name from another system, a setting of that name in another section of `root`, or the closest names.
 
     Args:
-        path: the sections around the key, and the key.
-        others: dotted names of settings of the same file outside of `root`.
-        table: table of the file that `root` is; "" for the whole file.
+        path: the sections that contain the key, then the key.
+        others: dotted names of the file's settings that are not in `root`.
+        table: the file's table that `root` describes; "" if `root` describes the whole file.
     """
     if foreign := find_foreign_name(path):
         return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
@@ -114,7 +125,7 @@ def suggest_key(
 
 
 def reason_of(problem: ErrorDetails) -> str:
-    """The message of the check that refused a value."""
+    """The message of the check that rejected a value."""
     return str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
 
 
@@ -125,7 +136,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel], table: str) -> str:
-    """A sentence about one invalid key; one line per broken rule of a record."""
+    """Return a sentence about one invalid key. If a record breaks several rules, each rule has its own line."""
     key = dotted([table, *path])
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(path, model, table)}"
@@ -143,30 +154,30 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel], ta
 
 
 def _meant_choice(problem: ErrorDetails) -> str:
-    """A suggestion for a value that is none of the fixed choices."""
+    """Return a suggestion for a value that is not one of the fixed choices."""
     choices = CHOICE.findall(str(problem.get("ctx", {}).get("expected", ""))) if problem["type"] in CHOICES else []
     return closest_choice(problem["input"], choices)
 
 
 def dotted(parts: Iterable[str]) -> str:
-    """The parts of a setting's place as its dotted name; empty parts are left out."""
+    """Join the parts of a setting's name with dots. Empty parts are left out."""
     return ".".join(filter(None, parts))
 
 
 def _of_the_meant_type(problems: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Drop problems with a text where a list was given, if a field accepts both."""
+    """If a field accepts a text or a list and a list was given, drop the problems about the text."""
     lists = [each for each in problems if each["type"] == "string_type" and isinstance(each["input"], list | tuple)]
     return [each for each in problems if each not in lists] or problems
 
 
 def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  # Any: pydantic's details
-    """The key of a problem, without pydantic's names for the alternatives of a union."""
+    """The path of the invalid key. Pydantic's names for the alternatives of a union are left out."""
     path: list[str] = []
     section: type[BaseModel] | None = model
     for part in problem["loc"]:
         if isinstance(part, int):
             path.append(str(part))
-        elif "[" not in part:  # a part with [ names a list type of a union, and the list's own path follows
+        elif "[" not in part:  # a part with [ is the name of a list type in a union; the path within the list follows
             if section is None or (part == "str" and part not in section.model_fields):
                 break
             path.append(part)
@@ -180,7 +191,7 @@ def _suggestion(path: list[str], model: type[BaseModel], table: str) -> str:
 
 
 def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
-    """The record of the section or list item at a path."""
+    """The type of the record at a path of sections and list items."""
     section: type[BaseModel] | None = model
     for part in path:
         if section and not part.isdecimal():
@@ -189,7 +200,9 @@ def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] |
 
 
 def settings_of(record: type[BaseModel], *, with_lists: bool) -> Iterator[str]:
-    """The dotted names of a record's settings, including those of its sections and lists."""
+    """Yield the dotted names of a record's settings, including those of its sections and, with `with_lists`, of its
+    lists.
+    """
     for name, field in record.model_fields.items():
         yield name
         below = nested_record(record, name)
@@ -202,7 +215,7 @@ def _last(setting: str) -> str:
 
 
 def nested_record(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The record in a field, or in a field's list."""
+    """The type of the record in a field, or of the records in a field's list; None if the field has no record."""
     return _record_in(model.model_fields[name].annotation) if name in model.model_fields else None
 
 

@@ -13,28 +13,28 @@ class OptimConfig(Record):
     """AdamW and its learning-rate schedule."""
 
     lr: Annotated[Finite, Field(ge=0)] = 1e-5
-    """Peak learning rate."""
+    """Largest learning rate, which is reached at the end of the warmup."""
     betas: tuple[Annotated[Finite, Field(ge=0, lt=1)], Annotated[Finite, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of AdamW's two moving averages."""
+    """Decay factors of AdamW's moving averages of the gradient and of its square."""
     eps: Annotated[Finite, Field(gt=0)] = 1e-8
-    """AdamW's epsilon."""
+    """AdamW's epsilon, which is added to the divisor of each update."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    """Decoupled weight decay, on matrices only."""
+    """AdamW's weight decay. It applies only to matrices."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warmup."""
+    """How the learning rate changes after the warmup."""
     num_warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises from 0 to its peak. A step of SFT is one update, a step of RL up to
-    `num_minibatches` x `num_epochs` updates."""
+    """Number of optimizer updates over which the learning rate rises from 0 to `lr`. A step of SFT is one update. A
+    step of RL has up to `num_minibatches` x `num_epochs` updates."""
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the last update, divided by the peak."""
+    """Learning rate at the last update, as a share of `lr`."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
-    """Largest norm of the gradients; larger gradients are scaled down to it."""
+    """Largest norm of the gradient. A larger gradient is scaled down to it."""
 
 
 class RLOptimConfig(OptimConfig):
-    """AdamW with the defaults of RL, which also apply if only some settings are given."""
+    """AdamW with the defaults of RL. The defaults also apply if only some of these settings are given."""
 
     lr: Annotated[Finite, Field(ge=0)] = 1e-6
-    """Peak learning rate."""
+    """Largest learning rate, which is reached at the end of the warmup."""
     schedule: Literal["cosine", "linear", "constant"] = "constant"
-    """Shape of the learning rate after warmup."""
+    """How the learning rate changes after the warmup."""

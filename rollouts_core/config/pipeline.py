@@ -27,7 +27,7 @@ from rollouts_core.stages.kind import load
 
 
 class TrainingConfig(Record):
-    """The settings of each training."""
+    """The settings of each training stage."""
 
     sft: SFTTrainingConfig = SFTTrainingConfig()
     """Supervised fine-tuning."""
@@ -36,7 +36,7 @@ class TrainingConfig(Record):
 
 
 def _with_stages(record: type[Record]) -> type[Record]:
-    """Add a section for each training of STAGES without a field in `record`."""
+    """Add to `record` a section for each training stage in STAGES that has no field there."""
     sections: dict[str, Any] = {}  # Any: pydantic's pairs of type and default
     for name, kind in TRAININGS.items():
         if name not in record.model_fields:
@@ -55,68 +55,68 @@ else:
 
 
 class Config(Record):
-    """The settings of the training core for one pipeline."""
+    """All settings of one pipeline that training needs."""
 
     mode: Mode = "sft+rl"
-    """Which stages run: only SFT, only RL from `model.path`, or RL on the selected SFT checkpoint."""
+    """Stages to run: only SFT, only RL from `model.path`, or RL from the selected SFT checkpoint."""
     model: ModelConfig
     """The model that training starts from."""
     data: DataConfig
     """Demonstrations and prompts."""
     training: TrainingConfig = TrainingConfig()
-    """SFT and RL settings."""
+    """Settings of SFT and RL."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling and grading for RL."""
+    """How completions are sampled, graded and filtered."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How checkpoints are compared."""
+    """How checkpoints are evaluated and compared."""
     deployment: DeploymentConfig = DeploymentConfig()
-    """Placement on the node."""
+    """GPUs, processes and ports on the node."""
     report: ReportConfig = ReportConfig()
-    """The samples inside the report."""
+    """The samples that the report contains."""
     hub: HubConfig = HubConfig()
-    """Source of models and public datasets."""
+    """From where models and public datasets are downloaded."""
 
     @property
     def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:
-        """The settings of each training of the mode, by stage name, in order."""
+        """The settings of each training stage of the mode, by name, in the order in which they run."""
         return {name: getattr(self.training, name) for name, _ in trainings_of(self.mode)}
 
     def reads(self, name: str) -> bool:
-        """True if a training of the mode may read `data.NAME`."""
+        """Return True if a training stage of the mode may read `data.NAME`."""
         return any(name in kind.reads for _, kind in trainings_of(self.mode))
 
     @property
     def is_graded(self) -> bool:
-        """True if a training of the mode learns from rewards of completions."""
+        """True if a training stage of the mode learns from rewards of completions."""
         return any(kind.is_graded for _, kind in trainings_of(self.mode))
 
     @property
     def samples_for_training(self) -> bool:
-        """True if a training requests completions from engines."""
+        """True if a training stage of the mode requests completions from engines."""
         return self.is_graded and not self.data.rollouts
 
     @property
     def missing_data(self) -> list[str]:
-        """The settings of `data` that the mode needs and the configuration leaves empty."""
+        """The settings of `data` that the mode needs but that are empty in the configuration."""
         needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
         every = dict.fromkeys([*needed, ("selection",), ("heldout",)])
         return [names[0] for names in every if not any(getattr(self.data, name) for name in names)]
 
     @property
     def demonstrations(self) -> tuple[DatasetConfig, ...]:
-        """The datasets of `data.sft`, also if it is a single path."""
+        """The datasets of `data.sft`. A single path counts as one dataset."""
         sft = self.data.sft
         return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
 
     @property
     def evaluation_engine(self) -> EngineConfig:
-        """The engine that generates the completions by which checkpoints are compared."""
+        """The engine that generates the completions for evaluation."""
         engine = self.rollout.engine
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
     def _broken_rules(self) -> Iterator[str]:
-        """A sentence for each broken rule between sections."""
+        """Yield a sentence for each broken rule between sections."""
         yield from self._check_data()
         for name in self.trainings:
             yield from load(kind_of(name).rules)(self)
@@ -129,7 +129,7 @@ class Config(Record):
             yield f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}'
 
     def _check_temperatures(self) -> Iterator[str]:
-        """Check temperatures of requests to engines."""
+        """Yield a sentence for each temperature above the limit of the engine that it is sent to."""
         rollout, evaluation = self.rollout, self.evaluation
         asked: list[tuple[str, float, EngineSpec]] = []
         if self.samples_for_training:
@@ -145,34 +145,35 @@ class Config(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a TOML or JSON file; data and model paths become absolute.
+        """Read a TOML or JSON file. Relative paths of data and models become absolute.
 
         Raises:
-            ConfigError: the message has the file, the key and what to do.
+            ConfigError: the file or a setting in it is invalid. The message names the file and the key, and says what
+                to do.
         """
         return parse_config(cls, resolve_paths(read_settings(Path(path)), Path(path).parent), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write the settings that differ from their defaults, as TOML or JSON by the file's suffix."""
+        """Write the settings that differ from their defaults. The suffix of `path` chooses TOML or JSON."""
         settings = self.model_dump(mode="json", exclude_defaults=True)
         if Path(path).suffix == ".json":
             text = json.dumps(settings, indent=2)
         else:
-            import tomli_w  # may be missing on a node that only reads settings
+            import tomli_w  # may be missing on a node, which only reads settings
 
             text = tomli_w.dumps(settings)
         Path(path).write_text(text, encoding="utf-8")
 
 
 def _what_belongs_in(name: str) -> str:
-    """The first sentence of a setting's help text in `data`."""
+    """The first sentence of the help text of a setting of `data`."""
     about = " ".join((DataConfig.model_fields[name].description or "").split())
     sentence = about.partition(". ")[0].removesuffix(".")
     return sentence[:1].lower() + sentence[1:]
 
 
 def sft_rules(config: Config) -> Iterator[str]:
-    """A sentence if `keep_best` would compare checkpoints without an evaluation loss."""
+    """Yield a sentence if `keep_best` would compare checkpoints some of which have no evaluation loss."""
     sft = config.training.sft
     is_compared = config.data.sft_eval and sft.keep_best
     if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
@@ -190,7 +191,7 @@ def sft_rules(config: Config) -> Iterator[str]:
 
 
 def rl_rules(config: Config) -> Iterator[str]:
-    """A sentence for each broken rule of RL."""
+    """Yield a sentence for each broken rule of RL."""
     if config.evaluation.metric == "loss":
         yield f'mode "{config.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
     if config.rollout.sampling.temperature == 0:
@@ -208,7 +209,7 @@ def rl_rules(config: Config) -> Iterator[str]:
 
 def _batch_rules(config: Config) -> Iterator[str]:
     rl, rollout = config.training.rl, config.rollout
-    if not config.samples_for_training:  # the batches of recorded rollouts are fixed
+    if not config.samples_for_training:  # recorded rollouts have fixed batches
         return
     if rl.num_minibatches > rollout.batch_size:
         yield (
@@ -224,7 +225,7 @@ def _batch_rules(config: Config) -> Iterator[str]:
     shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
     penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
     if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
-        # The buffer of a preset may be longer than all completions of this run.
+        # The buffer in the settings of a system's algorithm may be longer than any completion of this run.
         smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
         yield (
             f"training.rl.reward_shaping applies above {penalty_start} tokens (max_response_tokens - "

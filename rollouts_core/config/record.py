@@ -1,4 +1,4 @@
-"""The base of all records of settings: frozen, closed to unknown keys, with types that refuse conversions."""
+"""The base class of all records of settings. Records are immutable, reject unknown keys and do not convert types."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from pydantic_core import PydanticKnownError
 from rollouts_core.config.secret_addresses import refuse_secrets
 
 PLACEMENT: JsonDict = {"affects_result": False}
-"""Marks a field that cannot change a result (paths, intervals, micro-batch sizes), so fingerprints leave the field
+"""Marks a field that cannot change a result (paths, intervals, micro-batch sizes). Fingerprints leave such fields
 out."""
 
 SELECTION: JsonDict = {"affects_weights": False}
-"""Marks a field that sets the length of training or the number of checkpoints. A resumed training may change this
-field."""
+"""Marks a field that sets the length of a training or the number of its checkpoints. A resumed training may change such
+a field."""
 
 CALLS_FUNCTION: JsonDict = {"needs_trust": "function"}
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
 SENDS_SECRET: JsonDict = {"needs_trust": "secret"}
-"""Marks of fields with a function to call, a program or its arguments, or an environment variable that is sent away. A
-run requested through Prefect may set such a field only to values that the operator trusts (`flows/trusted_code.py`). A
-field with SENDS_SECRET also has `sent_to`, the field with the address."""
+"""Marks of fields that contain a function to call, a program or its arguments, or an environment variable whose value
+is sent to another machine. A run requested through Prefect may set such a field only to values that the operator trusts
+(`flows/trusted_code.py`). A field with SENDS_SECRET also has `sent_to`: the name of the field with the address."""
 
 
 def _finite(value: float) -> float:
@@ -45,7 +45,10 @@ def _finite(value: float) -> float:
 
 
 def name_of_function(function: str | Callable[..., Any]) -> str:  # Any: user functions of many shapes
-    """The name of a function in a configuration: as given, or `package.module:function`."""
+    """The name of a function for a configuration.
+
+    A text is returned as it is; a function gives `package.module:function`.
+    """
     if isinstance(function, str):
         return function
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -59,7 +62,7 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
 
 
 PARTS_ALONE = "parts alone"
-"""Validation context that skips the rules between settings."""
+"""Validation context in which the rules between settings are not checked."""
 MAX_INTEGER = 2**63 - 1
 Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0, strict=True)]
@@ -83,7 +86,7 @@ EnvironmentName = Annotated[
     WithJsonSchema({"type": "string"}),
     Field(json_schema_extra=CALLS_FUNCTION),
 ]
-"""Like `FunctionName`, or an environment object."""
+"""Like `FunctionName`, but the value may also be an environment object."""
 
 
 SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
@@ -94,7 +97,7 @@ SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
 
 
 def _scalar_of(annotation: object) -> object:
-    """The type of a field without checks around it and without None."""
+    """The type of a field, without its checks and without None."""
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Annotated or (len(parts) == 1 and type(None) in get_args(annotation)):
         return _scalar_of(parts[0])
@@ -102,11 +105,14 @@ def _scalar_of(annotation: object) -> object:
 
 
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-"""Names of pydantic's bounds in JSON schema, which forms use."""
+"""Pydantic's names of bounds, with the names that JSON schema and forms use."""
 
 
 def _name_bounds(schema: JsonDict) -> None:
-    """Rename bounds as in JSON schema, which pydantic does not do after one of our validators."""
+    """Rename bounds to their names in JSON schema.
+
+    Pydantic does not rename them if a validator of ours comes before.
+    """
     properties = schema.get("properties")
     assert isinstance(properties, dict), "a record has fields"
     for field in properties.values():
@@ -117,21 +123,26 @@ def _name_bounds(schema: JsonDict) -> None:
 
 
 class Record(BaseModel):
-    """Base of all settings: frozen, no unknown keys, field docstrings as help texts."""
+    """Base class of all settings.
+
+    Records are immutable and reject unknown keys. The docstrings of fields are the help texts.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_name_bounds
     )
 
     def without_places(self) -> Self:
-        """The record without paths in fields that are paths only in some cases; other path fields are marked PLACEMENT.
+        """Return the record without the paths in fields that contain a path only in some cases.
 
-        Identities are computed from the result.
+        Fields that always contain a path are marked PLACEMENT instead.
+
+        Fingerprints are computed from the result, because paths differ between machines.
         """
         return self
 
     def _broken_rules(self) -> Iterator[str]:
-        """A sentence for each broken rule between settings; overridden by records with rules."""
+        """Yield a sentence for each broken rule between settings. Records with such rules override this method."""
         yield from ()
 
     @model_validator(mode="after")
@@ -144,10 +155,10 @@ class Record(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
-        """Refuse conversions of pydantic, such as True to 1 or "3" to 3.
+        """Reject values that pydantic would convert, such as True to 1 or "3" to 3.
 
-        Also refused are integers above 64 bits, at which torch or a slice would fail in the middle of a job, and
-        addresses with passwords or keys.
+        Also rejected are addresses with passwords or keys, and integers of more than 64 bits, with which torch or a
+        slice would fail in the middle of a job.
         """
         assert info.field_name is not None, "only fields are validated"
         refuse_secrets(value)

@@ -1,6 +1,6 @@
-"""`report`: content of the page at the end of a run. Nothing here changes a result.
+"""`report`: the content of the page that is made at the end of a run. These settings do not change a result.
 
-The page is made in rollouts_core/report/.
+`rollouts_core/report/` makes the page.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 
 class ReportConfig(Record):
-    """The samples inside the report. Nothing here changes a result."""
+    """The samples that the report contains. These settings do not change a result."""
 
     samples: Literal["all", "held-out", "none"] = Field(default="all", json_schema_extra=PLACEMENT)
-    """Samples that the report holds. all: completions of RL, held-out answers and rows of SFT. held-out: only the
-    answers of the compared models. none: no prompt and no completion, for a file that is passed on."""
+    """Samples that the report contains. all: completions of RL, answers on held-out rows, and rows of SFT. held-out:
+    only the answers of the compared models on held-out rows. none: no prompts and no completions, for a report that is
+    given to others."""
     max_mb: Annotated[Finite, Field(ge=0.1, le=500)] = Field(default=20.0, json_schema_extra=PLACEMENT)
-    """Largest size of the report in MB. Above it the report holds a part of the samples, spread over steps and rewards.
-    All samples stay in the run directory."""
+    """Largest size of the report in MB. If all samples would make it larger, the report contains only some of them,
+    spread over steps and rewards. The run directory always contains all samples."""

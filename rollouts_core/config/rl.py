@@ -1,4 +1,4 @@
-"""`training.rl`: reinforcement learning, and how the name of an algorithm becomes settings."""
+"""`training.rl`: reinforcement learning. A validator here replaces the name of an algorithm by its settings."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ StopRule = Literal[
     "unparsed_calls",
     "rounded_updates",
 ]
-"""Names of rules in warning_rules.py. The rule no_signal has `max_steps_without_signal`."""
+"""Names of the rules in warning_rules.py. The rule no_signal has its own setting, `max_steps_without_signal`."""
 
 
 class RLTrainingConfig(Record):
-    """Reinforcement learning from graded completions."""
+    """Reinforcement learning from rewards of completions."""
 
     algorithm: AlgorithmName = Field(default="", json_schema_extra=PLACEMENT)
-    """A system's algorithm by name, for example "verl-dapo". Fills in the missing settings of advantage,
-    reward_shaping, loss and num_minibatches. The saved configuration has these settings and an empty `algorithm`."""
+    """Algorithm of a well-known system, for example "verl-dapo". It fills in the settings of advantage, reward_shaping,
+    loss and num_minibatches that are not given. The saved configuration has these settings, and an empty
+    `algorithm`."""
     num_steps: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
-    """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
+    """Number of steps. A step is one batch of rollouts and at most `num_minibatches` x `num_epochs` optimizer
+    updates."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer updates per pass over a batch of rollouts, each on the same number of whole groups."""
+    """Number of optimizer updates per pass over a batch of rollouts. Each update uses an equal part of the batch's
+    groups."""
     num_epochs: int = Field(default=1, ge=1)
-    """Passes over a batch of rollouts."""
+    """Number of passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(default=16384, ge=2, json_schema_extra=PLACEMENT)
-    """Padded tokens per forward and backward pass of a device. Smaller values need less memory and give the same step.
-    On a CPU 2048 is faster."""
+    """Largest number of tokens, padding included, per forward and backward pass of a device. Smaller values need less
+    memory and give the same step. On a CPU, 2048 is faster."""
     packing: bool = True
-    """Compute several completions in one row, without attention between them. Completions of a prompt share its tokens
-    if the attention kernel uses masks. Rows are filled up to the length of the longest completion."""
+    """Put several completions into one row, without attention between them. If the attention kernel uses masks,
+    completions of the same prompt share the prompt's tokens. A row is at most as long as the longest completion with
+    its prompt."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
@@ -52,44 +56,46 @@ class RLTrainingConfig(Record):
     loss: LossConfig = LossConfig()
     """The policy loss."""
     loss_fn: FunctionName = ""
-    """Your own loss instead of the policy loss: `package.module:function` of (scores, batch) or (scores, batch,
-    config), whose `config` is the section `loss`."""
+    """Your own loss function in place of the policy loss: `package.module:function`. It takes (scores, batch) or
+    (scores, batch, config); `config` is the section `loss`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
-    """Highest number of skipped updates in a row before the run ends; 0 sets no limit."""
+    """Largest number of skipped updates in a row; after one more, the run ends. 0: no limit."""
     max_steps_without_signal: int = Field(default=50, ge=0, json_schema_extra=PLACEMENT)
-    """Highest number of steps in a row without learning signal before the run ends with a checkpoint; 0 sets no limit.
-    A step has no signal if the completions of each prompt have equal rewards, even if KL or entropy made an update. A
-    solved task (best reward for every completion after learning) does not count. A resumed run keeps the count."""
+    """Number of steps in a row without learning signal at which the run saves a checkpoint and ends. 0: no limit. A
+    step has no signal if the completions of each prompt have equal rewards, even if KL or entropy made an update. A
+    solved task (best reward for every completion, after learning) does not count. A resumed run continues the count."""
     stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Warnings that end the run with a checkpoint, by their names; all others only warn. A resumed run begins to
-    measure anew."""
+    """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run starts to
+    measure again."""
     sync_every: int = Field(default=1, ge=1)
-    """Steps between two publications of weights to the engines. Above 1, completions come from older weights than the
-    trainer's, which the loss should correct, for example with ratio_base "rollout"."""
+    """Number of steps from one publication of weights to the next. With values above 1, the engines sample with older
+    weights than the trainer's. The loss should then correct for the difference, for example with ratio_base
+    "rollout"."""
     log_every: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
-    """Steps between two lines of metrics."""
+    """Number of steps from one line of metrics to the next."""
     checkpoint_every: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints. Selection chooses among these and the last checkpoint. The weights of each
-    checkpoint are also published to the engines."""
+    """Number of steps from one checkpoint to the next. Selection chooses among these checkpoints and the last one. The
+    weights of each checkpoint are also published to the engines."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """Number of newest checkpoints to keep on disk."""
+    """Number of newest checkpoints that are kept on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints to keep besides the newest: by mean reward since the previous checkpoint, including
-    groups that a filter dropped."""
+    """Number of best checkpoints that are kept besides the newest ones. They are ranked by the mean reward since the
+    previous checkpoint, including groups that a filter dropped."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
-    """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
-    folder, or its stage's folder for the newest one."""
+    """Checkpoint of another run with the same settings from which to resume, for example with a larger num_steps. The
+    value is the checkpoint's folder, or the folder of its stage for the newest checkpoint."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which `resume_from` may differ from this run, with the names from the error message."""
+    """Settings that may differ between this run and the checkpoint that it resumes from. Use the names in the error
+    message."""
     replicate: int = Field(default=0, ge=0)
-    """Number of a repetition with the same settings and other random numbers (order of prompts, sampling, new adapters,
-    dropout). 0: random numbers of `rollout.seed`."""
+    """Index of a repetition with the same settings but other random numbers (order of prompts, sampling, new adapters,
+    dropout). 0: the random numbers that `rollout.seed` gives."""
     policy: PolicyConfig = PLAIN_POLICY
-    """Precision, adapters and memory savings."""
+    """Precision, adapters and settings that save memory."""
     optim: RLOptimConfig = RLOptimConfig()
-    """Optimizer of this stage."""
+    """Optimizer of RL."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +107,7 @@ class RLTrainingConfig(Record):
     @model_validator(mode="before")
     @classmethod
     def _place_baseline(cls, settings: Any) -> Any:  # Any: unchecked settings
-        """`baseline=0.5` is short for the advantage `{"estimator": "constant", "baseline": 0.5}`."""
+        """Replace the shorthand `baseline=0.5` by the advantage `{"estimator": "constant", "baseline": 0.5}`."""
         if not isinstance(settings, dict) or "baseline" not in settings:
             return settings
         given = {name: value for name, value in settings.items() if name != "baseline"}
@@ -119,27 +125,33 @@ class RLTrainingConfig(Record):
 
     @property
     def num_optim_steps(self) -> int:
-        """Optimizer updates of the whole stage if every step has signal; the length of the learning-rate schedule."""
+        """Optimizer updates of the whole stage if every step has learning signal.
+
+        The learning-rate schedule has this length.
+        """
         return self.num_steps * self.num_minibatches * self.num_epochs
 
     @property
     def shares_prompts(self) -> bool:
-        """True if the completions of a prompt share the tokens of the prompt in a row, which needs a mask."""
+        """True if the completions of a prompt share the tokens of the prompt in a row.
+
+        This needs an attention kernel with masks.
+        """
         return self.packing and self.policy.takes_masks
 
     @property
     def objective_spec(self) -> Objective:
-        """The record of the objective `loss.objective`."""
+        """The registry entry of the objective that `loss.objective` names."""
         return OWN_LOSS if self.loss_fn else ALL_OBJECTIVES[self.loss.objective]
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The modules of a user's loss, or of an installed package's objective, by setting."""
+        """For each setting with a user's loss or an installed package's objective: the module that it names."""
         return {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
 
     @property
     def functions_named(self) -> dict[str, str]:
-        """The user's loss, or the loss of an installed package's objective, as `package.module:name`."""
+        """The user's loss, or the loss of an installed package's objective, as `package.module:name`, by setting."""
         if self.loss_fn:
             name = name_of_function(self.loss_fn)
             return {"training.rl.loss_fn": name} if ":" in name else {}
@@ -154,18 +166,23 @@ class RLTrainingConfig(Record):
 
     @property
     def with_reference(self) -> bool:
-        """True if the loss or the rewards use the start model."""
+        """True if the loss or the rewards need the log-probs of the model that training starts from."""
         return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0 or self.objective_spec.needs_reference
 
     @property
     def corrects_for_age(self) -> bool:
-        """True if the loss weighs each token by the ratio of its probability now to its probability at sampling."""
+        """True if the loss corrects for the age of tokens: it weights them by their probability now relative to that at
+        sampling.
+        """
         has_ratio_to_rollout = self.objective_spec.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """True if the policy loss reads the engine's log-probs. For `loss_fn`, use `reads_rollout_logprobs`."""
+        """True if the policy loss reads the engine's log-probs.
+
+        For a user's `loss_fn`, use `reads_rollout_logprobs`.
+        """
         loss = self.loss
         has_ratio = self.objective_spec.has_ratio or loss.drift_mask > 0 or loss.ratio_penalty > 0
         has_ratio = has_ratio or (loss.kl_coef > 0 and loss.kl_weight == "ratio")
@@ -174,7 +191,7 @@ class RLTrainingConfig(Record):
 
     @property
     def needs_old_scores(self) -> bool:
-        """True if the trainer must score a batch before its first update, which costs a forward pass."""
+        """True if the trainer must score a batch before its first update. This costs one forward pass."""
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
@@ -185,23 +202,23 @@ class RLTrainingConfig(Record):
 
 
 def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type
-    """The settings of a system's algorithm.
+    """Return the settings of a well-known system's algorithm.
 
     Args:
         name: a key of `ALGORITHMS`.
         overrides: other fields of the record, or whole sections of it.
 
     Raises:
-        ValidationError: an unknown name or setting.
+        ValidationError: a name or a setting is unknown.
     """
     return RLTrainingConfig.model_validate({**overrides, "algorithm": name})
 
 
 def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
-    """Fill missing settings in `given` from `usual`, section by section.
+    """Fill in settings that `given` lacks from `usual`, section by section.
 
-    If all fields of a record are set, the settings come from a form or a saved record. Then only fields that differ
-    from their defaults count as given.
+    If all fields of a record are set, it comes from a form or was saved. Then only the fields that differ from their
+    defaults count as given.
     """
     said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
     if said.keys() >= record.model_fields.keys():
@@ -220,4 +237,4 @@ SECTIONS: dict[str, type[Record]] = {
     "loss": LossConfig,
     "mismatch": MismatchConfig,
 }
-"""The sections that an algorithm may fill in."""
+"""Sections for which an algorithm may have settings."""

@@ -1,4 +1,4 @@
-"""`rollout`: sampling, grading and filtering for RL."""
+"""`rollout`: how completions are sampled, graded and filtered for RL."""
 
 from __future__ import annotations
 
@@ -22,112 +22,126 @@ from rollouts_core.config.reward import RewardConfig
 
 
 class SamplingConfig(Record):
-    """Sampling of a completion."""
+    """How completions are sampled."""
 
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 1.0
-    """Softmax temperature; 0 takes the most likely token."""
+    """Temperature of sampling. 0: always the most likely token."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """Token limit of a completion."""
+    """Largest number of tokens of a completion."""
 
 
 class MultiTurnConfig(Record):
-    """Limits of a conversation with an environment that replies to the policy. All its tokens, including the
-    environment's, count against `rollout.sampling.max_new_tokens`."""
+    """Limits of a conversation in which an environment replies to the policy.
+
+    All tokens of the conversation, including the environment's, count against `rollout.sampling.max_new_tokens`.
+    """
 
     max_turns: int = Field(default=8, ge=1)
-    """Highest number of the policy's turns; longer conversations are truncated."""
+    """Largest number of turns of the policy. A longer conversation is truncated."""
     max_tokens_per_turn: int = Field(default=0, ge=0)
-    """Token limit of one turn of the policy. 0: the conversation's remaining tokens."""
+    """Largest number of tokens of one turn of the policy. 0: the tokens that are left for the conversation."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
-    """Seconds for all replies of the environment in one conversation, which is truncated after that. The engines' time
-    does not count: tokens and turns limit the policy."""
+    """Seconds for all replies of the environment in one conversation together. After that, the conversation is
+    truncated. The time of the engines does not count, because limits of tokens and turns apply to the policy."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
-    """Seconds for the environment's reply to one turn; a slower reply counts as a failure of the environment. If the
-    environment computes that long without awaiting, the run ends, because it blocks all other conversations."""
+    """Seconds for the environment's reply to one turn. A slower reply counts as a failure of the environment. If the
+    environment computes for longer than this without an `await`, the run ends, because it blocks all other
+    conversations."""
     form: Literal["interleaved", "branching"] = "interleaved"
-    """Train on a conversation as one sample, or as one sample per turn with a shared reward."""
+    """interleaved: a conversation is one sample. branching: each turn of the policy is its own sample, and all share
+    the reward."""
     response_template: str = ""
-    """Dialect of the policy's tool calls: `hermes`, `qwen_xml`, `glm`, `llama3`, `gpt_oss`, `deepseek`, `gemma`,
-    `lfm2`, or a response template of transformers as JSON. Empty: detected from the tokenizer and its chat template."""
+    """Format of the policy's tool calls: `hermes`, `qwen_xml`, `glm`, `llama3`, `gpt_oss`, `deepseek`, `gemma`, `lfm2`,
+    or a response template of transformers as JSON. Empty: detected from the tokenizer and its chat template."""
 
 
 InFlight = Literal["finish", "abort", "continue"]
 
 
 class RolloutConfig(Record):
-    """Sampling, grading and filtering for RL."""
+    """How completions are sampled, graded and filtered for RL."""
 
     batch_size: int = Field(default=16, ge=1)
-    """Prompts per step."""
+    """Number of prompts per step."""
     n_samples_per_prompt: int = Field(default=8, ge=1)
-    """Completions per prompt: the group that shares a baseline."""
+    """Number of completions per prompt. They are a group, for which one baseline is computed."""
     over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
-    """Prompts requested at once, as a multiple of the batch size: at the start of a step, and when too few groups are
-    left after drops. A step trains on the groups that finish first."""
+    """Number of prompts that are requested at once, as a multiple of the batch size. They are requested at the start of
+    a step, and again if too few groups are left because groups were dropped. A step trains on the groups that finish
+    first."""
     max_refills: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
-    """How often a step may request further prompts before the run ends with an error."""
+    """Number of times that a step may request further prompts. After that, the run ends with an error."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Highest number of tokens of a prompt. A longer prompt is an error that names its row."""
+    """Largest number of tokens of a prompt. A longer prompt is an error; the message names its row."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of completions."""
+    """How completions are sampled."""
     engine: EngineConfig = EngineConfig()
     """The inference engine."""
     environment: EnvironmentName = ""
     """The environment that replies to the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
-    `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
+    `package.module:Class`. May be empty if `reward_fn` or `rewards` grade the completions."""
     tasksets: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
-    """Tasksets that rows may name, for the environment `verifiers`. A taskset is Python code, which is imported."""
+    """For the environment `verifiers`: the tasksets that rows may name. A taskset is Python code that the run
+    imports."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, for environments that reply to the policy."""
     max_environment_retries: int = Field(default=3, ge=0)
-    """How often a conversation is repeated after a failure of the environment, with growing pauses. After that its
-    group is dropped, counted and not graded."""
+    """Number of times that a conversation is repeated, after growing pauses, if the environment fails. After that, the
+    prompt's group is dropped without being graded, and the drop is counted."""
     max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """The run pauses if the environment or a reward was unavailable for more than this share of the last 50 groups, and
-    ends after `max_outage_minutes`."""
+    """Share of the last 50 groups. If the environment or a reward was unavailable for more groups than this, the run
+    pauses. It ends if the pauses add up to `max_outage_minutes`."""
     max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(default=30.0, json_schema_extra=PLACEMENT)
-    """Total minutes of pauses in an outage after which the run ends. 0: the run ends instead of the first pause. Pauses
-    grow from 15 s to 5 min. Selection and evaluation drop no prompt: they pause up to this long for each."""
+    """Largest total length of the pauses of an outage, minutes. After that, the run ends. 0: the run ends without a
+    pause. A pause lasts from 15 s to 5 min, each longer than the one before. Selection and evaluation drop no prompt;
+    they may pause for this long for each prompt."""
     generate_fn: FunctionName = ""
-    """Function that takes the pending samples of a group and returns them finished, with log-probs of the sampled
-    tokens. Empty: the engines sample. Selection and evaluation always use an engine."""
+    """Your own function in place of the engines' sampling: `package.module:function`. It takes the pending samples of a
+    group and returns them finished, with the log-probs of the sampled tokens. Empty: the engines sample. Selection and
+    evaluation always use an engine."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=3600.0, json_schema_extra=PLACEMENT)
-    """Seconds for one call of `generate_fn`. A longer call ends the run, also if it never awaits."""
+    """Time limit of one call of `generate_fn`, seconds. A longer call ends the run, even if the function never
+    awaits."""
     reward_fn: FunctionName = ""
-    """A name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the environment's grade."""
+    """The reward function: a name of `rollouts_core.rewards.REWARDS` or `package.module:function`. Empty: the
+    environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Several rewards, added with their weights, in place of `reward_fn`."""
+    """Several rewards in place of `reward_fn`. Their weighted sum is the reward."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=1800.0, json_schema_extra=PLACEMENT)
-    """Seconds for one call of a reward or a filter. A longer call ends the run, also if it never awaits. Waiting for a
-    processor in the environment `code` does not count, and a service's answer has its own limit."""
+    """Time limit of one call of a reward or a filter, seconds. A longer call ends the run, even if the function never
+    awaits. The wait for a free processor in the environment `code` does not count. Requests to a service have their own
+    time limit."""
     filter_fn: FunctionName = ""
-    """Chooses the groups to train on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
+    """Filter that chooses the groups to train on: a name of `rollouts_core.filters.FILTERS` or
+    `package.module:function`."""
     filters: tuple[FilterConfig, ...] = ()
-    """Several filters, instead of `filter_fn`. A group must pass all of them. The first failing filter gives the reason
-    of a drop."""
+    """Several filters in place of `filter_fn`. A group is kept only if all filters keep it. A drop is counted under the
+    reason of the first filter that drops the group."""
     buffer_filter_fn: FunctionName = ""
-    """Chooses the next groups among those left over from full batches: `package.module:function`, which takes the
-    groups and the wanted number, and returns some of them. The others wait. Empty: all, in order."""
+    """Function that chooses which groups to generate next, among groups that were left unfinished when a batch was
+    full: `package.module:function`. It takes these groups and the number wanted, and returns some of them; the other
+    groups wait. Empty: all groups, in order."""
     max_staleness: int = Field(default=0, ge=0)
-    """Limit on a token's age when it is trained on, counted in publications of weights. Above 0, this many batches are
-    generated ahead during training. 0: generate and train in turns."""
+    """Largest age of a token when it is trained on, as the number of weight publications since it was sampled. Above 0:
+    this number of batches is generated ahead while the trainer trains. 0: engines and trainer take turns."""
     max_partial_staleness: int = Field(default=0, ge=0)
     """Treatment of completions that over-sampling or a filter leaves unfinished when a batch is full; only with
-    max_staleness 0. 0: start them again in the next step. Above 0: continue them with the next weights, until their
-    oldest token is this many publications old."""
+    max_staleness 0. 0: they start again in the next step. Above 0: they continue with the next weights, until their
+    oldest token was sampled this number of weight publications ago."""
     in_flight: InFlight = "finish"
-    """Treatment of running completions at a publication of weights. finish: the publication waits for them. abort: they
-    stop, and the new weights continue from their tokens. continue: the engine pauses, loads the weights, recomputes the
-    tokens' keys and values, and continues; not with vLLM."""
+    """Treatment of running completions when weights are published. finish: the publication waits until they are
+    finished. abort: they are stopped, and the new weights continue after the tokens that they have. continue: the
+    engine pauses, loads the weights, recomputes the keys and values of the tokens, and continues; not supported by
+    vLLM."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the order of prompts and of sampling."""
+    """Seed of the order of prompts and of the sampling of completions."""
     request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=600.0, json_schema_extra=PLACEMENT)
-    """Seconds for one engine request before it is repeated."""
+    """Seconds that a request to an engine may take. After that, the request is repeated."""
     silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=120.0, json_schema_extra=PLACEMENT)
-    """Seconds after which a busy engine counts as dead: no request finished and no liveness probe was answered. Engines
-    answer probes between decoding steps, also with a full queue and while paused. Until the first request has finished,
-    rollout.engine.start_timeout_s counts if it is longer. Raise the value if one decoding step takes longer, for
-    example because the engine compiles during a run."""
+    """Seconds after which a busy engine counts as dead if no request finished and no liveness probe was answered.
+    Engines answer probes between decoding steps, also with a full queue and while paused. Until the first request has
+    finished, rollout.engine.start_timeout_s is used if it is longer. Raise the value if one decoding step takes longer,
+    for example because the engine compiles during a run."""
 
     @field_validator("reward_fn", mode="before")
     @classmethod
@@ -166,16 +180,16 @@ class RolloutConfig(Record):
 
     @property
     def is_filtered(self) -> bool:
-        """True if a filter is configured."""
+        """True if a filter of groups is configured."""
         return bool(self.filters) or self.filter_fn != ""
 
     @property
     def max_token_age(self) -> int:
-        """Highest age of a trained token, in publications."""
+        """The largest age that a trained token can have, in weight publications."""
         return max(self.max_staleness, self.max_partial_staleness)
 
     def engine_context(self, num_prompt_tokens: int) -> int:
-        """Context length that an engine needs: tokens of a prompt and its completion or conversation."""
+        """The context length that an engine needs for a prompt and its completion or conversation, tokens."""
         if self.engine.context_length:
             return self.engine.context_length
         longest = num_prompt_tokens + self.sampling.max_new_tokens + self.engine.spec.reserved_tokens
@@ -183,25 +197,27 @@ class RolloutConfig(Record):
 
     @property
     def environment_name(self) -> str:
-        """The environment's name in a configuration; "" without one."""
+        """The environment's name for a configuration; "" without an environment."""
         return name_of_function(self.environment)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the rewards: functions as in the configuration, services by kind; "" without a reward."""
+        """Names of the rewards: a function's name in the configuration, a service's name or kind; "" without a
+        reward.
+        """
         if not self.rewards:
             return (name_of_function(self.reward_fn) or self.environment_name,)
         return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The modules of the user's functions, by setting; built-in functions are left out."""
+        """For each setting with a function of the user: the module that it names. Built-in functions are left out."""
         named = {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
         return named | self.taskset_modules
 
     @property
     def functions_named(self) -> dict[str, str]:
-        """Functions of the user and of installed packages as `package.module:name`, by setting."""
+        """The functions of the user and of installed packages as `package.module:name`, by setting."""
         from rollouts_core.environments import ALL_ENVIRONMENTS
         from rollouts_core.rewards import ALL_REWARDS
 
@@ -220,8 +236,11 @@ class RolloutConfig(Record):
 
     @property
     def taskset_modules(self) -> dict[str, str]:
-        """The modules that verifiers imports for the tasksets, by setting; tasksets inside verifiers are left out."""
-        from rollouts_core.user_code.own_files import find_code  # it imports this package
+        """For each setting with a taskset: the module that verifiers imports for it. Tasksets inside verifiers are
+        left out.
+        """
+        # not at the top, because that module imports this package
+        from rollouts_core.user_code.own_files import find_code
 
         names = (each.rpartition("/")[2].partition("@")[0] for each in self.tasksets)
         modules = (name.replace("-", "_").lower() for name in names)

@@ -1,11 +1,13 @@
-"""Refuse settings with secrets in addresses: settings are stored with runs, shown in reports and sent to trackers.
+"""Refuse settings that have a secret in an address, because settings are stored with runs, shown in reports and sent to
+trackers.
 
     https://user:PASSWORD@host    https://host/v1?api_key=SECRET    https://host/x?X-Amz-Signature=SECRET
     https://hooks.slack.com/services/T0/B0/SECRET    https://dl.host/SECRET/python/simple/
 
-A part of a path counts as a secret if it mixes lower-case letters, capitals and digits as keys do. Hexadecimal ids are
-permitted, because account numbers and commits have the same form, unless addresses of this kind are always secret.
-Paths of buckets and folders, and other queries, such as `?api-version=2024-06-01`, are permitted too.
+A part of a path counts as a secret if it mixes lower-case letters, capitals and digits, like most keys. Hexadecimal ids
+are permitted, because account numbers and commits look the same, except in addresses of webhooks, which are secret as a
+whole. Paths of buckets and folders are permitted. Queries without a secret, such as `?api-version=2024-06-01`, are
+permitted too.
 """
 
 from __future__ import annotations
@@ -19,34 +21,35 @@ SECRET_NAME = re.compile(
     r"(?<!max)token(?!s$|iz)|secret|passw|passphrase|pwd|signature|credential|apikey|accesskey|auth(?!or(?!i[sz]))"
     r"|bearer|jwt|session|cookie|(?<!sort)key$|^(sig|sas|code|pass|pw)$"
 )
-"""Matches secret names of a query's parameter, reduced to lower-case letters and digits. Author or tokenizer do not
-match."""
+"""Matches names of a query's parameters that contain a secret. The names are first reduced to lower-case letters and
+digits. Words such as author and tokenizer do not match."""
 RANDOM = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9])[\w.~+/=%-]{24,}")
-"""A text of this length with letters and digits may be a key."""
+"""Matches a text that may be a key: 24 or more characters, with letters and digits."""
 SEPARATORS = re.compile(r"[-_./]+")
 KEY_PIECE = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9]).{16,}")
-"""A part of a key between separators; words in names of models and deployments are shorter."""
+"""Matches a part of a key between separators. Words in the names of models and deployments are shorter."""
 MIN_MEAN_PIECE = 8
-"""Keys in base64 have few separators."""
+"""Smallest mean length of the parts between separators at which a text may be a key. Keys in base64 have few
+separators."""
 COMMIT_NAME = re.compile(r"revision|rev|commit|sha|ref")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USER_SCHEMES = ("ssh", "sftp")
-"""Ends of schemes whose addresses contain a login name, as git+ssh://git@host, and no password."""
+"""Ends of schemes whose addresses may contain a login name but no password, such as git+ssh://git@host."""
 WEB_SCHEMES = ("http", "https")
-"""Ends of schemes of services. In other schemes, a path is a name chosen by the owner of a bucket or folder."""
+"""Ends of schemes of web services. In other schemes, the path is a name that the owner of a bucket or folder chose."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
-"""An address without scheme, with user and password."""
+"""Matches an address without a scheme that contains a user and a password."""
 WEBHOOK = re.compile(
     r"https?://(hooks\.slack(-gov)?\.com/(services|workflows|triggers)/\S|(\w+\.)?discord(app)?\.com/api/(v\d+/)?webhooks/\S"
     r"|api\.telegram\.org/(file/)?bot\d|[\w.-]+\.webhook\.office\.com/\S|chat\.googleapis\.com/v1/spaces/\S"
     r"|hooks\.zapier\.com/\S|maker\.ifttt\.com/\S+/key/\S|events\.pagerduty\.com/integration/\S)",
     re.IGNORECASE,
 )
-"""Addresses of webhooks, which are secret as a whole: they accept messages without a key."""
+"""Matches addresses of webhooks. These addresses are secret as a whole, because they accept messages without a key."""
 TOKEN_PREFIX = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|pypi-|AKIA|ASIA|AIza|eyJ)[\w.~+=-]{12,}")
-"""Prefixes of keys of well-known services."""
+"""Matches keys that begin like those of well-known services."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")
-"""A word with a query, as in `host/path?name=value`, with or without a scheme."""
+"""Matches a word with a query, as in `host/path?name=value`, with or without a scheme."""
 _ADVICE = (
     "but settings are stored with runs and shown in reports: remove it, and name the environment variable with the "
     "key in api_key_variable if the setting has one"
@@ -54,7 +57,10 @@ _ADVICE = (
 
 
 def refuse_secrets(value: Any) -> None:  # Any: unchecked input
-    """Raise ValueError for an address with a secret in a text or list of texts, without repeating it."""
+    """Raise ValueError if a text, or a text in a list, has an address with a secret.
+
+    The message does not repeat the secret.
+    """
     for text in _texts_in(value):
         if LOGIN.fullmatch(text):
             raise ValueError(f"the address contains a user or password, {_ADVICE}")
@@ -94,14 +100,14 @@ def _check_path(word: str, address: str) -> None:
 
 
 def _is_like_a_key(text: str) -> bool:
-    """True if a text may be a key: long, with letters and digits, and not made of short words."""
+    """Return True if a text may be a key: it is long, has letters and digits, and does not consist of short words."""
     if not RANDOM.fullmatch(text):
         return False
     return _is_dense(text) or any(KEY_PIECE.fullmatch(piece) for piece in SEPARATORS.split(text))
 
 
 def _is_dense(text: str) -> bool:
-    """True if a text mixes lower-case letters, capitals and digits, with few separators."""
+    """Return True if a text mixes lower-case letters, capitals and digits, and has few separators."""
     pieces = [piece for piece in SEPARATORS.split(text) if piece]
     is_mixed = RANDOM.fullmatch(text) and all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]"))
     return bool(is_mixed) and sum(map(len, pieces)) >= MIN_MEAN_PIECE * len(pieces)

@@ -16,52 +16,54 @@ class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
 
     num_steps: int = Field(default=1000, ge=1, json_schema_extra=SELECTION)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int = Field(default=8, ge=1)
-    """Rows per step. With packing, a row holds as many demonstrations as fit into `max_length`."""
+    """Number of rows per step. With packing, a row contains as many demonstrations as fit into `max_length`."""
     micro_batch_size: int = Field(default=8, ge=1, json_schema_extra=PLACEMENT)
-    """Rows per forward and backward pass of a device. Smaller values need less memory and give the same step."""
+    """Number of rows per forward and backward pass of a device. Smaller values need less memory and give the same
+    step."""
     max_length: int = Field(default=2048, ge=2)
-    """Tokens per row."""
+    """Largest number of tokens per row."""
     on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
-    """For demonstrations of more than `max_length` tokens. cut: truncate, with an error if no trained token is left.
-    cut_or_drop: truncate, and drop demonstrations without a trained token. drop: drop all demonstrations of this
-    length."""
+    """Treatment of demonstrations of more than `max_length` tokens. cut: truncate them; if no trained token is left,
+    this is an error. cut_or_drop: truncate them, and drop those in which no trained token is left. drop: drop them."""
     packing: bool = True
     """Fill each row with several demonstrations, without attention between them."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
-    """Tokens that enter the loss: of the last assistant turn, of all assistant turns, or of the whole conversation."""
+    """Tokens that are trained on. last_assistant: those of the last assistant turn. all_assistant: those of all
+    assistant turns. everything: all tokens of the conversation."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the order of demonstrations, of new adapters and of dropout."""
+    """Seed of the order of demonstrations, of the initial adapters and of dropout."""
     eval_every: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
-    """Steps between two evaluations of the loss on `data.sft_eval`."""
+    """Number of steps from one evaluation of the loss on `data.sft_eval` to the next."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
-    """Most skipped updates in a row before the run ends. 0: no limit."""
+    """Largest number of skipped updates in a row; after one more, the run ends. 0: no limit."""
     log_every: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
-    """Steps between two lines of metrics."""
+    """Number of steps from one line of metrics to the next."""
     checkpoint_every: int = Field(default=200, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints. Selection chooses among these and the last checkpoint."""
+    """Number of steps from one checkpoint to the next. Selection chooses among these checkpoints and the last one."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """Number of newest checkpoints to keep on disk."""
+    """Number of newest checkpoints that are kept on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints to keep besides the newest: by their loss on `data.sft_eval`, or without such rows by
-    the training loss since the previous checkpoint. With `data.sft_eval`, `eval_every` must divide
-    `checkpoint_every`."""
+    """Number of best checkpoints that are kept besides the newest ones. They are ranked by their loss on
+    `data.sft_eval`; without such rows, by the training loss since the previous checkpoint. With `data.sft_eval`,
+    `eval_every` must divide `checkpoint_every`."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
-    """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
-    folder, or its stage's folder for the newest one."""
+    """Checkpoint of another run with the same settings from which to resume, for example with a larger num_steps. The
+    value is the checkpoint's folder, or the folder of its stage for the newest checkpoint."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which `resume_from` may differ from this run, with the names from the error message."""
+    """Settings that may differ between this run and the checkpoint that it resumes from. Use the names in the error
+    message."""
     policy: PolicyConfig = PLAIN_POLICY
-    """Precision, adapters and memory savings."""
+    """Precision, adapters and settings that save memory."""
     optim: OptimConfig = OptimConfig()
-    """Optimizer of this stage."""
+    """Optimizer of SFT."""
 
     @property
     def num_optim_steps(self) -> int:
-        """Optimizer updates of the whole stage."""
+        """Number of optimizer updates of the whole stage."""
         return self.num_steps
 
     def _broken_rules(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ from rollouts_core.engine_kinds.spec import (
     EngineSpec,
     LaunchPart,
     ScoringAPI,
+    memory_share,
     num_gpus_per_engine,
     read_scores,
 )
@@ -40,21 +41,26 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
     arguments = [
         *("-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)),
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
-        *("--context-length", str(job.context_length)),
+        *(["--context-length", str(job.context_length)] if job.context_length else []),
         *("--max-running-requests", str(num_running), "--tp-size", num_gpus_per_engine(job)),
-        "--skip-tokenizer-init",  # token ids in, token ids out
+        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # only token ids
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
-        arguments += render_adapters(job.adapter_rank)
+        arguments += [*render_adapters(job.adapter_rank), *memory_share(job, SGLANG.memory_argument)]
         return LaunchPart(arguments=tuple(arguments), env={})
     on_cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.2"),
-        *("--max-total-tokens", str(job.context_length * num_running)),
+        *(["--max-total-tokens", str(job.context_length * num_running)] if job.context_length else []),
     ]
     env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(job.deployment.engine_threads)}
     return LaunchPart(arguments=(*arguments, *on_cpu), env=env)
+
+
+def _render_name(name: str) -> list[str]:
+    """The arguments for people's requests; SGLang finds the parsers by the chat template."""
+    return ["--served-model-name", name, "--tool-call-parser", "auto", "--reasoning-parser", "auto"]
 
 
 def render_adapters(rank: int) -> list[str]:

@@ -156,3 +156,9 @@ def read_scores(value: Any) -> list[float]:  # Any: JSON
 def num_gpus_per_engine(job: ServeJob) -> str:
     """Number of GPUs over which the model is split, as a command-line argument."""
     return str(max(1, len(job.deployment.engine_gpu_ranks)))
+
+
+def memory_share(job: ServeJob, argument: str) -> list[str]:
+    """The argument for the engine's share of a GPU's memory; [] for the engine's own default."""
+    share = job.deployment.engine_memory_share
+    return [argument, f"{share:g}"] if share else []

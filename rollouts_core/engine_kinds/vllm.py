@@ -12,6 +12,7 @@ from rollouts_core.engine_kinds.spec import (
     EngineSpec,
     LaunchPart,
     ScoringAPI,
+    memory_share,
     num_gpus_per_engine,
     read_scores,
 )
@@ -29,6 +30,8 @@ LOGPROBS_MODE = "processed_logprobs"
 """Makes vLLM report log-probs of the distribution from which it samples, with the temperature applied."""
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py)."""
+LONGEST_CONTEXT = -1
+"""Value of --max-model-len: as many tokens as the model and the memory allow."""
 CPU_CACHE_GIB = 1
 """Memory for keys and values of an engine on a CPU, GiB. Engines on a CPU serve only small models."""
 
@@ -38,16 +41,20 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
     arguments = [
         *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)),
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
-        *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
+        *("--max-model-len", str(job.context_length or LONGEST_CONTEXT)),
+        *("--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", num_gpus_per_engine(job), "--logprobs-mode", LOGPROBS_MODE),
         *(["--enable-sleep-mode"] if job.deployment.colocated else []),
         *("--middleware", GATE),
+        *(["--served-model-name", job.served_name] if job.served_name else []),
         *(["--worker-extension-cls", RECEIVER] if job.engine.weight_transfer != "auto" else []),
         *_render_adapters(job.adapter_rank),
     ]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PARTS)}
+    env = {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PARTS)}
+    env |= {} if job.served_name else {"VLLM_SERVER_DEV_MODE": "1"}  # only RL changes weights
     env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if job.adapter_rank else {}
     if on_gpu:
+        arguments += memory_share(job, VLLM.memory_argument)
         return LaunchPart(arguments=tuple(arguments), env=env)
     on_cpu = {
         "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),

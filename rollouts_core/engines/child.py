@@ -92,7 +92,8 @@ async def started_engines(
     children: list[ChildEngine] = []
     try:
         for index in range(num_engines):
-            placement = deployment.of_engine(index).model_copy(update={"colocated": False})
+            alone = {"colocated": False, "engine_memory_share": 0.0}
+            placement = deployment.of_engine(index).model_copy(update=alone)
             children.append(start_engine(index, model, config.engine, placement, directory, max_tokens=max_tokens))
         clients = [child.client(config) for child in children]
         async with EnginePool(clients) as pool:
@@ -102,7 +103,7 @@ async def started_engines(
             yield pool
     except EngineUnavailableError as error:
         if ended := [child for child in children if child.process.poll() is not None]:
-            raise _explain_end(ended[0]) from error
+            raise explain_end(ended[0]) from error
         raise
     finally:
         stop_engines(children)
@@ -118,9 +119,6 @@ def start_engine(
     max_tokens: int,
 ) -> ChildEngine:
     """Start one engine without waiting for its answer. Call in the main thread: the engine ends with that thread."""
-    own = RunDirectory(directory.weights / f"engine-{index}")
-    shutil.rmtree(own.root, ignore_errors=True)  # left by a killed job
-    own.root.mkdir(parents=True)
     with bind_port(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
     job = ServeJob(
@@ -131,20 +129,31 @@ def start_engine(
         engine=engine,
         deployment=placement,
     )
-    write_json(own.job, job.model_dump(mode="json"))
-    ranks = ",".join(map(str, placement.engine_gpu_ranks))
-    log = directory.root / f"engine-{index}.txt"
+    own = RunDirectory(directory.weights / f"engine-{index}")
+    return start_child(job, own, directory.root / f"engine-{index}.txt")
+
+
+def start_child(job: ServeJob, directory: RunDirectory, log: Path) -> ChildEngine:
+    """Start the engine of a job without waiting for its answer. Call in the main thread, as `start_engine`.
+
+    Args:
+        directory: the engine's own files while it runs; what an earlier engine left there is removed.
+    """
+    shutil.rmtree(directory.root, ignore_errors=True)  # left by a killed process
+    directory.root.mkdir(parents=True)
+    write_json(directory.job, job.model_dump(mode="json"))
+    ranks = ",".join(map(str, job.deployment.engine_gpu_ranks))
     with log.open("ab") as output:
         log_start = output.tell()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollouts_core", "serve", str(own.job)],
+            [sys.executable, "-P", "-m", "rollouts_core", "serve", str(directory.job)],
             env=os.environ | ({"CUDA_VISIBLE_DEVICES": ranks, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ranks else {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    return ChildEngine(job=job, directory=own, log=log, log_start=log_start, process=process)
+    return ChildEngine(job=job, directory=directory, log=log, log_start=log_start, process=process)
 
 
 async def wait_until_ready(child: ChildEngine, client: EngineClient, timeout_s: float) -> None:
@@ -160,9 +169,9 @@ async def wait_until_ready(child: ChildEngine, client: EngineClient, timeout_s: 
             return await client.wait_until_ready(LOOK_S)
         except EngineUnavailableError as error:
             if child.process.poll() is not None:
-                raise _explain_end(child) from error
+                raise explain_end(child) from error
             if time.monotonic() > deadline:
-                last_line = "".join(_last_lines(child, 1))
+                last_line = "".join(last_lines(child, 1))
                 raise EngineUnavailableError(
                     f"the engine for {child.job.model.name} did not answer within {timeout_s:g} s "
                     f"(rollout.engine.start_timeout_s); the last line of {child.log.name} is {last_line!r}"
@@ -183,12 +192,12 @@ def stop_engines(children: list[ChildEngine]) -> None:
         shutil.rmtree(child.directory.root, ignore_errors=True)
 
 
-def _explain_end(child: ChildEngine) -> ConfigError | EngineError:
+def explain_end(child: ChildEngine) -> ConfigError | EngineError:
     """Describe an engine that ended unexpectedly."""
     events = read_json_lines(child.directory.events) if child.directory.events.exists() else []
     if refused := [event["message"] for event in events if event["event"] == "failed"]:
         return ConfigError(refused[-1])
-    lines = _last_lines(child)
+    lines = last_lines(child)
     reason = explain_engine_log("\n".join(lines)) or f"exit code {child.process.returncode}"
     shown = "\n".join(lines[-TAIL_LINES:])
     return EngineError(
@@ -197,7 +206,7 @@ def _explain_end(child: ChildEngine) -> ConfigError | EngineError:
     )
 
 
-def _last_lines(child: ChildEngine, number: int = 0) -> list[str]:
+def last_lines(child: ChildEngine, number: int = 0) -> list[str]:
     """The last lines that the engine printed; 0 gives all lines within `TAIL_BYTES`."""
     with child.log.open("rb") as log:
         log.seek(max(child.log_start, child.log.stat().st_size - TAIL_BYTES))

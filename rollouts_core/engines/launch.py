@@ -63,10 +63,11 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     if not job.model.model.allow_pickle:
         refuse_pickled_weights(model_dir)
     # Other models are served unchanged. They answer requests, but the client refuses to load new weights.
-    if job.engine.spec.needs_own_head and is_tied(model_dir) and can_be_untied(model_dir):
+    takes_weights = not job.served_name
+    if takes_weights and job.engine.spec.needs_own_head and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
-    command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
+    command = render_launch(job, model_dir, on_gpu=has_gpu())
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     if job.engine.weight_transfer == "nccl":
         check_version(command.argv[0], kept, own=nccl_version())
@@ -84,10 +85,10 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
 
 
 def check_host(job: ServeJob, api_key: str) -> None:
-    """Raise ConfigError for an address beyond this machine without a key, or of vLLM."""
+    """Raise ConfigError for an address beyond this machine without a key, or of a vLLM that takes weights."""
     if is_loopback(job.host):
         return
-    if job.engine.spec.is_local_only:
+    if job.engine.spec.is_local_only and not job.served_name:
         raise ConfigError(
             f"{job.host} is reachable from other machines, but the development endpoints of {job.engine.spec.title} "
             "replace weights and run code without a key: listen on 127.0.0.1, and reach the engine through a tunnel"
@@ -154,6 +155,11 @@ def _scratch_folder() -> dict[str, str]:
     }
 
 
+def has_gpu() -> bool:
+    """Whether engines are started on a GPU here."""
+    return torch.cuda.is_available()
+
+
 def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str:
     """The number format of the engine's weights by name, because checksums are compared in this format.
 
@@ -171,7 +177,7 @@ def describe_slow_engine(engine: EngineConfig, model_dir: Path) -> str:
 
     The embedded engine always computes in float32, regardless of the format of the model's files.
     """
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu()
     if engine.spec.is_own or on_gpu or weights_dtype(engine, model_dir, on_gpu=on_gpu) != "bfloat16":
         return ""
     return describe_slow_bfloat16("rollout.engine.dtype", 'set rollout.engine.dtype = "float32"')

@@ -40,7 +40,8 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
             port=job.port,
             num_threads=job.deployment.engine_threads,
             max_running_requests=job.deployment.max_running_requests,
-            context_length=job.context_length,
+            name=job.served_name,
+            context_length=job.context_length or None,
             api_key=engine_key(job),
         )
 

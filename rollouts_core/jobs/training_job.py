@@ -9,8 +9,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,7 +22,10 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, newest_step
 from rollouts_core.checks.cpu_formats import describe_slow_training
+from rollouts_core.config.messages import first_line
+from rollouts_core.errors import FullGPUError
 from rollouts_core.job import TrainingJob
+from rollouts_core.less_memory import is_gpu_full
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
@@ -55,7 +58,9 @@ def run_training_job(
     device = "cpu" if job.deployment.shares_cpu else ""
     with join_ranks(device=device) if is_launched() else nullcontext() as ranks:
         if ranks is not None and not ranks.is_leader:
-            _follow(create(ranks))
+            backend = create(ranks)
+            with full_gpu_told():
+                _follow(backend)
             return
         attempt = attempt_number()
         sampled = sampled_gpu_use(directory.gpu_use, gpus_in_use(job), attempt=attempt)
@@ -69,8 +74,23 @@ def run_training_job(
                 can_abandon=ranks is None,
             )
             stop.note_saved(newest_step(directory.checkpoints))
-            with stop.watching(partial(write_stop, events)):
+            with stop.watching(partial(write_stop, events)), full_gpu_told(lambda: stop.is_training):
                 asyncio.run(until_stopped(train(events, ranks, stop), stop, events))
+
+
+@contextmanager
+def full_gpu_told(is_training: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Raise FullGPUError for a GPU that runs out of memory during training, when smaller micro-batches can help.
+
+    Args:
+        is_training: False before the first step: loading needs the same memory with any micro-batch.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (is_gpu_full(error) and is_training()):
+            raise
+        raise FullGPUError(first_line(error)) from error
 
 
 def _follow(backend: TrainingBackend) -> None:

@@ -1,8 +1,10 @@
-"""Style and scripts of the report, and the policy by which a browser runs them and nothing else.
+"""The report's style sheets and scripts, and the Content-Security-Policy that lets a browser run only these scripts.
 
-Not here: the data (embedded.py). Scripts are allowed by their hashes, so no other script runs, not even markup that got
-into the page by mistake; nothing can be loaded and nothing can be sent, also when the page is a file. A served page may
-ask its own server alone.
+The policy allows scripts by their hashes. Markup that got into the page by mistake therefore cannot run as a script.
+The page can neither load nor send anything, also when it is opened as a file. Only a served page may send requests, and
+only to its own server.
+
+Not here: the data (embedded.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PLOT_SCRIPT = FOLDER / "uplot" / "uPlot.iife.min.js"
 PLOT_STYLE = FOLDER / "uplot" / "uPlot.min.css"
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"<>\n]*)">')
 POLICY_CHARS = 2000
-"""The policy stands within so much of a page's start."""
+"""The policy must stand within this many characters from the page's start."""
 
 
 HIDING_STYLE = "[hidden] { display: none !important; }"
@@ -42,7 +44,7 @@ window.runBlock = async (name) => {
 };
 if (typeof DecompressionStream !== "undefined") window.runBlock("viewer");
 """
-"""Reads blocks of data and runs scripts that are stored as such; nothing happens in a browser that cannot unpack."""
+"""Reads compressed blocks of data and runs the scripts among them. A browser without DecompressionStream runs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +58,14 @@ class Assets:
 
 @cache
 def viewer_script() -> str:
-    """The views of the report, without comments and indentation, which would take 2 kB of each report."""
+    """The script of the report's views. Comments and indentation are removed, which saves 2 kB per report."""
     lines = (line.strip() for line in _read("viewer.js").splitlines())
     return "\n".join(line for line in lines if not line.startswith(("//", "/**")))
 
 
 @cache
 def live_script() -> str:
-    """The loader of a served page, which follows a run."""
+    """The script that a served page uses to load blocks from its server while a run is under way."""
     return _read("live.js")
 
 
@@ -75,12 +77,12 @@ def plot_script() -> str:
 
 @cache
 def compare_script() -> str:
-    """The views of a comparison of runs, beside those of the report."""
+    """The script of a comparison of runs. It is added to the script of the report's views."""
     return _read("compare.js")
 
 
 def compare_style() -> str:
-    """The style of a comparison of runs, beside that of the report."""
+    """The CSS of a comparison of runs. It is added to the CSS of all pages."""
     return _read("compare.css")
 
 
@@ -89,8 +91,8 @@ def make_assets(page_style: str, *more_scripts: str, is_served: bool = False) ->
 
     Args:
         page_style: CSS that every page of the project has.
-        more_scripts: scripts that the page may run beside those of the report.
-        is_served: the page asks its server for blocks, and for itself again.
+        more_scripts: scripts that the page may run in addition to those of the report.
+        is_served: True if the page requests its blocks, and new versions of itself, from its server.
     """
     style, loader = page_style + HIDING_STYLE, live_script() if is_served else LOADER
     scripts = (loader, viewer_script(), plot_script(), *more_scripts)
@@ -104,7 +106,7 @@ def make_assets(page_style: str, *more_scripts: str, is_served: bool = False) ->
 
 
 def hash_source(text: str) -> str:
-    """The expression that allows an inline element with this text."""
+    """The policy's source expression that allows an inline element with this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -115,13 +117,14 @@ def viewer_style() -> str:
 
 
 def asset_blocks() -> dict[str, bytes]:
-    """Scripts and style of the views as compressed blocks: they would take a third of a small report."""
+    """The views' scripts and CSS as compressed blocks. Uncompressed, they would make up a third of a small report."""
     texts = {"viewer": viewer_script(), "plot": plot_script(), "style": viewer_style()}
     return {name: pack_text(text) for name, text in texts.items()}
 
 
 def find_policy(page: str) -> str:
-    """The policy that a report states, as a header; one without any script for a report that states none."""
+    """The policy in a report's head, for use as an HTTP header. A page without a policy gets one that allows no
+    scripts."""
     found = POLICY.search(page[:POLICY_CHARS])
     return found[1] if found else "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'"
 

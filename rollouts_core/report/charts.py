@@ -1,4 +1,4 @@
-"""Charts as data: values become places in a drawing that the page lays out.
+"""Charts as data: values are converted to coordinates of an SVG drawing, which the page's template draws.
 
 Not here: which metrics are drawn (curves.py, results.py).
 """
@@ -15,14 +15,14 @@ CHART_LEFT, CHART_RIGHT, CHART_TOP, CHART_BOTTOM = 46, 344, 10, 168
 
 
 class Tick(NamedTuple):
-    """A labelled place on an axis."""
+    """A label and its coordinate on an axis."""
 
     at: float
     label: str
 
 
 class Axis(NamedTuple):
-    """Values from `low` to `high` lie between the places `start` and `end`."""
+    """Maps the values from `low` to `high` to the coordinates from `start` to `end`."""
 
     low: float
     high: float
@@ -31,14 +31,14 @@ class Axis(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A path of SVG with its CSS class."""
+    """An SVG path with its CSS class."""
 
     css: str
     path: str
 
 
 class Bar(NamedTuple):
-    """A mean with its interval, as places."""
+    """A mean with its interval, as coordinates."""
 
     x: float
     mean_y: float
@@ -50,33 +50,33 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A drawing with its texts."""
+    """The coordinates and texts of one drawing."""
 
     title: str
     headline: str
-    """The numbers that one would read off the curve: first and last."""
+    """The curve's first and last value, or their summary, as text."""
     note: str
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     areas: tuple[Line, ...] = ()
     lines: tuple[Line, ...] = ()
     bars: tuple[Bar, ...] = ()
-    """The selected one is last and so drawn on top."""
+    """The selected bar is last, so that it is drawn on top."""
     mark_x: float | None = None
-    """The place of the selected checkpoint on a curve."""
+    """The x coordinate of the selected checkpoint on a curve."""
     x_name: str = "step"
     legend: tuple[Line, ...] = ()
-    """(CSS class, label) per series, for charts with several."""
+    """(CSS class, label) of each series. Empty for charts with one series."""
 
 
 def axis_place(axis: Axis, value: float) -> float:
-    """The place of a value on the axis."""
+    """The coordinate of a value on the axis."""
     share = (value - axis.low) / (axis.high - axis.low)
     return round(axis.start + share * (axis.end - axis.start), 1)
 
 
 def axis_ticks(axis: Axis, *, max_ticks: int, is_whole: bool = False) -> tuple[Tick, ...]:
-    """Round values on the axis, at most `max_ticks` of them."""
+    """At most `max_ticks` ticks at round values of the axis."""
     rough = (axis.high - axis.low) / max_ticks
     magnitude = 10.0 ** math.floor(math.log10(rough))
     spacing = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
@@ -89,7 +89,7 @@ def axis_ticks(axis: Axis, *, max_ticks: int, is_whole: bool = False) -> tuple[T
 
 
 def format_number(value: float) -> str:
-    """Three significant digits or a whole number, with a short exponent."""
+    """The number with three significant digits, or as a whole number. Exponents are written short: 1e6."""
     if not math.isfinite(value):
         return f"{value}".replace("-", "−")
     if abs(value) >= 1e6:
@@ -100,7 +100,7 @@ def format_number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as people say it."""
+    """A duration in seconds, minutes or hours: 12.3 s, 4 min 05 s, 2 h 07 min."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -122,14 +122,14 @@ def step_axis(steps: Sequence[float]) -> Axis:
 
 
 def padded_axis(values: Sequence[float], start: float, end: float) -> Axis:
-    """An axis with all values on it and a little room, but none below zero where no value is."""
+    """An axis that covers all values with a small margin. It extends below zero only if a value is negative."""
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or 0.1 * abs(high) or 0.5
     return Axis(max(0.0, low - room) if low >= 0 else low - room, high + room, start, end)
 
 
 def line_path(points: Sequence[tuple[float, float]]) -> str:
-    """The path through the points; a single point becomes a short dash."""
+    """The SVG path through the points; a single point becomes a short dash."""
     if len(points) == 1:
         (x, y) = points[0]
         return f"M{x - 6:g},{y:g}H{x + 6:g}"
@@ -137,7 +137,7 @@ def line_path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def area_path(edges: Sequence[tuple[float, float, float]]) -> str:
-    """The area between a lower and an upper edge, given as (x, lower y, upper y)."""
+    """The SVG path of the area between a lower and an upper edge, given as (x, lower y, upper y)."""
     wide = edges if len(edges) > 1 else [(edges[0][0] + shift, *edges[0][1:]) for shift in (-6, 6)]
     upper = [f"{x:g},{high:g}" for x, _, high in wide]
     lower = [f"{x:g},{low:g}" for x, low, _ in reversed(wide)]

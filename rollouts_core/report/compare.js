@@ -1,4 +1,4 @@
-// Curves of several runs on common axes: the view "curves" of a comparison. The other views are those of viewer.js.
+// The view "curves" of a comparison: curves of several runs on common axes. viewer.js has the other views.
 //
 //     curves block (compared_curves.py): stages -> metrics -> values per run
 "use strict";
@@ -52,7 +52,7 @@
       return el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, metric.title), value), box, legend, metric.note ? el("p", { class: "note" }, metric.note) : "");
     },
 
-    /** The points of each run that has the metric and is shown; a run that rarely has a value is drawn without gaps. */
+    /** The points of each visible run that has the metric. A run that rarely has a value is drawn without gaps. */
     linesOf(stage, metric) {
       return metric.values.flatMap((values, place) => {
         if (!values || this.hidden.has(place)) return [];

@@ -5,7 +5,7 @@
                              ├─> tests on the shared held-out prompts (result.json, samples/)
                              └─> machine, versions, time, cost        (events.jsonl)
 
-A run is called by a letter: A, B, ... Not here: curves (compared_curves.py), answers (compared_answers.py), the page
+The page calls the runs A, B, ... Not here: curves (compared_curves.py), answers (compared_answers.py), the page
 (compared_page.py).
 """
 
@@ -46,7 +46,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import EVALUATE
 
 MAX_RUNS = 8
-"""So many runs have a colour of their own."""
+"""The style sheet has a colour for each of at most this many runs."""
 SCORING_SETTINGS = (
     "evaluation.engine",
     "evaluation.metric",
@@ -61,7 +61,7 @@ SCORING_SETTINGS = (
     "rollout.reward",
     "rollout.sampling.max_new_tokens",
 )
-"""Settings with these beginnings decide what a score means."""
+"""Settings whose names begin with one of these decide how scores are computed."""
 SCOPE = (
     "Each run is one training with one seed. A test says whether these checkpoints differ on these prompts. It cannot "
     "say that the settings of a run are better, because another seed of the same settings trains another checkpoint, "
@@ -73,22 +73,22 @@ MISSING = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A finished run among those that are compared."""
+    """One of the finished runs in a comparison."""
 
     name: str
-    """Its folder: small-11111111."""
+    """The name of the run's folder: small-11111111."""
     report: ReportInput
     settings: Mapping[str, Any]  # Any: JSON
-    """Its settings by dotted name; a missing one is at its default."""
+    """The run's settings by dotted name. A setting at its default is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A setting or an input whose value is not the same in all runs."""
+    """A setting or an input whose value differs between the runs."""
 
     name: str
     values: tuple[str, ...]
-    """One per run, as text."""
+    """The value of each run, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,9 @@ class RunScores:
     """The held-out scores of a run."""
 
     scored: tuple[Scored, ...]
-    """Its models in the order of training."""
+    """The run's scored models, in the order of training."""
     shown: tuple[ShownScore, ...]
-    """The same as texts."""
+    """The scores of `scored` as texts."""
     display: ScoreDisplay
 
     def of(self, model: str) -> Scored:
@@ -108,18 +108,18 @@ class RunScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTest:
-    """A paired test of two models of two runs on the prompts that both runs have."""
+    """A paired test of two models from two runs, on the prompts that both runs scored."""
 
     runs: tuple[int, int]
-    """Places of the baseline and of the candidate."""
+    """Indices of the baseline's run and of the candidate's run."""
     models: tuple[str, str]
     measure: str
     """accuracy, loss, mean reward, pass@8, ..."""
     num_shared: int
     comparison: Comparison
-    """With a two-sided p-value."""
+    """The comparison, with a two-sided p-value."""
     outcome: str
-    """better, worse, unclear, or equal: the same score on every prompt."""
+    """better, worse, unclear, or equal. Equal means the same score on every prompt."""
     title: str
     difference: str
     interval: str
@@ -133,38 +133,39 @@ class ComparedMeasure:
 
     title: str
     scored: tuple[Scored, ...]
-    """The final model of each run, with the measure per prompt as scores."""
+    """The final model of each run; its `scores` are the measure's values per prompt."""
     shown: tuple[ShownScore, ...]
     tests: tuple[ScoreTest, ...]
-    """Tests of the other runs against the first run, if the runs share prompts."""
+    """Tests of each other run that shares prompts with the first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Everything that is said about some runs, except their curves and answers."""
+    """All content of a comparison page, except curves and answers."""
 
     runs: tuple[ComparedRun, ...]
     settings: tuple[Difference, ...]
     inputs: tuple[Difference, ...]
     scores: tuple[RunScores, ...]
     ticks: tuple[Tick, ...]
-    """Places on the axis of all scores; empty if the runs have different metrics."""
+    """Ticks of the axis that all runs' scores share. Empty if the runs have different metrics."""
     tests: tuple[ScoreTest, ...]
     measures: tuple[ComparedMeasure, ...]
-    """Empty if a run has one completion per prompt."""
+    """Empty if a run has only one completion per prompt."""
     notes: tuple[str, ...]
-    """Sentences about the tests: which prompts are shared, which settings decide the scores, what a test can say."""
+    """Sentences about the tests: which prompts the runs share, which settings decide the scores, what a test can
+    show."""
     facts: tuple[Difference, ...]
-    """Machine, versions, time and cost of each run, whether they differ or not."""
+    """Machine, versions, time and cost of each run, including values that are equal in all runs."""
 
 
 def letter_of(place: int) -> str:
-    """A for the first run."""
+    """The letter of a run by its index: A for the first run."""
     return chr(ord("A") + place)
 
 
 def compare_runs(runs: Sequence[ComparedRun]) -> RunComparison:
-    """How finished runs differ, and how their models scored.
+    """Compare the settings, inputs and scores of finished runs.
 
     Raises:
         InputError: a run has no held-out scores.
@@ -197,7 +198,7 @@ def compare_runs(runs: Sequence[ComparedRun]) -> RunComparison:
 
 
 def _differing_settings(runs: Sequence[ComparedRun]) -> tuple[Difference, ...]:
-    """The settings that are not equal in all runs; the name of the run always differs, and says nothing."""
+    """The settings that are not equal in all runs. run.name is left out, because it always differs."""
     names = dict.fromkeys(itertools.chain(*(run.settings for run in runs)))
     rows = [(name, [_setting_text(run.settings, name) for run in runs]) for name in names if name != "run.name"]
     return tuple(Difference(name=name, values=tuple(texts)) for name, texts in rows if len(set(texts)) > 1)
@@ -208,7 +209,7 @@ def _setting_text(settings: Mapping[str, Any], name: str) -> str:  # Any: JSON
 
 
 def _differing_inputs(runs: Sequence[ComparedRun]) -> tuple[Difference, ...]:
-    """The start models and data whose content differs. A path alone is no difference."""
+    """The start models and data whose content differs. Equal content at different paths is no difference."""
     every = [_inputs_of(run.report) for run in runs]
     names = dict.fromkeys(itertools.chain(*every))
     return tuple(
@@ -219,7 +220,7 @@ def _differing_inputs(runs: Sequence[ComparedRun]) -> tuple[Difference, ...]:
 
 
 def _inputs_of(report: ReportInput) -> dict[str, tuple[Hashable, str]]:
-    """The identity and the text of each input, as far as the jobs of the stages can be read."""
+    """The digest and description of each input, by its title. Inputs of stages without a readable job are missing."""
     jobs = [load_job_of(training.run_dir) for training in report.trainings]
     found = dict[str, tuple[Hashable, str]]()
     if jobs and isinstance(jobs[0], SFTJob | RLJob):
@@ -293,7 +294,7 @@ def _load_scores(run: ComparedRun) -> Evaluated:
 def _show_scores(
     runs: Sequence[ComparedRun], evaluated: Sequence[Evaluated]
 ) -> tuple[tuple[RunScores, ...], tuple[Tick, ...]]:
-    """The scores of all runs, with intervals by one method and on one axis if the metric is the same."""
+    """The scores of all runs. If all runs have the same metric, one method computes all intervals, on one axis."""
     if len({each.metric for each in evaluated}) > 1:
         return tuple(_show_run(run, each, choose_display(each)) for run, each in zip(runs, evaluated, strict=True)), ()
     every = [scored for each in evaluated for scored in each.checkpoints]
@@ -336,7 +337,8 @@ def _show_run(
 def _shared_rows(
     runs: Sequence[ComparedRun], evaluated: Sequence[Evaluated], place: int
 ) -> tuple[list[tuple[int, int]], str]:
-    """Places of the held-out rows that the first run shares with another run, with a sentence for readers."""
+    """Pairs of row indices for the held-out rows that the first run shares with another run, and a sentence about
+    them."""
     names = f"{letter_of(0)} and {letter_of(place)}"
     first, other = evaluated[0], evaluated[place]
     if first.metric != other.metric:
@@ -364,7 +366,7 @@ def _shared_rows(
 
 
 def prompt_keys(evaluation_dir: Path, num_rows: int) -> list[Hashable]:
-    """The prompt and reference of each held-out row, with a number for repeated ones; empty if samples are missing."""
+    """A key for each held-out row: its prompt, its reference and a counter for repeated rows. Empty without samples."""
     for path in sorted(RunDirectory(evaluation_dir).samples.glob("*.jsonl")):
         asked: dict[int, str] = {}
         with path.open("rb") as lines:
@@ -387,7 +389,7 @@ def prompt_keys(evaluation_dir: Path, num_rows: int) -> list[Hashable]:
 def _test_models(
     runs: Sequence[ComparedRun], scores: Sequence[RunScores], place: int, pairs: Sequence[tuple[int, int]]
 ) -> list[ScoreTest]:
-    """Tests of the final models of the first and another run, then of other models by the same name."""
+    """Tests of the final models of the first run and another run, then of all other models that both runs have."""
     first, other = scores[0], scores[place]
     finals = (first.scored[-1].name, other.scored[-1].name)
     named = [each.name for each in reversed(first.scored)]
@@ -398,7 +400,7 @@ def _test_models(
 def _compare_measures(
     runs: Sequence[ComparedRun], scores: Sequence[RunScores], shared: Mapping[int, Sequence[tuple[int, int]]]
 ) -> tuple[ComparedMeasure, ...]:
-    """The measures that the final models of all runs have, tested where prompts are shared."""
+    """The measures that the final models of all runs have, tested on shared prompts."""
     finals = [each.scored[-1] for each in scores]
     compared = []
     for title in shared_measures(finals):
@@ -464,20 +466,23 @@ def _test_pair(
 
 
 def compare_both_ways(baseline: Sequence[float], candidate: Sequence[float]) -> Comparison:
-    """The paired comparison with a two-sided p-value: neither run was meant to win."""
+    """The paired comparison with a two-sided p-value, because either run may be the better one."""
     forward, backward = compare_paired(baseline, candidate), compare_paired(candidate, baseline)
     return replace(forward, p_value=min(1.0, 2 * min(forward.p_value, backward.p_value)))
 
 
 def _judge(comparison: Comparison) -> str:
-    """Interval and test have to agree: of a few rows that differ, resamples hardly ever leave out all."""
+    """better, worse or unclear. A difference counts only if the interval and the test agree.
+
+    With few differing rows the interval alone is too narrow: almost every resample contains some of these rows.
+    """
     if comparison.p_value > 1 - CONFIDENCE or comparison.low <= 0 <= comparison.high:
         return "unclear"
     return "better" if comparison.difference > 0 else "worse"
 
 
 def _cautions(settings: Sequence[Difference], tests: Sequence[ScoreTest]) -> list[str]:
-    """Sentences that a reader of the tests needs."""
+    """Sentences that qualify the tests: differing evaluation settings, several tests, one seed per run."""
     if not tests:
         return []
     scoring = [each.name for each in settings if each.name.startswith(SCORING_SETTINGS)]

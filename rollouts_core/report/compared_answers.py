@@ -1,9 +1,9 @@
-"""The answers of compared runs to the prompts that they share, as blocks of a page.
+"""The answers of compared runs to shared prompts, as blocks of a page.
+
+The page shows the final model of each run. It also shows the start model if all runs have the same one. A token id
+means different texts in different tokenizers, so the page holds tokens only if all runs have one vocabulary.
 
 Not here: how a page holds samples (embedded.py), which prompts are shared (compared.py), the views (viewer.js).
-
-The page shows the final model of each run, and the start model if all runs have the same one. Token ids of different
-tokenizers would mean different texts, so the page holds tokens only if all runs have one vocabulary.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ WITHOUT_TOKENS: JsonObject = {"tokens": [], "loss_mask": [], "rollout_log_probs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSet:
-    """The held-out answers of a model of a run."""
+    """The held-out answers of one model of one run."""
 
     run: int
-    """The place of the run."""
+    """The index of the run."""
     model: str
     path: Path
     prompts: Mapping[int, int]
-    """The number of the prompt in the page, by its number in the file."""
+    """The prompt's number on the page, by its number in the samples file."""
 
     @property
     def label(self) -> str:
-        """How the page calls the model."""
+        """The model's name on the page."""
         return "Base" if self.model == BASE else letter_of(self.run)
 
 
 def find_answers(compared: RunComparison) -> list[AnswerSet]:
-    """The answers that the page may hold; empty if no two runs share prompts and keep samples in their reports."""
+    """The answers that the page may hold. Empty unless two runs share prompts and keep samples in their reports."""
     keys = [
         prompt_keys(run.report.evaluation_dir, len(scores.scored[0].scores))
         if run.report.contents.samples != "none"
@@ -78,7 +78,7 @@ def find_answers(compared: RunComparison) -> list[AnswerSet]:
 
 
 def embed_answers(compared: RunComparison, *, room: int) -> Embedded:
-    """The answers in at most about `room` bytes of the page; no blocks without answers."""
+    """The answers, cut to about `room` bytes of the page. Without answers the result has no blocks."""
     sets, embedded = find_answers(compared), Embedded()
     if not sets:
         return embedded
@@ -106,7 +106,7 @@ def embed_answers(compared: RunComparison, *, room: int) -> Embedded:
 
 
 def _choose_prompts(groups: Sequence[Sequence[EncodedGroup]], room: int, embedded: Embedded) -> set[int]:
-    """The prompts that fit, at even distances in the order of the models' rewards."""
+    """The numbers of the prompts that fit into `room`, evenly spaced after sorting by the models' rewards."""
     rewards = [{group.group: group.reward for group in each} for each in groups]
     prompts = sorted(set[int]().union(*rewards), key=lambda prompt: tuple(of.get(prompt, 0.0) for of in rewards))
     steps: list[KeptStep] = [keep_groups(place, 0, each) for place, each in enumerate(groups)]
@@ -122,7 +122,7 @@ def _choose_prompts(groups: Sequence[Sequence[EncodedGroup]], room: int, embedde
 
 
 def iterate_groups(answers: AnswerSet, vocabulary: Vocabulary, *, with_tokens: bool) -> Iterator[EncodedGroup]:
-    """The answers to each prompt of the page, by the prompt's number in the page."""
+    """Each prompt's answers as an encoded group, numbered by the prompt's number on the page."""
     for records in iterate_records(answers):
         kept = records if with_tokens else [{**record, **WITHOUT_TOKENS} for record in records]
         try:
@@ -137,7 +137,7 @@ def iterate_groups(answers: AnswerSet, vocabulary: Vocabulary, *, with_tokens: b
 
 
 def iterate_records(answers: AnswerSet) -> Iterator[list[JsonObject]]:
-    """The lines of the file that answer a prompt of the page, by prompt."""
+    """The records of each prompt on the page, one list per prompt."""
     with answers.path.open("rb") as lines:
         found = [record for record in map(parse_line, lines) if record and record.get("group_index") in answers.prompts]
     for records, _ in group_records([(record, {}) for record in found]):

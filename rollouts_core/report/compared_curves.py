@@ -1,10 +1,10 @@
-"""The curves of compared runs on common axes: as data for compare.js, and as drawings for a page without scripts.
+"""The curves of compared runs on common axes: data for compare.js, and drawings for browsers without scripts.
 
     describe_curves(run A) ─┐   {"label": "RL", "xName": "step", "runs": [{"steps": [...], "mark": 30}, ...],
     describe_curves(run B) ─┴─>  "metrics": [{"name": "reward", "values": [[...], [...]]}, ...]}
 
-`runs` and `values` have an entry per compared run, null for a run without the stage or the metric. A metric that is the
-same constant in all runs is left out.
+`runs` and `values` have an entry per compared run: null if the run lacks the stage or the metric. A metric that has the
+same constant value in all runs is left out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def overlay_curves(runs: Sequence[ComparedRun]) -> list[JsonObject]:
 
 
 def describe_same_stages(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """A sentence by the label of each training that several runs share: their curves are one curve."""
+    """A sentence for each training that several runs share, by its label: their curves are the same."""
     letters: dict[tuple[str, Path], list[str]] = {}
     for place, run in enumerate(runs):
         for training in run.report.trainings:
@@ -60,7 +60,7 @@ def describe_same_stages(runs: Sequence[ComparedRun]) -> dict[str, str]:
 
 
 def _overlay(sections: Sequence[JsonObject | None]) -> JsonObject:
-    """One stage of all runs; None for a run without it."""
+    """One stage of all runs. `sections` has None for a run without the stage."""
     first = next(section for section in sections if section)
     metrics: dict[str, JsonObject] = {}
     for section in filter(None, sections):
@@ -87,7 +87,7 @@ def _constant(name: str, value: float) -> JsonObject:
 
 
 def _values(section: JsonObject, name: str) -> list[float | None] | None:
-    """The values of a metric at the steps of its run; None if the run does not have it."""
+    """The values of a metric at the run's steps. None if the run lacks the metric."""
     for metric in section["metrics"]:
         if metric["name"] == name:
             return list(metric["values"])
@@ -95,7 +95,7 @@ def _values(section: JsonObject, name: str) -> list[float | None] | None:
 
 
 def draw_overlays(runs: Sequence[ComparedRun]) -> list[CurveSection]:
-    """The most important curves of each training with a line per run."""
+    """The main curves of each training, with a line per run."""
     sections = []
     for name, kind in TRAININGS.items():
         metrics = {
@@ -111,7 +111,7 @@ def draw_overlays(runs: Sequence[ComparedRun]) -> list[CurveSection]:
 
 
 def _draw_overlay(metrics: Mapping[str, Sequence[Mapping[str, float]]], curve: Curve) -> Chart | None:
-    """A metric with a line per run, by the run's CSS class; None if no run has the metric."""
+    """A chart of a metric with a line per run. Keys of `metrics` are the runs' CSS classes. None if no run has it."""
     found = {css: metric_points(lines, curve.metric) for css, lines in metrics.items()}
     thinned = {css: thin_points(points) for css, points in found.items() if points}
     buckets = [bucket for each in thinned.values() for bucket in each]

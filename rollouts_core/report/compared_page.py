@@ -1,4 +1,4 @@
-"""Write one page about several runs: one HTML file that loads nothing, as the report of a run is.
+"""Write one page that compares several runs: one HTML file that loads nothing else, like a run's report.
 
     compared.py          -> settings, data, scores, tests, machines: compare.html.jinja
     compared_curves.py   -> curves on common axes: compare.js
@@ -28,7 +28,7 @@ JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edg
 
 
 def render_comparison_page(compared: RunComparison) -> str:
-    """The comparison as one HTML page, as large as the largest report.max_mb of the runs."""
+    """The comparison as one HTML page. Its size limit is the largest report.max_mb of the runs."""
     templates = page_templates()
     blocks = asset_blocks() | {
         "compare": pack_text(compare_script()),
@@ -58,7 +58,7 @@ def _answer_notes(compared: RunComparison) -> list[str]:
 
 
 def comparison_records(compared: RunComparison) -> Iterator[JsonObject]:
-    """The facts of the page as JSON objects, each with a `kind`."""
+    """The page's content as JSON objects, each with a `kind`."""
     names = [run.name for run in compared.runs]
     for place, (run, scores) in enumerate(zip(compared.runs, compared.scores, strict=True)):
         facts = {fact.name: fact.values[place] for fact in compared.facts}
@@ -97,7 +97,7 @@ def _curve_records(compared: RunComparison) -> Iterator[JsonObject]:
 
 
 def _answer_records(compared: RunComparison) -> Iterator[JsonObject]:
-    """An object per shared prompt, with the answers of every model that the page shows."""
+    """A JSON object per shared prompt, with the answers of every model on the page."""
     prompts: dict[int, JsonObject] = {}
     for answers in find_answers(compared):
         for records in iterate_records(answers):

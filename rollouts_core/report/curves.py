@@ -33,10 +33,10 @@ from rollouts_core.stages.kind import Curve
 
 MAX_CURVE_POINTS = 80
 NUM_COLORS = 4
-"""Of GPUs, in style.html.jinja; further ones are dashed."""
+"""Number of GPU colours in style.html.jinja. Further GPUs reuse them with dashed lines."""
 MAX_PAUSE_S, MAX_PAUSES = 60.0, 6.0
-"""A pause between two samples of GPUs takes at most this share of the axis, or this multiple of the usual pause: a job
-may rest for days."""
+"""Limits on the share of the time axis that a pause between two GPU samples takes: at most 60 seconds or 6 times the
+median pause, whichever is longer. A job may be interrupted for days."""
 SECONDS = {"generate_s": "generate", "train_s": "train", "publish_s": "publish"}
 
 
@@ -46,12 +46,12 @@ class CurveSection:
 
     title: str
     css: str
-    """The name of the stage's kind, for colors."""
+    """The kind of the training, which sets the colours."""
     charts: tuple[Chart, ...]
 
 
 class Bucket(NamedTuple):
-    """Some neighbouring points of a curve as one."""
+    """The mean and range of neighbouring points of a curve."""
 
     step: float
     mean: float
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
 
 
 def load_curves(report: ReportInput) -> list[CurveSection]:
-    """The curves of the stages that trained."""
+    """The charts of each training stage."""
     sections = []
     for training in report.trainings:
         metrics = read_metrics(RunDirectory(training.run_dir).metrics)
@@ -74,7 +74,8 @@ def load_curves(report: ReportInput) -> list[CurveSection]:
 
 
 def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_step: int | None) -> Chart | None:
-    """The metric over steps, or None if no step has it. Long curves are thinned to means with their range."""
+    """A chart of the metric over steps. None if no step has it. Long curves become means of neighbours with their
+    range."""
     points = metric_points(metrics, curve.metric)
     if not points:
         return None
@@ -102,7 +103,8 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_ste
 
 
 def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
-    """The seconds of a step by what they were spent on, stacked; None if no step has them."""
+    """A stacked chart of the seconds that each step spent on sampling, training and publishing. None without
+    timings."""
     timed = [line for line in metrics if all(name in line for name in SECONDS)]
     if not timed:
         return None
@@ -130,12 +132,12 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
-    """How busy and how full each GPU was, over the time that the job was under way; none if nothing was sampled."""
+    """Charts of each GPU's utilization and memory over the job's running time. Empty without samples."""
     minutes = gpu_minutes(samples)
     used: dict[int, list[tuple[float, float]]] = {}
     filled: dict[int, list[tuple[float, float]]] = {}
     total_gib = 0.0
-    for minute, sample in zip(minutes, samples, strict=False):  # minutes has one without samples, too
+    for minute, sample in zip(minutes, samples, strict=False):  # without samples, `minutes` has one entry
         for reading in sample["gpus"]:
             if "use_percent" in reading:
                 used.setdefault(reading["gpu"], []).append((minute, reading["use_percent"]))
@@ -150,16 +152,17 @@ def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: J
     if filled:
         most = max(gib for points in filled.values() for _, gib in points)
         of = f" of {format_number(total_gib)}" if total_gib else ""
-        note = "Memory that is taken on each GPU, by whomever, in GiB."
+        note = "Memory in use on each GPU by all processes, in GiB."
         charts.append(_draw_gpus("GPU memory", f"most {format_number(most)}{of} GiB", note, filled, high=total_gib))
     return charts
 
 
 def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JSON
-    """The minutes under way at which GPUs were sampled; one minute for no sample."""
-    # A clock that is set back takes no time back.
+    """The running time in minutes at each GPU sample, with long pauses shortened. [0.0] without samples."""
+    # If the clock was set back, the gap is negative. It counts as 0, so that time never runs backwards.
     gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
-    # If a page shows only every hundredth sample, the time between two is not a pause.
+    # A thinned file may have only every hundredth sample. Its usual gaps are long, so the limit grows with their
+    # median.
     max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
     pauses_s = (min(gap_s, max_pause_s) for gap_s in gaps_s)
     return [seconds / 60.0 for seconds in itertools.accumulate(pauses_s, initial=0.0)]
@@ -168,7 +171,7 @@ def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JS
 def _draw_gpus(
     title: str, headline: str, note: str, points: Mapping[int, Sequence[tuple[float, float]]], *, high: float
 ) -> Chart:
-    """A line per GPU over minutes; the axis reaches from zero to `high` at least."""
+    """A chart with a line per GPU over minutes. Its y axis reaches at least from zero to `high`."""
     x_axis = step_axis([minute for each in points.values() for minute, _ in each])
     values = [value for each in points.values() for _, value in each]
     y_axis = padded_axis([0.0, high, *values], CHART_BOTTOM, CHART_TOP)
@@ -192,12 +195,12 @@ def _draw_gpus(
 
 
 def metric_points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of the steps that have a finite value; a skipped step has no loss, for instance."""
+    """(step, value) for each step with a finite value. For example, a skipped step has no loss."""
     return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
 
 
 def thin_points(points: Sequence[tuple[float, float]]) -> list[Bucket]:
-    """At most MAX_CURVE_POINTS buckets of equally many neighbouring points, in order."""
+    """At most MAX_CURVE_POINTS buckets of neighbouring points, in order."""
     size = math.ceil(len(points) / MAX_CURVE_POINTS) or 1
     buckets = []
     for start in range(0, len(points), size):
@@ -207,6 +210,6 @@ def thin_points(points: Sequence[tuple[float, float]]) -> list[Bucket]:
 
 
 def _first_to_last(values: Sequence[float], *, smallest: float) -> str:
-    """Both ends of a curve; what is smaller than `smallest` is rounding noise and reads 0."""
+    """The curve's first and last value. A value smaller than `smallest` is rounding noise and becomes 0."""
     first, last = (format_number(value if abs(value) >= smallest else 0.0) for value in (values[0], values[-1]))
     return f"{first} → {last}" if len(values) > 1 else last

@@ -1,15 +1,15 @@
-"""Which rollouts a page holds, and the compressed blocks that hold them.
-
-Not here: the form of a rollout (rollout_codec.py), how the page reads it (viewer.js).
+"""Choose the rollouts that a page holds, and compress them into blocks.
 
     files of samples -> choose groups within the budget -> a table of all kept samples ("index") and chunks of
                                                            consecutive groups ("chunk-0", "chunk-1", ...)
 
-Real rollouts take one to two kilobytes each, so a page usually holds a sample of them. Groups stay whole. Steps are
-taken at even distances; within a step groups are taken at even distances in the order of their mean reward. Held-out
-prompts are the same for all models, at even distances in the order of the models' rewards.
+A rollout usually takes one to two kilobytes, so most pages hold only a part of them. Groups stay whole. Steps are
+chosen at even distances. Within a step, groups are sorted by their mean reward and chosen at even distances. Held-out
+prompts are sorted by the models' rewards and chosen at even distances; all models show the same prompts.
 
-Files are read line by line, one step at a time, so memory is bounded by the largest step and the budget.
+Files are read line by line, one step at a time. Memory is therefore bounded by the largest step and the budget.
+
+Not here: the encoding of a rollout (rollout_codec.py), how the page reads it (viewer.js).
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, is_training, kind_of, label_of
 
 CHUNK_CHARS = 400_000
-"""About so much JSON makes a chunk: the page unpacks one in a few milliseconds."""
+"""A chunk holds about this many characters of JSON. The page decompresses a chunk in a few milliseconds."""
 DRAFT_LEVEL = 6
 HELD_OUT_SHARE = 0.4
-"""Share of the room that held-out answers may take if training samples need the rest."""
+"""The largest share of the room for held-out answers if the run also has training samples."""
 NUM_PROBED = 3
-"""So many files of steps are looked at to estimate the size of all."""
+"""Number of step files that are encoded to estimate the size of all files."""
 INDEX_BYTES_PER_SAMPLE = 6
-"""About so much of the page a sample takes in the table."""
+"""Approximate size of a sample's row in the page's table."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Errors of a line that no job of ours wrote."""
+"""Errors from reading lines that no job of this project wrote."""
 
 
 class StepFile(NamedTuple):
-    """The samples of one step, or of one model."""
+    """The samples file of one step, or of one model."""
 
     step: int
     path: Path
     scores: Path | None = None
-    """The training's record of each sample."""
+    """The file with the training's log-probs and advantages of each sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSet:
-    """Samples that belong together: those of a training, or the held-out answers of one model."""
+    """The samples of one training, or the held-out answers of one model."""
 
     key: str
-    """Names the set in addresses within the page: rl, heldout-base."""
+    """The set's name in addresses within the page: rl, heldout-base."""
     label: str
     css: str
     is_training: bool
@@ -74,32 +74,32 @@ class SampleSet:
 
 @dataclass(slots=True, kw_only=True)
 class KeptStep:
-    """The chosen groups of a step, compressed until the page is put together."""
+    """The chosen groups of a step. Their texts stay compressed until the page is written."""
 
     set_index: int
     step: int
     draft: bytes
     groups: list[EncodedGroup]
-    """Without their texts, which are in `draft`."""
+    """The groups without their texts; `draft` has the texts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Embedded:
-    """The blocks of a page, by name, and what is said about them."""
+    """The blocks of a page by name, and notes about what was left out."""
 
     blocks: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """A sentence for each set that is not whole."""
+    """A sentence for each set of which the page holds only a part."""
 
 
 def find_sets(report: ReportInput) -> list[SampleSet]:
-    """The samples of each training that keeps some, then the held-out answers of each compared model."""
+    """The sample sets of all trainings that keep samples, then those of the held-out answers of each compared model."""
     trained = [each for training in report.trainings for each in training_sets(training.name, training.run_dir)]
     return [*trained, *held_out_sets(report.evaluation_dir, report.labels)]
 
 
 def training_sets(name: str, run_dir: Path) -> list[SampleSet]:
-    """The samples of a training; nothing if it keeps none or has none yet."""
+    """The training's sample set as a list. Empty if the training keeps no samples or has none yet."""
     kind = kind_of(name)
     if not kind.keeps_samples or not (files := _step_files(run_dir)):
         return []
@@ -109,7 +109,7 @@ def training_sets(name: str, run_dir: Path) -> list[SampleSet]:
 
 
 def held_out_sets(evaluation_dir: Path, labels: Mapping[str, str]) -> list[SampleSet]:
-    """The held-out answers of each compared model that has answered.
+    """A sample set for each compared model that has held-out answers.
 
     Args:
         labels: the titles of the models, in order.
@@ -135,7 +135,7 @@ def _step_files(run_dir: Path) -> tuple[StepFile, ...]:
 
 
 def embed_samples(report: ReportInput, *, room: int) -> Embedded:
-    """The samples of a run in at most about `room` bytes of the page."""
+    """The run's samples, cut to about `room` bytes of the page."""
     vocabulary = load_vocabulary(Path(report.checkpoint_path))
     sets = [each for each in find_sets(report) if report.contents.samples != "none"]
     if report.contents.samples == "held-out":
@@ -159,7 +159,7 @@ def embed_samples(report: ReportInput, *, room: int) -> Embedded:
 
 
 def _embed_rows(report: ReportInput, embedded: Embedded) -> set[int]:
-    """Put the recorded rows of SFT into a block; returns their tokens."""
+    """Put the recorded SFT rows into the block "rows". Returns the ids of their tokens."""
     for training in report.trainings:
         try:
             described = json.loads(RunDirectory(training.run_dir).rows.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def _embed_rows(report: ReportInput, embedded: Embedded) -> set[int]:
 
 
 def describe_rows(described: JsonObject) -> JsonObject:
-    """The content of rows.json as the page holds it."""
+    """The content of rows.json in the page's format."""
     sources = list(dict.fromkeys(row["source"] for row in described["rows"]))
     rows = [
         {
@@ -198,7 +198,7 @@ def describe_rows(described: JsonObject) -> JsonObject:
 def _keep_steps(
     set_index: int, samples: SampleSet, vocabulary: Vocabulary, room: int, embedded: Embedded
 ) -> list[KeptStep]:
-    """Groups of steps at even distances, as many as there is room for."""
+    """The groups of steps at even distances, as many as fit into `room` bytes."""
     files = samples.files
     share = min(1.0, room / max(1, _estimate_size(files, vocabulary)))
     kept, used, num_samples, num_kept = [], 0, 0, 0
@@ -226,7 +226,8 @@ def _keep_steps(
 def keep_held_out(
     sets: Sequence[tuple[int, SampleSet]], vocabulary: Vocabulary, room: int, notes: list[str]
 ) -> list[KeptStep]:
-    """The answers of all models to the same prompts, as many as there is room for; `notes` says how many."""
+    """The answers of all models to the same prompts, as many as fit into `room` bytes. Adds a note if prompts are left
+    out."""
     if not sets:
         return []
     rewards = [{group.group: group.reward for group in encoded_groups(each.files[0], vocabulary)} for _, each in sets]
@@ -247,7 +248,7 @@ def keep_held_out(
 
 
 def keep_groups(set_index: int, step: int, groups: Iterable[EncodedGroup]) -> KeptStep:
-    """The groups with their texts compressed."""
+    """The groups as a `KeptStep`, with their texts compressed."""
     compressor = zlib.compressobj(DRAFT_LEVEL)
     parts, light = [], []
     for group in groups:
@@ -257,12 +258,12 @@ def keep_groups(set_index: int, step: int, groups: Iterable[EncodedGroup]) -> Ke
 
 
 def room_of(step: KeptStep) -> int:
-    """Bytes that the groups take in a page, about."""
+    """The approximate number of bytes that the groups take in a page."""
     return embedded_size(step.draft) + INDEX_BYTES_PER_SAMPLE * sum(len(group.rows) for group in step.groups)
 
 
 def _estimate_size(files: Sequence[StepFile], vocabulary: Vocabulary) -> int:
-    """Bytes that all groups of the files would take in a page, from what a few files take."""
+    """The estimated bytes that all groups of the files would take in a page, extrapolated from a few files."""
     sizes = [file.path.stat().st_size for file in files]
     probed = spread_evenly(range(len(files)), NUM_PROBED)
     taken = sum(room_of(keep_groups(0, 0, encoded_groups(files[place], vocabulary))) for place in probed)
@@ -270,7 +271,7 @@ def _estimate_size(files: Sequence[StepFile], vocabulary: Vocabulary) -> int:
 
 
 def encoded_groups(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGroup]:
-    """The groups of a file, without lines that cannot be read."""
+    """The groups of a file. Unreadable lines and groups are skipped."""
     for records, scores in group_records(list(_lines(file))):
         try:
             yield encode_group(records, scores, vocabulary)
@@ -279,7 +280,7 @@ def encoded_groups(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGr
 
 
 def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
-    """Each sample with what training said of it."""
+    """Each sample with the training's record of it; the record is empty if it is unknown."""
     scores: list[JsonObject | None] = []
     if file.scores is not None and file.scores.is_file():
         with file.scores.open("rb") as lines:
@@ -293,19 +294,19 @@ def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
 
 
 def count_lines(path: Path) -> int:
-    """Lines of a file, without holding it."""
+    """The number of lines of a file, which is not read into memory whole."""
     with path.open("rb") as lines:
         return sum(1 for _ in lines)
 
 
 def spread_by_reward(groups: Sequence[EncodedGroup], count: int) -> list[EncodedGroup]:
-    """`count` groups at even distances in the order of their mean reward, in the order in which they came."""
+    """`count` groups in their original order, chosen at even distances after sorting by mean reward."""
     places = sorted(range(len(groups)), key=lambda place: groups[place].reward)
     return [groups[place] for place in sorted(spread_evenly(places, count))]
 
 
 def spread_evenly(values: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the values at even distances, with the first and the last one."""
+    """At most `count` of the values at even distances, including the first and the last one."""
     if count >= len(values):
         return list(values)
     if count == 1:
@@ -314,7 +315,7 @@ def spread_evenly(values: Sequence[int], count: int) -> list[int]:
 
 
 def spread_order(count: int) -> list[int]:
-    """0 to count - 1 in an order whose every start is spread evenly: the last, the first, the middle, the quarters."""
+    """The numbers 0 to count - 1, ordered so that every prefix is spread evenly: last, first, middle, quarters, ..."""
     order, seen, parts = [count - 1, 0], {0, count - 1}, 2
     while len(seen) < count:
         for odd in range(1, parts, 2):
@@ -327,7 +328,7 @@ def spread_order(count: int) -> list[int]:
 
 
 def pack_kept(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Embedded) -> None:
-    """Put index and chunks into blocks."""
+    """Put the index and the chunks of the kept steps into the page's blocks."""
     first_groups = []
     for place, (first_group, texts) in enumerate(split_chunks(kept)):
         embedded.blocks[f"chunk-{place}"] = pack_json(read_chunk(texts))
@@ -337,7 +338,8 @@ def pack_kept(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Emb
 
 
 def split_chunks(kept: Iterable[KeptStep]) -> Iterator[tuple[int, list[str]]]:
-    """The groups in chunks of consecutive ones: the number of the first, and the texts of all."""
+    """Split the groups into chunks of consecutive groups. Yields each chunk's first group number and its groups'
+    texts."""
     chunk, first, num_groups, size = list[str](), 0, 0, 0
     for step in kept:
         for text in group_texts(step):
@@ -356,18 +358,18 @@ def group_texts(step: KeptStep) -> list[str]:
 
 
 def read_chunk(texts: Sequence[str]) -> JsonObject:
-    """A chunk of groups as the page holds it."""
+    """A chunk of groups in the page's format."""
     return join_columns([json.loads(text) for text in texts])
 
 
 def only_groups(step: KeptStep, numbers: Collection[int]) -> KeptStep:
-    """A step with some of its groups alone."""
+    """The step with only the groups of these numbers."""
     chosen = [(text, each) for text, each in zip(group_texts(step), step.groups, strict=True) if each.group in numbers]
     return keep_groups(step.set_index, step.step, [replace(each, text=text) for text, each in chosen])
 
 
 def describe_samples(sets: Sequence[SampleSet], kept: Sequence[KeptStep]) -> JsonObject:
-    """The table of all kept samples: columns of groups, and columns of samples in the order of the groups."""
+    """The table of all kept samples: columns with an entry per group, and columns with an entry per sample."""
     prompts: dict[str, int] = {}
     previews: list[str] = []
     groups: dict[str, list[Any]] = {name: [] for name in ("set", "step", "group", "prompt", "size")}  # Any: JSON

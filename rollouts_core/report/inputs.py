@@ -1,4 +1,4 @@
-"""The inputs of a report, from the pipeline."""
+"""The input of a report: its stages, trainings, folders and settings."""
 
 from __future__ import annotations
 
@@ -10,55 +10,54 @@ from rollouts_core.config import Config, ReportConfig
 from rollouts_core.stages import BASE, TRAININGS, label_of
 
 LABELS = {name: label_of(name) for name in (BASE, *TRAININGS)}
-"""Names on the page for the checkpoints of the final evaluation, in the order of training."""
+"""Titles of the final evaluation's checkpoints on the page, in the order of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """How one stage of the pipeline came to its result."""
+    """How one stage of the pipeline got its result."""
 
     name: str
     """The stage: sft, select-sft, rl, ..."""
     how: str
-    """Whether it ran, was attached to while another run had started it, or was reused."""
+    """Whether the stage ran, was reused, or was attached to because another run had already started it."""
     why: str
-    """The reason of that, and which other run it was; empty if nobody knows."""
+    """The reason for `how`, with the other run's name. Empty if unknown."""
     seconds: float
-    """Time that this pipeline run spent on it."""
+    """Seconds that this pipeline run spent on the stage."""
     run_dir: str
-    """Where its files lie; empty for a stage without a run directory."""
+    """The stage's run directory. Empty for a stage without one."""
     usd: float | None = None
-    """Cost of rented machines during the stage; None where the run rented none."""
+    """Cost of rented machines during the stage. None if the run rented none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStage:
-    """A training of the run, and what was chosen of it."""
+    """A training of the run, and its selected checkpoint."""
 
     name: str
     """The stage: sft, rl, ..."""
     run_dir: Path
-    """Its run directory."""
     selection_dir: Path | None
-    """Run directory of the evaluation that chose among its checkpoints."""
+    """Run directory of the evaluation that selected the checkpoint."""
     selected: str
-    """The chosen checkpoint: step_000800."""
+    """The selected checkpoint: step_000800."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportInput:
-    """Everything that a report is made of."""
+    """All input of a report."""
 
     run_name: str
     """The page's title."""
     mode: str
-    """The mode of the configuration: a name of PIPELINES."""
+    """The configuration's mode: a name of PIPELINES."""
     stages: tuple[StageSummary, ...]
     """The stages in the order in which they ran."""
     usd_outside_stages: float | None = None
-    """Cost of rented machines outside of stages, until the report; None where the run rented none."""
+    """Cost of rented machines outside of stages, until the report was written. None if the run rented none."""
     evaluation_dir: Path
-    """Run directory of the final evaluation; its checkpoints are named base and as the trainings."""
+    """Run directory of the final evaluation. Its checkpoints are named "base" and like the trainings."""
     trainings: tuple[TrainedStage, ...]
     """The trainings of the run, in order."""
     checkpoint_path: str
@@ -66,32 +65,33 @@ class ReportInput:
     settings_toml: str
     """The settings that differ from their defaults, as TOML."""
     reproduce_command: str
-    """Command line that trains the same again."""
+    """Command that repeats this training."""
     use_command: str
-    """Command line that serves the final checkpoint."""
+    """Command that serves the final checkpoint."""
     verdict: str
-    """One sentence on whether RL improved the model; empty if nothing was judged."""
+    """One sentence that says whether RL improved the model. Empty if the run was not judged."""
     is_improvement: bool | None
-    """Whether the run counts as an improvement; None if nothing was judged."""
+    """Whether the run counts as an improvement. None if the run was not judged."""
     contents: ReportConfig = field(default_factory=ReportConfig)
-    """Which samples the page holds, and how large it may be."""
+    """Settings of the page's samples and of its largest size."""
     run_id: str = ""
-    """The flow run's id; empty if it is not known."""
+    """The flow run's id. Empty if unknown."""
     written_at: float = 0.0
-    """When the report is written, seconds since 1970; 0 if it is not known."""
+    """Time when the report is written, in seconds since 1970. 0 if unknown."""
     ended_at: float = 0.0
-    """When the run ended, of a report that is written again later; 0 if the report is written at the run's end."""
+    """Time when the run ended, for a report that is written again later. 0 if the report is written at the run's
+    end."""
     began_at: float = 0.0
-    """When the run came to its first stage, seconds since 1970; 0 if it is not known."""
+    """Time when the run began its first stage, in seconds since 1970. 0 if unknown."""
     config: Config | None = None
-    """All settings of the training; None if they are not known."""
+    """All settings of the training. None if unknown."""
 
     @property
     def selected(self) -> Mapping[str, str]:
-        """The chosen checkpoint of each training: `{"sft": "step_000800", "rl": "step_000030"}`."""
+        """The selected checkpoint of each training: `{"sft": "step_000800", "rl": "step_000030"}`."""
         return {training.name: training.selected for training in self.trainings}
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Names on the page for the checkpoints of the final evaluation, in the order of training."""
+        """Titles of the final evaluation's checkpoints on the page, in the order of training."""
         return {name: label_of(name) for name in (BASE, *self.selected)}

@@ -1,12 +1,12 @@
-// The loader of a page that a server renders about a run under way: it fetches blocks, and the page again, and replaces
-// elements with data-live whose content changed. viewer.js hears of new curves and samples by the event "newdata".
+// The loader of a live page. It fetches blocks from the server. It also fetches the page again at intervals, and replaces
+// the elements with data-live whose content changed. The event "newdata" tells viewer.js of new curves and samples.
 "use strict";
 (() => {
   const path = location.pathname, body = document.body, MAX_SHARE = 0.1, BACK_MS = 15000;
   const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const clock = () => new Date().toLocaleTimeString("en-GB");
 
-  /** A block of data as text; null if there is none. A server that is gone is waited for. */
+  /** A block of data as text; null if the server has no such block. Waits for a server that does not answer. */
   window.loadBlock = async (name) => {
     for (;;) {
       const answer = await fetch(`${path}/blocks/${name.split("/").map(encodeURIComponent).join("/")}`).catch(() => null);
@@ -29,9 +29,9 @@
     connection = state === "there" && connection === "gone" ? "back" : state;
     place.className = connection;
     place.textContent = {
-      gone: `The server does not answer since ${goneAt}. The page shows the state of that time, and asks again.`,
-      refused: "The server asks for the login again, or no longer knows the run: reload the page.",
-      back: `The server is back since ${clock()}.`, there: "",
+      gone: `The server has not answered since ${goneAt}. The page shows the state of that time and keeps trying.`,
+      refused: "The login has expired, or the server no longer has the run: reload the page.",
+      back: `The server answers again since ${clock()}.`, there: "",
     }[connection];
     if (connection === "back") setTimeout(() => { if (connection === "back") { connection = "there"; place.className = place.textContent = ""; } }, BACK_MS);
   }
@@ -53,7 +53,7 @@
     if (changed.length) dispatchEvent(new CustomEvent("newdata", { detail: changed }));
   }
 
-  /** Ask for the page; returns how long that took. */
+  /** Fetch the page and update this one; returns how long the request took. */
   async function refresh() {
     const began = performance.now(), answer = await fetch(path).catch(() => null);
     if (!answer) tell("gone");

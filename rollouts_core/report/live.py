@@ -1,11 +1,13 @@
-"""The page of a run that is under way: how far each stage is, its newest numbers, events and warnings.
+"""The live page of a run: each stage's progress, newest metrics, events and warnings.
 
-Not here: curves and samples, which the page asks for (live_blocks.py), serving it (flows/live.py), the report of a
-finished run (page.py). Like the report, the page is a function of the files in the run directories; here they are read
-while a job, or the mirror of one elsewhere, appends to them.
+The page is computed from the files in the run directories, like the report. A job, or the mirror of a remote job, still
+appends to these files.
 
-    live.html.jinja   what stands on top, in elements with ids; live.js replaces those that changed
+    live.html.jinja   the top of the page, in elements with ids; live.js replaces the elements that changed
     viewer.js         the views of the report, which load blocks from the server
+
+Not here: the blocks of curves and samples (live_blocks.py), the server (flows/live.py), the report of a finished run
+(page.py).
 """
 
 from __future__ import annotations
@@ -33,37 +35,38 @@ from rollouts_core.stopping import describe_stop
 REFRESH_S = 3.0
 RUN_STATES = ("running", "done", "cancelled", "failed", "stopped")
 SPARK_LINES = 40
-"""So many lines of metrics make the small curve of a run in the list."""
+"""The small curve of a run in the list is drawn from at most this many lines of metrics."""
 MAX_EVENTS = 8
 MAX_WARNINGS = 20
 PACE_STEPS = 20
-"""The time left is told from as many steps as these."""
+"""The remaining time is estimated from the pace of this many latest steps."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownStage:
-    """A stage as texts."""
+    """The texts that the page shows for a stage."""
 
     name: str
     css: str = ""
-    """The name of a training's kind, for colors; empty for stages that do not train."""
+    """The kind of the training, which sets the colours. Empty for stages that do not train."""
     mark: str
-    """done, running, ended, or waiting for the stages before it."""
+    """done, running, ended, or waiting. A waiting stage has not begun."""
     state: str
     done: float = 0.0
-    """Share of the steps, in percent; 0 if there is nothing to say of it."""
+    """Share of the stage's steps that are done, in percent. 0 if unknown."""
     left: str = ""
-    """About how long the rest of its steps takes; empty if nothing can be said."""
+    """Estimated remaining time, as text. Empty if unknown."""
     numbers: tuple[tuple[str, str], ...] = ()
     events: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
-    """Warnings of the latest attempt, the newest first."""
+    """Warnings of the latest attempt, newest first."""
     run_dir: str = ""
 
     @property
     def key(self) -> str:
-        """Names its elements: a run may come to two stages of a name, with other settings."""
+        """The suffix of the ids of the stage's elements. A run may have two stages of the same name with other
+        settings."""
         return Path(self.run_dir).name
 
 
@@ -72,33 +75,33 @@ class ListedRun:
     """A line of the list of runs."""
 
     key: str
-    """The name of its folder of results, which names it in addresses."""
+    """The name of the run's results folder, which identifies the run in addresses."""
     state: str
     """One of `RUN_STATES`."""
     stage: str
-    """The last stage that it came to, or the step of its last training."""
+    """The run's latest stage, or the step of its latest training."""
     began: str
     score: str = ""
-    """That of the last model that was scored."""
+    """The score of the model that was scored last."""
     interval: str = ""
     change: str = ""
-    """The difference to the start model, on held-out rows."""
+    """The score difference to the start model, on held-out rows."""
     direction: str = ""
     """up or down."""
     cost: str = ""
     has_report: bool = False
     curve: str = ""
-    """The reward or loss of its last training, as a path."""
+    """The reward or loss of the latest training, as an SVG path."""
     curve_title: str = ""
 
 
 def live_assets() -> Assets:
-    """Style, script and policy of the page."""
+    """Style, script and policy of the live page."""
     return make_assets(bare_style(page_templates()), is_served=True)
 
 
 def render_live(run: LiveRun, *, now: float) -> str:
-    """The page of a run; it asks for itself again while it is looked at."""
+    """The live page of a run. While the page is open, the browser requests it again at intervals."""
     stages = [describe_readable(stage, now=now) for stage in run.stages]
     if run.is_under_way:
         to_come = [name for name in run.planned if name not in {stage.name for stage in stages}]
@@ -121,16 +124,17 @@ def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", 
     """The list of runs.
 
     Args:
-        query: the part of their names that was asked for.
-        state: the state that was asked for, one of `RUN_STATES`.
-        is_cut: there are more.
+        query: the requested part of the runs' names.
+        state: the requested state, one of `RUN_STATES`.
+        is_cut: whether more runs match than the page lists.
     """
     template = page_templates().get_template("live_runs.html.jinja")
     return template.render(runs=runs, query=query, state=state, states=RUN_STATES, is_cut=is_cut)
 
 
 def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:
-    """The first curve of a training as a small path, and as text; empty without one."""
+    """The first curve of a training as a small SVG path, and its first and last value as text. Both empty without a
+    curve."""
     curve = kind_of(stage).curves[0]
     lines = metrics_by_step(read_some_lines(RunDirectory(run_dir).metrics, SPARK_LINES))
     points = metric_points(lines, curve.metric)
@@ -143,7 +147,7 @@ def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:
 
 
 def describe_versions(run: LiveRun) -> dict[str, str]:
-    """The views that have something to show, and values that change with the curves and the samples."""
+    """The names of the views that have content, and keys that change whenever the curves or the samples change."""
     files = [RunDirectory(stage.run_dir) for stage in run.stages if is_training(stage.name)]
     sizes = [path.stat().st_size for each in files for path in (each.metrics, each.gpu_use) if path.is_file()]
     sets = live_sets(run)
@@ -163,7 +167,8 @@ def describe_versions(run: LiveRun) -> dict[str, str]:
 
 
 def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
-    """`describe_stage`; of files that no job of ours writes, as another machine may send some, that they are such."""
+    """Like `describe_stage`, but with an error text if the stage's files are invalid, for example from another
+    machine."""
     try:
         return describe_stage(stage, now=now)
     except UNREADABLE as error:
@@ -172,7 +177,7 @@ def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
 
 
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
-    """The state of a stage by its files."""
+    """The stage as its files describe it."""
     files = RunDirectory(stage.run_dir)
     metrics = metrics_by_step(read_last_lines(files.metrics))
     events = read_last_lines(files.events)
@@ -209,7 +214,7 @@ def describe_state(
     is_finished: bool,
     now: float,
 ) -> str:
-    """How far the stage is, or what it found if it scored models, in a sentence without a full stop."""
+    """The stage's progress as a sentence without a full stop. A finished evaluation shows its scores."""
     if is_finished:
         result = RunDirectory(stage.run_dir).read_result() or {}
         if not {"metric", "best"} <= result.keys():
@@ -241,7 +246,7 @@ def describe_state(
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:
-    """The time that the remaining steps take at the pace of the last ones; None if nothing can be said."""
+    """Estimated seconds for the remaining steps, from the pace of the latest steps. None if unknown."""
     last = metrics[-1]
     paced = [line for line in metrics[-PACE_STEPS:] if line["attempt"] == last["attempt"]]
     num_done, took_s = last["step"] - paced[0]["step"], last["time"] - paced[0]["time"]
@@ -251,7 +256,7 @@ def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> floa
 
 
 def describe_event(event: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
-    """When and what."""
+    """The event's time of day, and its name with its fields."""
     details = {key: value for key, value in event.items() if key not in ("event", "attempt", "time", "format")}
     said = " ".join(f"{key}={value}" for key, value in details.items() if not isinstance(value, dict | list))
     return time.strftime("%H:%M:%S", time.localtime(event["time"])), f"{event['event']} {said}".strip()[:200]

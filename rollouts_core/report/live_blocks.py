@@ -1,16 +1,17 @@
-"""The blocks that the page of a run under way asks for: curves, and samples in pages of bounded size.
-
-Not here: the page (live.py), the form of a rollout (rollout_codec.py), how the page reads blocks (viewer.js).
+"""The blocks that the live page of a run requests: curves, and samples in pages of limited size.
 
     curves                       the metrics of all trainings, thinned
     rows                         rows of SFT
-    page/rl/120, page/rl/last    the table of the samples of neighbouring steps, among them this one
+    page/rl/120, page/rl/last    the table of the samples of step 120, or of the last step, and neighbouring steps
     page/held-out                the table of held-out answers
-    prompt/rl/120/7              the table of the groups of a prompt at all steps: that of group 7 of step 120
-    chunk/rl/120/0/<version>     groups of a step; chunk/rl/120/g7/<version> for those of a prompt
+    prompt/rl/120/7              the table of one prompt's groups at all steps; group 7 of step 120 has this prompt
+    chunk/rl/120/0/<version>     the first chunk of the groups of step 120
+    chunk/rl/120/g7/<version>    group 7 of step 120
 
-A page has so many steps that their files have about `PAGE_BYTES`, counted from the first step: a step that is written
-later changes the last page alone. Files are encoded when a page is asked for, and the latest ones are kept.
+The sample files of a page have about `PAGE_BYTES` together. Pages are counted from the first step, so a new step
+changes only the last page. A request for a page encodes its files. The files encoded last stay in memory.
+
+Not here: the page (live.py), the encoding of a rollout (rollout_codec.py), how the page reads blocks (viewer.js).
 """
 
 from __future__ import annotations
@@ -51,26 +52,27 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, EVALUATE, TRAININGS, is_training, label_of
 
 PAGE_BYTES = 4_000_000
-"""Files of samples of a page have about so many bytes; a larger file is a page of its own."""
+"""Largest total size of a page's sample files. A larger file gets its own page."""
 MAX_PAGE_STEPS = 500
 MAX_CACHED_BYTES = 64_000_000
-"""Encoded steps that are kept; one of them takes a fifth of its file or less."""
+"""Largest total size of the encoded steps in the cache. An encoded step has at most about a fifth of its file's
+size."""
 BYTES_PER_ROW = 400
-"""About so much memory a line of the table takes here."""
+"""Approximate memory per row of the table in the server."""
 MAX_LINES = 4_000
-"""About so many lines of metrics, and of the use of GPUs, are read for the curves."""
+"""The curves are computed from about this many lines of metrics, and as many of GPU use."""
 SEARCH_BYTES = 512_000_000
-"""So much of the files of samples is searched for a prompt, from the newest step on."""
+"""A search for a prompt reads at most this much of the sample files, beginning with the newest step."""
 MAX_FOUND = 400
-"""The groups of a prompt that a page shows at most; so many has viewer.js."""
+"""Largest number of a prompt's groups on a page. viewer.js has the same limit."""
 LEVEL = 4
-"""Compression of blocks that are sent once."""
+"""Compression level of blocks."""
 HELD_OUT = "held-out"
 Found = TypeVar("Found")
 
 
 class StepCache:
-    """Encoded files of samples; those that were used last are kept."""
+    """Caches the encoded files of samples. When the cache is full, the least recently used file is dropped."""
 
     def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -80,11 +82,11 @@ class StepCache:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the kept files take."""
+        """The approximate memory that the cached files take."""
         return sum(map(_size_of, self._held.values()))
 
     def load(self, file: StepFile, vocabulary: Vocabulary) -> KeptStep:
-        """The groups of a file; it is read only if it changed."""
+        """The groups of a file. The file is read only if it is not cached or has changed."""
         key = (str(file.path), version_of(file), len(vocabulary.texts))
         step = self._held.pop(key, None) or keep_groups(0, file.step, encoded_groups(file, vocabulary))
         self._held[key] = step
@@ -93,7 +95,7 @@ class StepCache:
         return step
 
     def load_held_out(self, sets: Sequence[SampleSet], vocabulary: Vocabulary) -> tuple[list[KeptStep], list[str]]:
-        """The held-out answers of all models, and what is said about them; read only if a file changed."""
+        """The held-out answers of all models, and notes about them. The files are read only if one of them changed."""
         held_out = [(place, each) for place, each in enumerate(sets) if not each.is_training]
         key = " ".join(f"{place} {file.path} {version_of(file)}" for place, each in held_out for file in each.files)
         if self._held_out[0] != key:
@@ -107,7 +109,7 @@ def _size_of(step: KeptStep) -> int:
 
 
 def version_of(file: StepFile) -> str:
-    """Changes with the content of the files of a step."""
+    """A string that changes when the files of a step change."""
     versions = []
     for path in (file.path, file.scores):
         try:
@@ -118,10 +120,10 @@ def version_of(file: StepFile) -> str:
 
 
 def find_block(run: LiveRun, name: str, cache: StepCache) -> bytes | None:
-    """A block of a run, compressed; None if the run has no such block.
+    """A compressed block of a run. None if the run has no such block.
 
     Raises:
-        FileNotFoundError: a file vanished that was there a moment ago.
+        FileNotFoundError: a file was deleted while it was read.
     """
     kind, *parts = name.split("/")
     try:
@@ -149,7 +151,7 @@ def describe_live_curves(run: LiveRun, *_: object) -> list[JsonObject]:
 
 
 def find_rows(run: LiveRun, *_: object) -> JsonObject | None:
-    """The rows of SFT with the texts of their tokens."""
+    """The recorded rows of SFT, with the texts of their tokens."""
     for stage in run.stages:
         path = RunDirectory(stage.run_dir).rows
         if path.is_file():
@@ -160,7 +162,7 @@ def find_rows(run: LiveRun, *_: object) -> JsonObject | None:
 
 
 def live_sets(run: LiveRun) -> list[SampleSet]:
-    """The samples of each training so far, the latest training first, then the held-out answers."""
+    """The sample sets of all trainings so far, the latest training first, then those of the held-out answers."""
     sets = []
     for stage in reversed(run.stages):
         if is_training(stage.name):
@@ -172,14 +174,14 @@ def live_sets(run: LiveRun) -> list[SampleSet]:
 
 
 def model_labels(stage: LiveStage) -> dict[str, str]:
-    """The titles of the models that an evaluation scores, in its order."""
+    """The titles of the models that an evaluation scores, in the evaluation's order."""
     job = load_job_of(stage.run_dir)
     names = [each.name for each in job.checkpoints] if isinstance(job, EvalJob) else (BASE, *TRAININGS)
     return {name: stage.labels.get(name, label_of(name)) for name in names}
 
 
 def vocabulary_of(stages: Sequence[LiveStage]) -> Vocabulary:
-    """The texts of tokens, from a start model or a checkpoint of these stages; empty if all are elsewhere."""
+    """The texts of tokens, from a start model or checkpoint of these stages. Empty if none is on this machine."""
     for stage in stages:
         job = load_job_of(stage.run_dir)
         starts = [Path(job.model.model.path)] if isinstance(job, SFTJob | RLJob) else []
@@ -195,7 +197,7 @@ def _vocabulary(folder: Path) -> Vocabulary:
 
 
 def split_pages(files: Sequence[StepFile]) -> Iterator[list[StepFile]]:
-    """The files of each page, in order; a page changes only while it is the last one."""
+    """The files of each page, in order. Only the last page changes when files are added."""
     page, size = list[StepFile](), 0
     for file in files:
         added = file.path.stat().st_size
@@ -209,10 +211,10 @@ def split_pages(files: Sequence[StepFile]) -> Iterator[list[StepFile]]:
 
 
 def find_page(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObject | None:
-    """The table of the samples of some steps, or of the held-out answers; None without any.
+    """The table of the samples of some steps, or of the held-out answers.
 
     Args:
-        parts: a set and a step, or "last"; or `HELD_OUT`.
+        parts: a set's key and a step or "last"; or `HELD_OUT` alone.
     """
     sets, vocabulary = live_sets(run), vocabulary_of(run.stages)
     if parts[0] == HELD_OUT:
@@ -242,10 +244,10 @@ def find_page(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObjec
 
 
 def find_prompt(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObject:
-    """The table of the groups of a prompt, of the newest steps as far as they are searched.
+    """The table of all groups with the same prompt. The search begins at the newest step and may stop at a limit.
 
     Args:
-        parts: the set, step and number of one of these groups.
+        parts: the set's key, the step and the number of one group with this prompt.
     """
     sets, number = live_sets(run), int(parts[2])
     chosen, asked = _find_file(sets, parts)
@@ -266,18 +268,18 @@ def find_prompt(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObj
 
 
 def _needle(file: StepFile, group: int) -> bytes:
-    """Bytes that every line about the prompt of a group has: the text of its last turn, as the files write it."""
+    """Bytes that occur in every line with the same prompt as this group: the text of its last turn in JSON."""
     with file.path.open("rb") as lines:
         record = _first(found for line in lines if (found := parse_line(line)) and found.get("group_index") == group)
     return json.dumps(prompt_turns(record["prompt"])[-1][1])[1:-1].encode()
 
 
 def find_chunk(run: LiveRun, parts: Sequence[str], cache: StepCache) -> JsonObject:
-    """Some groups of a step.
+    """The content of a chunk, or of single groups of a step.
 
     Args:
-        parts: the set, the step, and the number of the chunk, or g and the numbers of groups. The version of the file
-            follows: a file that changes has other addresses.
+        parts: the set's key, the step, and the chunk's number or "g" with the numbers of groups. The file's version
+            follows, so that a changed file gets a new address.
     """
     sets, vocabulary = live_sets(run), vocabulary_of(run.stages)
     chosen, file = _find_file(sets, parts)
@@ -315,8 +317,8 @@ def describe_page(
     """A table with the names of its chunks and the texts of its tokens.
 
     Args:
-        about: what viewer.js has to know of the page.
-        of_groups: the steps have only some of their groups.
+        about: facts about the page that viewer.js needs, such as its first and last step.
+        of_groups: whether the steps hold only some of their groups.
     """
     first_groups, names, num_groups = list[int](), list[str](), 0
     for step in filter(lambda each: each.groups, kept):
@@ -339,4 +341,4 @@ READERS: dict[str, Callable[[LiveRun, list[str], StepCache], JsonObject | list[J
     "prompt": find_prompt,
     "chunk": find_chunk,
 }
-"""The functions that make blocks, by the first part of a block's name."""
+"""The functions that build blocks, by the first part of the block's name."""

@@ -1,4 +1,4 @@
-"""A run and its stages as the live page gets them, and what may go wrong with files of other machines."""
+"""The records of a run and its stages that the live page shows, and the errors from invalid files."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from pathlib import Path
 from rollouts_core.errors import RolloutsError
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RolloutsError)
-"""Errors of reading files that no job of ours wrote."""
+"""Errors from reading files that no job of this project wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveStage:
-    """A stage that the run has come to."""
+    """A stage that the run has begun."""
 
     name: str
     run_dir: Path
     num_steps: int
-    """How many metric steps the job goes through; 0 for those without."""
+    """Planned number of metric steps. 0 for stages without steps."""
     began_at: float
-    """When the run came to it, in seconds since 1970."""
+    """Time when the run began the stage, in seconds since 1970."""
     ended: str = ""
-    """How its last attempt ended, by the exit record, in a sentence; empty if there is no record."""
+    """A sentence from the exit record that says how the last attempt ended. Empty without a record."""
     ended_attempt: int = 0
-    """The attempt of that record."""
+    """The number of the attempt in `ended`."""
     is_followed: bool = True
-    """Whether a process of the run lives."""
+    """Whether a process of the run is alive."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Titles of models that the stage scores, by the stage's names of them; others are called by these names."""
+    """Titles of the models that the stage scores, by their names in the stage. Without a title, the name is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """A run as far as it has come."""
+    """A run with the stages that it has begun."""
 
     name: str
     stages: tuple[LiveStage, ...]
     state: str
-    """Whether it is running, or what it left, in a few words."""
+    """A few words: whether the run is running, or how it ended."""
     usd: float | None
-    """Cost of its rented machines so far; None if none was rented."""
+    """Cost of the run's rented machines so far. None if the run rented none."""
     has_report: bool
-    """Whether it came to its end, and wrote its report."""
+    """Whether the run has finished and written its report."""
     verdict: str = ""
-    """The verdict of a run that came to its end."""
+    """The verdict of a finished run."""
     is_under_way: bool = True
-    """Whether a process of it lives, which comes to the stages that it has not come to."""
+    """Whether a process of the run is alive, so that its remaining stages will follow."""
     planned: tuple[str, ...] = ()
-    """The names of all its stages, in order; empty if they are not known."""
+    """The names of all stages of the run, in order. Empty if unknown."""

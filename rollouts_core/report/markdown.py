@@ -1,4 +1,4 @@
-"""Show text of machines, models, data and users as plain text in Markdown.
+"""Escape text of machines, models, data and users, so that Markdown shows it unchanged.
 
 Not here: pages of HTML, whose templates escape everything (page.py).
 """
@@ -12,13 +12,14 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~&!]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]|^(?:\d+
 
 
 def escaped(text: str) -> str:
-    """One line of Markdown without links, images, HTML, tables or control characters: what it shows is the text."""
+    """The text as one line of Markdown that shows exactly this text. Links, images, HTML and tables lose their
+    meaning."""
     printable = "".join(each if each.isprintable() else " " for each in text)
     return _MARKUP.sub(_escape, " ".join(printable.split()))
 
 
 def as_code(text: str) -> str:
-    """One line of Markdown with the text as code; nothing for no text."""
+    """The text as code in one line of Markdown. Empty for an empty text."""
     line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     longest = max((len(each) for each in re.findall("`+", line)), default=0)
     fence, space = "`" * (longest + 1), " " if line.startswith("`") or line.endswith("`") else ""

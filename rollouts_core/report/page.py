@@ -1,9 +1,9 @@
-"""Write one page about one pipeline run: what was trained on what, how good it is, and how to use it.
+"""Write the report of one pipeline run: what was trained on what data, how good the model is, how to use it.
 
-Not here: running or scoring anything. The page is a function of the files in the run directories and of `ReportInput`:
-one HTML file that loads nothing, the same bytes for the same input; the name of its model in the registry is put in
-later. The other files of this package turn numbers into records with places and texts; page.html.jinja only lays them
-out. Without scripts, and printed, the page shows what page.html.jinja says; viewer.js adds the other views.
+The report is one HTML file that loads nothing. It is computed only from the files in the run directories and
+`ReportInput`, and the same input gives the same bytes. Only the model's registered name is inserted later. The other
+modules of this package turn numbers into texts and coordinates, and page.html.jinja draws them. Printed pages and
+browsers without scripts show only the content of page.html.jinja; viewer.js adds the other views.
 
     evaluation_dir            result.json, samples/   -> results.py, transcripts.py
     trainings: run_dir        job.json, metrics.jsonl -> trainings.py, curves.py
@@ -42,7 +42,7 @@ MAX_EXAMPLE_CHARS = 80
 GREETING = "Hello!"
 DATA_PLACE = "<!-- data -->"
 REGISTERED_NAME = ("<!-- registered as -->", "<!-- that was it -->")
-"""The marks around the registered name, which is unknown when the page is written, and may change."""
+"""Marks around the model's registered name. The name is unknown when the page is written, and may change."""
 
 
 def render_report(report: ReportInput) -> str:
@@ -79,7 +79,7 @@ def render_report(report: ReportInput) -> str:
 
 
 def _with_data(page: str, report: ReportInput) -> str:
-    """The page with the data and scripts of its further views, as large as the settings allow."""
+    """The page with the data and scripts of its other views. report.max_mb limits its size."""
     blocks = asset_blocks() | {"curves": pack_json(describe_curves(report))}
     if settings := describe_settings(report.config):
         blocks["settings"] = pack_json(settings)
@@ -90,7 +90,7 @@ def _with_data(page: str, report: ReportInput) -> str:
 
 
 def bare_style(templates: Environment) -> str:
-    """The CSS of all pages, without its element."""
+    """The CSS of all pages, without the `<style>` tags."""
     return templates.get_template("style.html.jinja").render().strip().removeprefix("<style>").removesuffix("</style>")
 
 
@@ -98,7 +98,7 @@ OUTSIDE_STAGES = "Start, set-up and the rest"
 
 
 def format_costs(report: ReportInput) -> list[str]:
-    """Cost of each stage, outside of stages, and in all; empty if nothing was rented."""
+    """The cost of each stage, the cost outside of stages, and the total. Empty if the run rented nothing."""
     if report.usd_outside_stages is None:
         return []
     usd = [*(stage.usd or 0.0 for stage in report.stages), report.usd_outside_stages]
@@ -106,7 +106,7 @@ def format_costs(report: ReportInput) -> list[str]:
 
 
 def with_registered_name(page: str, name: str) -> str:
-    """A rendered report that says what its model is called in the registry; nothing for an empty name."""
+    """The report with its model's name in the registry. An empty name removes the former name."""
     before, after = REGISTERED_NAME
     start, _, rest = page.partition(before)
     _, mark, end = rest.partition(after)
@@ -115,7 +115,7 @@ def with_registered_name(page: str, name: str) -> str:
 
 
 def page_templates() -> Environment:
-    """The templates of this folder; whatever they show is escaped."""
+    """The environment of this folder's templates. All inserted text is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -156,7 +156,7 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
     """The scores as a table, and a sentence for every comparison; Markdown.
 
     Args:
-        show: makes one line of a name or a sentence. A terminal renders no Markdown, so it needs another one.
+        show: escapes a name or a sentence to one line. A terminal shows Markdown as it is and needs another function.
     """
     display = results.display
     lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]
@@ -179,7 +179,7 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
 
 
 def usage_code(report: ReportInput) -> str:
-    """Three lines of Python that ask the final checkpoint something."""
+    """Python code that sends a prompt to the final checkpoint."""
     job = load_job_of(report.evaluation_dir)
     max_new_tokens = job.rollout.sampling.max_new_tokens if isinstance(job, EvalJob) else 256
     has_samples = report.contents.samples != "none"

@@ -1,6 +1,6 @@
-"""The provenance of a run: date, machine, software and settings.
+"""The provenance of a run: dates, machine, software, seeds and settings.
 
-Not here: what each stage was trained on (trainings.py), what the machine of a process is (system/provenance.py).
+Not here: the training data of each stage (trainings.py), the description of a process's machine (system/provenance.py).
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 class Setting(NamedTuple):
-    """A setting of the run."""
-
     name: str
     value: str
     default: str
-    """Empty if it has none."""
+    """Empty for a setting without a default."""
     is_changed: bool
 
 
 def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
-    """(what, text) pairs; what the run directories do not record is left out."""
+    """(title, text) pairs. Facts that the run directories do not record are left out."""
     facts = [("Run", report.run_id), ("Report written", format_time(report.written_at))]
     ended_at = report.ended_at or report.written_at
     if report.began_at and ended_at > report.began_at:
@@ -47,7 +45,7 @@ def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
 
 
 def describe_reused_time(stage: StageSummary) -> str:
-    """The time of the attempts of a stage that was reused; empty for others, and if no record tells."""
+    """The running time of a reused stage's attempts, as text. Empty for other stages, and without exit records."""
     took_s = sum(_attempt_seconds(Path(stage.run_dir))) if stage.how.startswith("reused") and stage.run_dir else 0.0
     return f"ran {format_seconds(took_s)}" if took_s else ""
 
@@ -61,12 +59,12 @@ def _attempt_seconds(run_dir: Path) -> Iterator[float]:
 
 
 def format_time(seconds: float) -> str:
-    """A moment in UTC; empty for 0."""
+    """A time in UTC. Empty for 0."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if seconds else ""
 
 
 def _machines(report: ReportInput) -> list[tuple[str, str]]:
-    """The machine and software of each training; one that equals the training before is not said again."""
+    """The machine and software of each training. A training on the same machine as the one before adds nothing."""
     facts, before = [], dict[str, Any]()  # Any: JSON
     for training in report.trainings:
         starts = [line for line in read_json_lines(RunDirectory(training.run_dir).events) if line["event"] == "started"]
@@ -87,7 +85,7 @@ MACHINE = {
     "versions": "Versions",
     "commit": "Commit of rollouts",
 }
-"""The fields of the event `started` about the machine, with their titles."""
+"""Fields of the event `started` that describe the machine, with their titles."""
 
 
 def _as_text(value: Any) -> str:  # Any: JSON
@@ -100,7 +98,7 @@ def _as_text(value: Any) -> str:  # Any: JSON
 
 
 def _tokens(report: ReportInput) -> Iterator[tuple[str, str]]:
-    """About how many tokens each training saw, or sampled."""
+    """The approximate number of tokens that each training saw or sampled, by the training's name."""
     for training in report.trainings:
         lines = read_metrics(RunDirectory(training.run_dir).metrics)
         if not lines:
@@ -126,7 +124,7 @@ def _seeds(config: Config | None) -> str:
 
 
 def describe_settings(config: Config | None) -> list[Setting]:
-    """All settings, those that differ from their defaults first."""
+    """All settings. Settings that differ from their defaults come first."""
     if config is None:
         return []
     changed = {name for name, _ in flatten(config.model_dump(mode="json", exclude_defaults=True))}
@@ -139,7 +137,7 @@ def describe_settings(config: Config | None) -> list[Setting]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
-    """The default of each section that has one."""
+    """The default of each section of the configuration that has one."""
     sections = {name: field for name, field in type(config).model_fields.items() if not field.is_required()}
     defaults = {name: field.get_default(call_default_factory=True) for name, field in sections.items()}
     return {
@@ -149,7 +147,7 @@ def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON
-    """Each setting by its dotted name."""
+    """Each setting with its dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -162,7 +160,8 @@ def _shown(value: Any) -> str:  # Any: JSON
 
 
 def count_parameters(directory: Path) -> str:
-    """How many numbers the weights of a folder hold, from the headers of its files; empty if they cannot be read."""
+    """The number of parameters in a folder's weights, from the headers of its safetensors files. Empty if
+    unreadable."""
     total = 0
     try:
         for path in sorted(directory.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Scores as they are shown: held-out results, comparisons, and the selection of checkpoints."""
+"""Prepare scores for display: held-out results, comparisons, and the selection of checkpoints."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import is_selection, kind_of, label_of
 
 MAX_OPEN_ROWS = 8
-"""Longer tables of checkpoints are shown collapsed."""
+"""A table with more checkpoints than this is shown collapsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreDisplay:
-    """How scores are shown to people; internally higher is always better."""
+    """How the page shows scores. In the code a higher score is always better."""
 
     title: str
-    """What the number is called."""
+    """The name of the shown number: accuracy, loss, mean reward."""
     rows: str
     """The kind of scored rows: prompts or demonstrations."""
     factor: float
-    """Shown number per score: 100 for percent, -1 for a loss."""
+    """A score is multiplied by this number to be shown: 100 for percent, -1 for a loss."""
     unit: str
-    """Written after a number."""
+    """The text after a shown score."""
     difference_unit: str
-    """Written after a difference."""
+    """The text after a shown difference."""
     decimals: int
 
     @property
     def is_lower_better(self) -> bool:
-        """Whether a lower shown number is the better one."""
+        """Whether a lower shown number is better."""
         return self.factor < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownScore:
-    """One checkpoint's score as texts, and as places on an axis in percent of its width."""
+    """One checkpoint's score as texts, and as positions in percent of an axis's width."""
 
     name: str
-    """For held-out results the start model or a training: base, sft, rl."""
+    """In held-out results, the start model or a training: base, sft, rl."""
     label: str
     checkpoint: str
-    """The name of the checkpoint in its training run; empty for the base model."""
+    """The checkpoint's name in its training run. Empty for the base model."""
     mean: str
     interval: str
     num_rows: int
@@ -78,7 +78,7 @@ class ShownDifference:
 
     title: str
     outcome: str
-    """better, worse or unclear: whether the interval excludes zero."""
+    """better, worse or unclear. It is unclear if the interval includes zero or the p-value is too high."""
     difference: str
     interval: str
     p_value: str
@@ -94,26 +94,26 @@ class ShownMeasure:
     values: tuple[tuple[str, str], ...]
     """Mean and interval of each checkpoint."""
     difference: ShownDifference | None
-    """The final checkpoint against the one it started from; None for a single checkpoint."""
+    """The comparison of the last two checkpoints. None if there is only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The held-out results, ready to be laid out."""
+    """The texts and positions of the held-out results."""
 
     display: ScoreDisplay
     scores: tuple[ShownScore, ...]
     ticks: tuple[Tick, ...]
-    """Place on the axis of all scores, in percent of its width."""
+    """Ticks of the axis that all scores share, in percent of its width."""
     differences: tuple[ShownDifference, ...]
     finding: str
-    """The sentence of the last comparison: the final checkpoint against the one it started from."""
+    """The sentence that compares the final checkpoint with the one that it started from."""
     measures: tuple[ShownMeasure, ...] = ()
-    """pass@k and majority@k; empty with one completion per prompt."""
+    """pass@k and majority@k. Empty with one completion per prompt."""
 
 
 class Scored(NamedTuple):
-    """One checkpoint of an evaluation's result.json; scores are higher for better."""
+    """One checkpoint of an evaluation's result.json. Higher scores are better."""
 
     name: str
     step: int
@@ -122,7 +122,7 @@ class Scored(NamedTuple):
     low: float
     high: float
     measures: Mapping[str, list[float]] = MappingProxyType({})
-    """pass@k and majority@k by name, a number per row."""
+    """Values of pass@k and majority@k per row, by the measure's name."""
 
 
 class Evaluated(NamedTuple):
@@ -134,16 +134,16 @@ class Evaluated(NamedTuple):
 
 
 def load_evaluation(directory: Path) -> Evaluated:
-    """What an evaluation found.
+    """The content of an evaluation's result.json, with intervals by one method.
 
     Raises:
-        DataError: it is not finished.
+        DataError: the evaluation is not finished.
     """
     result = RunDirectory(directory).read_result()
     if result is None:
         raise DataError(f"{directory} has no result.json: the evaluation has to finish before the report")
     entries = result["checkpoints"]
-    # The record's own intervals may come from several evaluations, which chose a method each.
+    # Recompute the intervals: the recorded ones may come from several evaluations with different methods.
     estimates = estimate_means([entry["scores"] for entry in entries])
     checkpoints = [
         Scored(
@@ -161,18 +161,19 @@ def load_evaluation(directory: Path) -> Evaluated:
 
 
 def load_results(report: ReportInput) -> Results:
-    """The final evaluation: every checkpoint's score, and each one against the one before and the base."""
+    """The final evaluation: every checkpoint's score, its comparison with the one before, and the last with the
+    first."""
     return describe_results(report.evaluation_dir, report.labels, report.selected)
 
 
 def describe_results(
     evaluation_dir: Path, labels: Mapping[str, str], checkpoints: Mapping[str, str] = MappingProxyType({})
 ) -> Results:
-    """The results of an evaluation for labelled models, each compared with its predecessor and with the first.
+    """The results of an evaluation for labelled models: each is compared with its predecessor, the last with the first.
 
     Args:
-        labels: what people call the models, by their name in the evaluation, in the order of the page.
-        checkpoints: the checkpoint in its training run that a model is, where it is one.
+        labels: the models' titles by their name in the evaluation, in the page's order.
+        checkpoints: the models' checkpoint names in their training runs, by their name in the evaluation.
     """
     evaluated = load_evaluation(evaluation_dir)
     by_name = {scored.name: scored for scored in evaluated.checkpoints}
@@ -197,12 +198,12 @@ def describe_results(
 
 
 def shared_measures(found: Sequence[Scored]) -> list[str]:
-    """The measures that all checkpoints have: scores that an older version computed have none."""
+    """The measures that all checkpoints have. Scores by an older version have no measures."""
     return [title for title in found[0].measures if all(title in scored.measures for scored in found)]
 
 
 def estimate_measures(found: Sequence[Scored], title: str) -> list[Scored]:
-    """The checkpoints with a measure in place of their scores, and its mean and interval over prompts."""
+    """The checkpoints with a measure's values as their scores, and with the mean and interval of the measure."""
     estimates = estimate_means([scored.measures[title] for scored in found])
     return [
         scored._replace(scores=scored.measures[title], mean=estimate.mean, low=estimate.low, high=estimate.high)
@@ -211,12 +212,12 @@ def estimate_measures(found: Sequence[Scored], title: str) -> list[Scored]:
 
 
 def measure_display(title: str) -> ScoreDisplay:
-    """How pass@k and majority@k are shown."""
+    """The display settings of pass@k and majority@k."""
     return ScoreDisplay(title=title, rows="prompts", factor=100, unit=" %", difference_unit=" points", decimals=1)
 
 
 def show_measure(title: str, found: Sequence[Scored], labels: Mapping[str, str]) -> ShownMeasure:
-    """A measure of all checkpoints, and a paired test of the last two on their numbers per prompt."""
+    """A measure of all checkpoints, and a paired test of the last two checkpoints on it."""
     display, measured = measure_display(title), estimate_measures(found, title)
     axis = padded_axis([0.0, 100.0], 0, 100)
     shown = [show_score(scored, display, axis, label="", checkpoint="") for scored in measured]
@@ -228,11 +229,13 @@ def show_measure(title: str, found: Sequence[Scored], labels: Mapping[str, str])
 
 
 def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The results of an evaluation in words: the chosen checkpoint with score and interval, or the score of each model.
+    """The results of an evaluation in words.
+
+    A selection gives the chosen checkpoint with its score and interval. Other evaluations give every model's score.
 
     Args:
-        stage: the name of the stage that scored: a selection chooses a checkpoint.
-        labels: what people call models, by their name in the evaluation; others keep that name.
+        stage: the name of the stage that scored.
+        labels: the models' titles by their name in the evaluation. Without a title, the name is shown.
     """
     evaluated = load_evaluation(evaluation_dir)
     display = choose_display(evaluated)
@@ -250,7 +253,7 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
 
 
 def choose_display(evaluated: Evaluated) -> ScoreDisplay:
-    """Percent for rewards between 0 and 1, plain numbers for other rewards, the loss for minus losses."""
+    """Percent for rewards from 0 to 1, plain numbers for other rewards, and the loss for the metric loss."""
     if evaluated.metric == "loss":
         return ScoreDisplay(
             title="loss", rows="demonstrations", factor=-1, unit="", difference_unit=" nats per token", decimals=3
@@ -265,7 +268,7 @@ def choose_display(evaluated: Evaluated) -> ScoreDisplay:
 def describe_difference(
     baseline: Scored, candidate: Scored, display: ScoreDisplay, labels: Mapping[str, str] = LABELS
 ) -> ShownDifference:
-    """How the candidate compares with the baseline on the same rows, in numbers and as a sentence."""
+    """Compare the candidate with the baseline on the same rows, in numbers and as a sentence."""
     comparison = compare_paired(baseline.scores, candidate.scores)
     low, high = sorted((display.factor * comparison.low, display.factor * comparison.high))
     interval = f"{signed(low, display)} to {signed(high, display)}"
@@ -293,9 +296,10 @@ def describe_difference(
 
 
 def _judge(comparison: Comparison, baseline: Scored, candidate: Scored) -> tuple[str, str]:
-    """Whether the candidate is better, worse, or neither beyond chance ("unclear"), and the p-value for people.
+    """The outcome (better, worse or unclear) and the p-value as text.
 
-    Interval and test have to agree: of a few rows that differ, all the same way, resamples hardly ever leave out all.
+    A difference counts only if the interval and the test agree. With few differing rows the interval alone is too
+    narrow: if all differ in the same direction, almost every resample contains some of them.
     """
     tail = (1 - CONFIDENCE) / 2
     if comparison.high < 0:
@@ -306,14 +310,14 @@ def _judge(comparison: Comparison, baseline: Scored, candidate: Scored) -> tuple
 
 
 def format_p_value(comparison: Comparison) -> str:
-    """The p-value with as many digits as the number of sign flips supports."""
+    """The p-value with three digits; the number of sign flips supports no more."""
     if comparison.p_value < 0.001:
         return "p < 0.001"
     return "p > 0.999" if comparison.p_value > 0.999 else f"p = {comparison.p_value:.3f}"
 
 
 def signed(value: float, display: ScoreDisplay) -> str:
-    """A difference with its sign, rounded as the scores are."""
+    """A difference with its sign, rounded like the scores."""
     text = f"{abs(value):.{display.decimals}f}"
     return text if float(text) == 0 else f"{'+' if value > 0 else '−'}{text}"
 
@@ -340,10 +344,10 @@ def show_score(scored: Scored, display: ScoreDisplay, axis: Axis, *, label: str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """How the checkpoints of a training stage scored, and which was taken."""
+    """The scores of a training's checkpoints, and the selected checkpoint."""
 
     css: str
-    """The name of the training's kind, for colors."""
+    """The kind of the training, which sets the colours."""
     display: ScoreDisplay
     chart: Chart
     scores: tuple[ShownScore, ...]
@@ -404,7 +408,7 @@ def describe_selection(evaluated: Evaluated, training: str, *, selected: str) ->
 
 
 def selected_step(directory: Path | None, selected: str) -> int | None:
-    """The step of the selected checkpoint, or None if no selection knows it."""
+    """The step of the selected checkpoint. None if no selection has scored it."""
     if directory is None or not RunDirectory(directory).result.is_file():
         return None
     steps = {scored.name: scored.step for scored in load_evaluation(directory).checkpoints}

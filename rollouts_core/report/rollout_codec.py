@@ -1,18 +1,21 @@
-"""Rollouts in the form in which a page holds them: compact JSON per group, and the columns of a table.
-
-Not here: which groups a page holds (embedded.py), how the page reads them (viewer.js).
+"""Encode rollouts for a page: compact JSON per group, and columns for the table of samples.
 
     {"turns": [["user", "1+1=?"]], "answer": "2", "prefix": "'*3*7$(", "samples": [
       {"t": "+$", "m": [1, 2], "l": "2#", "v": 7}, ...]}
 
-Tokens that all samples of a group begin with stand in `prefix`, once. All arrays of a sample are about the tokens
-behind it: `m` is the loss mask as pairs (value, count), missing if it is 1 throughout; `l` and `e` are log-probs of
-engine and trainer to two digits; `a` is the advantage of each token if they differ. `v` is the version of all tokens,
-or spans with places in the whole sample. `text` is missing if the tokens say it, and `turns` if it is one that equals
-the preview of the prompt.
+    turns    the prompt; missing if the prompt is one user turn and the preview shows it whole
+    prefix   the tokens that all samples of the group begin with; arrays of a sample cover only the tokens after it
+    t        the sample's tokens
+    m        the loss mask as pairs (value, count); missing if it is 1 throughout
+    l, e     log-probs of the engine and of the trainer, to two digits
+    a        the advantage of each token; missing if all tokens have the same advantage
+    v        the weight version of all tokens, or spans with positions in the whole sample
+    text     the completion; missing if the tokens decode to it
 
-Token ids and log-probs are strings with a character per number, which take half of the room of lists of numbers.
-`join_columns` turns the groups of a chunk into columns, which takes a further fifth off.
+Token ids and log-probs are strings with a character per number. They take half the room of JSON lists. `join_columns`
+turns the groups of a chunk into columns, which saves a further fifth.
+
+Not here: which groups a page holds (embedded.py), how the page reads them (viewer.js).
 """
 
 from __future__ import annotations
@@ -27,37 +30,37 @@ from typing import Any, NamedTuple
 from rollouts_core.report.vocabulary import Vocabulary
 
 STATUSES = ("pending", "completed", "truncated", "aborted", "failed", "invalid")
-"""The meaning of the numbers in the column `status`; further ones are appended by viewer.js as they are."""
+"""Names of the numbers in the column `status`. The page's index appends statuses that are not listed here."""
 SHOWN_ELSEWHERE = {"prompt_id", "answer", "conversation", "reward_terms"}
-"""Metadata that has places of its own."""
+"""Metadata that the page shows in a place of its own."""
 MAX_PREVIEW_CHARS = 120
 JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edge
 
 
 class Row(NamedTuple):
-    """A sample in the table of all samples."""
+    """One row of the table of all samples."""
 
     reward: float | None
     advantage: float | None
     length: int
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     status: str
     version: int | None
-    """The newest weights that sampled something of it."""
+    """The newest weight version that sampled any of the tokens."""
     terms: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
-    """The samples of one prompt of one step, ready to be put into a page."""
+    """The encoded samples of one prompt at one step."""
 
     group: int
     prompt: str
-    """Identity of the prompt."""
+    """A string that identifies the prompt."""
     preview: str
     """The start of the prompt."""
     reward: float
-    """The mean of the group; 0 if it has no reward."""
+    """The group's mean reward. 0 without rewards."""
     text: str
     """The group as JSON."""
     rows: tuple[Row, ...]
@@ -65,10 +68,10 @@ class EncodedGroup:
 
 
 def encode_group(records: Sequence[JsonObject], scores: Sequence[JsonObject], vocabulary: Vocabulary) -> EncodedGroup:
-    """The group of some records of a file of samples.
+    """Encode the records of one group from a file of samples.
 
     Args:
-        scores: what training said of each record; empty if it is not known.
+        scores: the training's record of each sample; empty if unknown.
     """
     first, metadata = records[0], records[0].get("metadata") or {}
     turns = prompt_turns(first["prompt"])
@@ -96,7 +99,8 @@ def encode_group(records: Sequence[JsonObject], scores: Sequence[JsonObject], vo
 
 
 def prompt_turns(prompt: str | Sequence[JsonObject]) -> list[list[Any]]:  # Any: JSON
-    """The turns of a prompt as [role, content], with a third entry for what else a turn has, as tool calls."""
+    """The turns of a prompt as [role, content]. A turn with other fields, such as tool calls, has them as a third
+    entry."""
     if isinstance(prompt, str):
         return [["user", prompt]]
     return [_turn(message) for message in prompt]
@@ -141,7 +145,7 @@ def _encode_sample(record: JsonObject, score: JsonObject, length: int, vocabular
 
 def _row(record: JsonObject, score: JsonObject) -> Row:
     advantage = score.get("advantage")
-    if isinstance(advantage, list):  # of tokens: their mean over the trained ones
+    if isinstance(advantage, list):  # one per token: show the mean over the trained tokens
         trained = [each for each, weight in zip(advantage, record["loss_mask"], strict=True) if weight]
         advantage = sum(trained) / len(trained) if trained else 0.0
     spans = record.get("policy_versions") or []
@@ -160,7 +164,7 @@ def _row(record: JsonObject, score: JsonObject) -> Row:
 
 
 def _shared_length(records: Sequence[JsonObject]) -> int:
-    """How many tokens before the first sampled one all records have in common."""
+    """The length of the prefix that all records share before any sampled token. 0 if the prefixes differ."""
     first = records[0]["tokens"]
     untrained = [next((i for i, each in enumerate(r["loss_mask"]) if each), len(r["tokens"])) for r in records]
     length = min(untrained)
@@ -170,15 +174,15 @@ def _shared_length(records: Sequence[JsonObject]) -> int:
 
 
 def mask_runs(mask: Sequence[float]) -> list[float]:
-    """Pairs (value, count), one behind the other."""
+    """The mask as a flat list of (value, count) pairs."""
     pairs = ((value, sum(1 for _ in run)) for value, run in itertools.groupby(mask))
     return [number for value, count in pairs for number in (int(value) if value == int(value) else value, count)]
 
 
 def logprob_level(logprob: float | None) -> int:
-    """The index of the nearest number of two digits to a log-prob: 0, -0.01 ... -0.99, -1.0 ... -9.9, -10, -11 ...
+    """The index of the log-prob in the list of levels 0, -0.01 ... -0.99, -1.0 ... -9.9, -10, -11 ...
 
-    A log-prob that is missing or not finite counts as 0.
+    A missing or non-finite log-prob counts as 0.
     """
     size = -logprob if logprob is not None and math.isfinite(logprob) else 0.0
     if size < 0.995:
@@ -187,7 +191,7 @@ def logprob_level(logprob: float | None) -> int:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """A character for each number; none of them has to be escaped in JSON, or is a surrogate."""
+    """A string with one character per number. No character is a surrogate or needs an escape in JSON."""
     return "".join(map(_character, numbers))
 
 
@@ -199,7 +203,7 @@ def _character(number: int) -> str:
 
 
 def join_columns(groups: Sequence[JsonObject]) -> JsonObject:
-    """The groups of a chunk as columns: of groups, and of samples in the order of the groups."""
+    """The groups of a chunk as columns: some have an entry per group, others an entry per sample."""
     samples = [sample for group in groups for sample in group["samples"]]
     columns: JsonObject = {name: [group.get(name) for group in groups] for name in ("turns", "answer", "prefix")}
     of_samples = ("t", "l", "m", "v")
@@ -209,7 +213,7 @@ def join_columns(groups: Sequence[JsonObject]) -> JsonObject:
 
 
 def _rounded(number: float | None) -> float | None:
-    """Four decimals, without those of whole numbers; None for what is no finite number."""
+    """The number rounded to four decimals. None if it is not a finite number."""
     if not isinstance(number, int | float) or not math.isfinite(number):
         return None
     rounded = round(number, 4)
@@ -217,14 +221,14 @@ def _rounded(number: float | None) -> float | None:
 
 
 def _preview(turns: Sequence[Sequence[Any]]) -> str:
-    """The start of the last turn that is not empty, in one line."""
+    """The start of the last non-empty turn, as one line."""
     text = next((str(turn[1]) for turn in reversed(turns) if turn[1]), "")
     line = " ".join(text[: 4 * MAX_PREVIEW_CHARS].split())
     return line if len(line) <= MAX_PREVIEW_CHARS else f"{line[:MAX_PREVIEW_CHARS]}…"
 
 
 def _finite(value: Any) -> Any:  # Any: JSON
-    """The value with null for numbers that JSON does not have."""
+    """The value, with None in place of NaN and infinite numbers, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -237,7 +241,7 @@ def _finite(value: Any) -> Any:  # Any: JSON
 def group_records(
     lines: Sequence[tuple[JsonObject, JsonObject]],
 ) -> Iterator[tuple[list[JsonObject], list[JsonObject]]]:
-    """Records with their scores by group, groups in order of first appearance."""
+    """The records of each group with their scores. Groups keep the order of their first appearance."""
     groups: dict[int, list[tuple[JsonObject, JsonObject]]] = {}
     for record, score in lines:
         groups.setdefault(int(record["group_index"]), []).append((record, score))

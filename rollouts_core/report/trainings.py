@@ -1,4 +1,4 @@
-"""The start, the data and the work of every stage in words, from its job.json."""
+"""Describe the start model, data and work of every stage in words, from its job.json."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rollouts_core.stages.kind import load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The start, the data and the work of one stage, as (title, text) pairs."""
+    """The start model, data and work of one stage, as (title, text) pairs."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
 
 
 def describe_trainings(report: ReportInput) -> list[Training]:
-    """The inputs of every stage, as far as its job.json can be read."""
+    """The description of every stage whose job.json can be read."""
     trainings = []
     for stage in report.trainings:
         kind = kind_of(stage.name)
@@ -40,7 +40,7 @@ def describe_trainings(report: ReportInput) -> list[Training]:
 
 
 def load_job_of(directory: Path | None) -> Job | None:
-    """The job of a run directory, or None: a reused directory may be of another version."""
+    """The job of a run directory. None if it cannot be read: another version may have written a reused directory."""
     if directory is None:
         return None
     try:
@@ -50,12 +50,12 @@ def load_job_of(directory: Path | None) -> Job | None:
 
 
 def _read_result(directory: Path | None) -> dict[str, Any]:  # Any: JSON
-    """The record of a stage; empty if there is none."""
+    """The stage's result.json. Empty if the file is missing."""
     return (RunDirectory(directory).read_result() if directory else None) or {}
 
 
 def sft_facts(job: SFTJob, run_dir: Path) -> list[tuple[str, str]]:
-    """The start, the data and the work of SFT."""
+    """The start model, data and work of SFT."""
     training = job.training
     rows = "packed rows" if training.packing else "rows"
     return [
@@ -70,7 +70,7 @@ def sft_facts(job: SFTJob, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def rl_facts(job: RLJob, run_dir: Path) -> list[tuple[str, str]]:
-    """The start, the samples and the work of RL."""
+    """The start model, source of samples, reward and work of RL."""
     training, rollout = job.training, job.rollout
     by_default = rollout.reward_fn == "" and not rollout.rewards
     reward = f"environment {rollout.environment_name}" if by_default else " + ".join(rollout.reward_names)
@@ -89,13 +89,13 @@ def rl_facts(job: RLJob, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def _describe_steps(num_steps: int, directory: Path | None) -> str:
-    """The number of trained steps, and the planned number if the stage was ended early."""
+    """The number of trained steps. If the stage ended early, the planned number follows."""
     early = _read_result(directory).get("finished_early")
     return f"{early['step']:,} of {num_steps:,} steps" if early else f"{num_steps:,} steps"
 
 
 def _describe_epochs(directory: Path | None) -> str:
-    """How often the prompts were seen, behind a comma; empty if nobody knows how many were."""
+    """How often RL saw the prompts, after a comma. Empty if the result does not record it."""
     result = _read_result(directory)
     if not result.get("num_drawn"):
         return ""
@@ -103,7 +103,7 @@ def _describe_epochs(directory: Path | None) -> str:
 
 
 def _describe_source(job: RLJob, directory: Path | None) -> tuple[str, str]:
-    """The source of the samples of RL."""
+    """The title and the description of RL's prompts or recorded rollouts."""
     if job.prompts is not None:
         return "Prompts", _describe_data(job.prompts, directory, "num_prompts", "prompts")
     assert job.rollouts is not None, "an RL job has either prompts or rollouts"
@@ -134,12 +134,12 @@ def _describe_optim(optim: OptimConfig) -> str:
 
 
 def _describe_kernel(policy: PolicyConfig) -> str:
-    """The attention kernel, behind a comma; empty for "auto", which no attempt has settled."""
+    """The attention kernel, after a comma. Empty for "auto", because job.json does not say which kernel was chosen."""
     return "" if policy.attention == "auto" else f", attention by {policy.attention}"
 
 
 def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:
-    """Each dataset with its share; the number of rows is that of all."""
+    """Each dataset with its share, after the number of rows of all datasets together."""
     result = _read_result(directory)
     shares = [
         f"{each.path} ("
@@ -153,7 +153,7 @@ def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) 
 
 
 def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:
-    """Path, number of rows as the stage's record has it under `key`, and the start of the digest."""
+    """Path, number of rows and start of the digest. `key` names the number of rows in the stage's result.json."""
     result = _read_result(directory)
     count = f"{result[key]:,} {rows}, " if key in result else ""
     return f"{file.path} ({count}sha256 {file.digest[:10]}…)"

@@ -1,4 +1,4 @@
-"""The answers of each model to the same held-out prompts, different answers first."""
+"""The answers of all models to the same held-out prompts. Prompts with different rewards come first."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rollouts_core.types import Sample, Status, sample_from_json
 
 MAX_TRANSCRIPTS = 8
 LONG_TEXT_CHARS = 500
-"""Longer texts are shown collapsed, with this much of their start."""
+"""A longer text is shown collapsed: the page shows this many characters of it at first."""
 LONG_TEXT_LINES = 10
 MAX_TEXT_CHARS = 8_000
-"""The rest of a longer text is left out of the page."""
+"""The page leaves out the rest of a longer text."""
 
 
 class ShownText(NamedTuple):
-    """A text with what is shown of it at first; both are equal for a short one."""
+    """A text, and its start that is shown at first. Both are equal for a short text."""
 
     start: str
     text: str
     num_left_out: int
-    """Characters that the page does not hold."""
+    """Number of characters that the page leaves out."""
 
     @property
     def is_long(self) -> bool:
@@ -44,7 +44,7 @@ class Answer:
     text: ShownText
     reward: float | None
     outcome: str
-    """best or rest where rewards differ, else empty."""
+    """If the checkpoints' rewards differ: best for the highest reward, rest for others. Otherwise empty."""
     is_truncated: bool
 
 
@@ -55,15 +55,15 @@ class Transcript:
     turns: tuple[tuple[str, ShownText], ...]
     """(role, text) of the prompt."""
     reference: str
-    """The dataset's answer; empty if it has none."""
+    """The dataset's reference answer. Empty without one."""
     answers: tuple[Answer, ...]
 
 
 def load_transcripts(evaluation_dir: Path, names: Sequence[str]) -> list[Transcript]:
-    """Prompts that all checkpoints with samples answered, preferring those where the rewards differ.
+    """Prompts that all checkpoints with samples answered. Prompts with different rewards come first.
 
-    Different outcomes take turns (RL alone is right, RL alone is wrong, ...), the most frequent first, so that a
-    rare loss is shown beside frequent gains.
+    The patterns of rewards (only RL is right, only RL is wrong, ...) take turns, the most frequent pattern first. A
+    rare loss is therefore shown next to frequent gains.
     """
     directory = RunDirectory(evaluation_dir).samples
     by_name = {name: first for name in names if (first := _first_samples(directory / f"{name}.jsonl"))}
@@ -75,7 +75,8 @@ def load_transcripts(evaluation_dir: Path, names: Sequence[str]) -> list[Transcr
 
 
 def pick_different(rewards: Sequence[Sequence[float | None]], count: int) -> list[int]:
-    """Up to `count` places whose rewards differ, by turns of their pattern; then places where they agree."""
+    """Up to `count` indices: first the rows whose rewards differ, with their patterns taking turns, then the other
+    rows."""
     patterns = [tuple(row) for row in rewards]
     frequency = Counter(patterns)
     seen: Counter[tuple[float | None, ...]] = Counter()
@@ -90,14 +91,14 @@ def pick_different(rewards: Sequence[Sequence[float | None]], count: int) -> lis
 
 
 def shorten_text(text: str) -> ShownText:
-    """The text as it is shown: whole, collapsed behind its start, or without its end."""
+    """The text in the form that the page shows: whole, collapsed, or cut."""
     kept = text[:MAX_TEXT_CHARS]
     start = "\n".join(kept[:LONG_TEXT_CHARS].split("\n")[:LONG_TEXT_LINES])
     return ShownText(start, kept, len(text) - len(kept))
 
 
 def completion_text(sample: Sample) -> str:
-    """The readable text of a completion: the response, or all turns behind the prompt with their speakers."""
+    """The readable text of a completion: its response, or all turns after the prompt with their roles."""
     if "conversation" not in sample.metadata:
         return sample.response
     turns = sample.metadata["conversation"][len(sample.messages) :]
@@ -105,7 +106,7 @@ def completion_text(sample: Sample) -> str:
 
 
 def _first_samples(path: Path) -> dict[int, Sample]:
-    """The first sample of every group of a sample file, without its tokens; empty if there is no file."""
+    """The first sample of every group in a samples file, without its tokens. Empty if the file is missing."""
     if not path.is_file():
         return {}
     return {sample.group_index: sample for sample in iterate_samples(path) if sample.index == 0}
@@ -117,7 +118,7 @@ def iterate_samples(path: Path) -> Iterator[Sample]:
 
 
 def read_without_tokens(line: bytes) -> Sample | None:
-    """The sample in a line of a file of samples, of which a page shows no token; None of a line that is damaged."""
+    """The sample in a line of a samples file, without its tokens. None for a damaged line."""
     record = parse_line(line)
     if record is None:
         return None

@@ -1,13 +1,13 @@
 // The views of a report: tables, samples, groups, curves. Plain JavaScript, no framework, no build step.
 //
-// Data come in blocks (packed.py) from `window.loadBlock` (assets.py), the only place that knows how.
-// Text of models, data and users enters the page by textContent alone, never as markup.
+// `window.loadBlock` loads blocks of data (packed.py). assets.py and live.js each define one.
+// Text of models, data and users is set only as textContent, never as markup.
 //
-//     #samples?set=rl&step=10&reward=<1     the table, filtered
+//     #samples?set=rl&step=10&reward=<1     the table of samples, filtered
 //     #sample/rl/10/144/3                   set, step, group, place in the group
-//     #group/rl/10/144    #prompt/12        a group side by side; one prompt across steps
-//     #samples?set=rl&at=120                 a page about a run under way: the samples of the steps around this one
-//     #held-out?win=rl&lose=sft             prompts on which one model beats another
+//     #group/rl/10/144    #prompt/12        the samples of a group side by side; one prompt across steps
+//     #samples?set=rl&at=120                 on a live page: the samples of step 120 and neighbouring steps
+//     #held-out?win=rl&lose=sft             prompts on which rl gets a higher reward than sft
 //     #answers/12         #curves  #sft-rows?outcome=cut  #run
 "use strict";
 (() => {
@@ -54,8 +54,8 @@
     return { ...read, starts, groupOf, byAddress, size: groupOf.length };
   }
 
-  // A page about a run under way holds one block of the run's samples at a time: those of neighbouring steps, of a
-  // prompt, or the held-out answers. `index.page` says which.
+  // A live page holds one block of samples at a time: the samples of neighbouring steps or of one prompt,
+  // or the held-out answers. `index.page` describes the block.
   const isLive = () => document.body.dataset.views !== undefined;
   let asked = 0, loading = 0;
   async function takePage(name) {
@@ -63,7 +63,7 @@
     loading++;
     const read = await loadJson(name).finally(() => { loading--; });
     if (!read || mine !== asked) return;
-    if (samplesView.table && index.page.name !== read.page.name) samplesView.table.clear(); // its rows are of the other block
+    if (samplesView.table && index.page.name !== read.page.name) samplesView.table.clear(); // rows of the former block
     index = prepareIndex(read);
     takeWords(read.vocabulary);
   }
@@ -73,7 +73,7 @@
     ends.forEach((token) => vocabulary.ends.add(token));
   }
   const hasStep = (set, step) => index && index.page.set === set && step >= index.page.first && (step <= index.page.last || index.page.last === index.page.newest);
-  /** Hold the samples that a view shows. */
+  /** Load the block with the samples that a view shows. */
   async function holdFor(name, parts, query) {
     const [set, step, group] = parts;
     if (name === "held-out" || name === "answers" || (set || "").startsWith("heldout-") || (query.set || "").startsWith("heldout-")) {
@@ -96,14 +96,14 @@
   const promptOf = (group) => `#prompt/${isLive() ? addressOf(group) : index.groups.prompt[group]}`;
   const hashOf = (row) => { const group = index.groupOf[row]; return `#sample/${addressOf(group)}/${row - index.starts[group]}`; };
 
-  // A character for each number, as rollout_codec.py writes them.
+  // rollout_codec.py encodes each number as a character.
   const numbersOf = (text) => Array.from(text, (character) => {
     const code = character.codePointAt(0), plain = code < 0xd800 ? code : code - 0x800;
     return plain - 35 - (plain > 92 ? 1 : 0);
   });
   const logprobsOf = (text) => numbersOf(text).map((level) => -(level < 100 ? level : level < 190 ? 10 * (level - 90) : 100 * (level - 180)));
 
-  /** The groups of a chunk; numbers of a sample are read when they are asked for. */
+  /** The groups of a chunk. The numbers of a sample are decoded on first use. */
   function readGroups(chunk, previewOf) {
     let next = 0;
     return chunk.sizes.map((size, group) => {
@@ -125,7 +125,7 @@
     return (await loadChunk(place))[group - index.chunks[place]];
   }
 
-  // A token may be a part of a character: lone surrogates U+DC80..U+DCFF are bytes, which neighbours complete.
+  // A token may be a part of a character. Lone surrogates U+DC80..U+DCFF are bytes, joined with those of neighbouring tokens.
   const BYTES = /[\udc80-\udcff]/, utf8 = new TextDecoder();
   function tokenTexts(tokens) {
     const texts = tokens.map((token) => vocabulary.texts[token] ?? `⟨${token}⟩`);
@@ -160,7 +160,7 @@
 
   // ---------------------------------------------------------------- a table of any length
 
-  /** Rows of which only those in sight are in the document. `columns`: {key, title, css, sort, cell(row) -> text or node}. */
+  /** A table whose document holds only the visible rows. `columns`: {key, title, css, sort, cell(row) -> text or node}. */
   class VirtualTable {
     constructor(columns, { label, open, sorted, onSort }) {
       Object.assign(this, { columns, open, onSort, rows: [], active: 0, drawn: new Map() });
@@ -172,7 +172,7 @@
       new ResizeObserver(() => this.soon()).observe(this.element);
     }
 
-    /** Other rows. With `isUpdate` they are the same ones and more: what is in sight, has the focus or is selected stays. */
+    /** Replace the rows. With `isUpdate` rows were only added: scroll position, focus and selection stay. */
     setRows(rows, isUpdate = false) {
       const place = new Map(isUpdate ? rows.map((row, i) => [row, i]) : []), top = this.element.scrollTop;
       const first = place.get(this.rows[Math.floor(top / ROW_PX)]), active = place.get(this.rows[this.active]);
@@ -214,7 +214,7 @@
       const visible = Math.min(160, Math.ceil(this.element.clientHeight / ROW_PX) + 2 * OVERSCAN);
       const last = Math.min(this.rows.length, first + visible);
       const hadFocus = this.body.contains(document.activeElement);
-      const spacer = () => el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", {})); // a colspan would count hidden columns
+      const spacer = () => el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", {})); // a colspan would include hidden columns
       const above = spacer(), below = spacer();
       above.firstChild.style.height = `${first * ROW_PX}px`;
       below.firstChild.style.height = `${(this.rows.length - last) * ROW_PX}px`;
@@ -308,7 +308,7 @@
   };
   let colour = "logprob";
 
-  /** Per-token arrays of a whole sample, prefix included. */
+  /** Per-token arrays of a whole sample, including the prefix. */
   function tokenView(group, sample, advantage) {
     const zeros = new Array(group.prefix.length).fill(0), padded = (values) => (values ? zeros.concat(values) : null);
     const tokens = group.prefix.concat(sample.tokens), mask = padded(sample.mask), versions = new Array(tokens.length).fill(null);
@@ -328,7 +328,7 @@
   }
   const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) || "∅";
 
-  /** Tokens of which one is read out: by the mouse, or by arrow keys when the block has the focus. */
+  /** A block of tokens. The mouse, or the arrow keys if the block has the focus, choose the token that the readout describes. */
   const makeReadout = () => el("output", { class: "readout", "aria-live": "polite" }, "Point at a token, or focus the text and use the arrow keys.");
   function tokenBlock(view, { from = 0, label, shared }) {
     const readout = shared || makeReadout();
@@ -391,7 +391,7 @@
     return [el("details", { class: "long" }, el("summary", {}, el("span", { class: "start" }, start), el("span", { class: "more" }, `… show all ${count(text.length)} characters`)), el("pre", { dir: "auto" }, text))];
   }
 
-  /** Text with its thoughts folded: `<think>` to `</think>`, also one that is never closed. */
+  /** Text with its thoughts collapsed: from `<think>` to `</think>`, or to the end if the tag is not closed. */
   function spokenNodes(text) {
     const nodes = [];
     let rest = text;
@@ -439,7 +439,7 @@
   // ---------------------------------------------------------------- the table of samples
 
   const COMPARISON = /^\s*(<=|>=|<|>|=|!=)?\s*(-?\d+(?:\.\d+)?)\s*(?:(?:\.\.|–|to|-)\s*(-?\d+(?:\.\d+)?))?\s*$/;
-  /** A test for "1", "<1", ">= 0.5", "3..10"; null for anything else, also for nothing. */
+  /** A test of numbers for "1", "<1", ">= 0.5" or "3..10"; null for other text and for no text. */
   function numberTest(text) {
     const found = COMPARISON.exec(text || "");
     if (!found) return null;
@@ -485,7 +485,7 @@
   }
 
   let searching = 0;
-  /** Rows whose prompt or completion has the text; says how far it is. */
+  /** Find the rows whose prompt or completion contains the text, and report progress. */
   async function searchRows(rows, text, progress) {
     const mine = ++searching, needle = text.toLowerCase(), found = [];
     let told = performance.now(), lastGroup = -1, group = null, asked = "";
@@ -508,7 +508,7 @@
     return mine === searching ? found : null;
   }
 
-  /** A cell that fills itself once the chunk of its row is there. */
+  /** A cell that is filled when the chunk of its row is loaded. */
   function previewCell(row) {
     const cell = el("span", { class: "preview" }, "");
     const group = index.groupOf[row], place = row - index.starts[group];
@@ -567,7 +567,7 @@
       root.replaceChildren(el("h2", {}, "Samples"), ...index.notes.map((note) => el("p", { class: "note sampled" }, note)), form, this.chip, this.pager, this.said, this.table.element);
     },
 
-    /** The steps whose samples the table has, and the way to others. */
+    /** The steps whose samples the table has, and links to other steps. */
     page() {
       const { page } = index, link = (at, text) => (at === null || at === undefined ? "" : el("a", { href: `#samples?${new URLSearchParams({ set: page.set, at })}` }, text));
       const steps = (first, last) => (first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`);
@@ -577,7 +577,7 @@
         link(page.before, "← earlier"), link(page.after, "later →"), page.after === null ? "" : link(page.newest, "newest")];
     },
 
-    /** More samples of the same steps, or of steps after them. */
+    /** Show new samples of the same steps or of later steps. */
     async update() {
       if (!index || !this.table) return this.open(parseHash().query);
       if (loading) return;
@@ -586,7 +586,7 @@
       if ($("view-samples").dataset.built === this.shape()) await this.apply(true); else await this.show($("view-samples"), [], this.query);
     },
 
-    /** Changes with the sets, columns and outcomes that the view offers. */
+    /** A key that changes with the sets, columns and outcomes that the view offers. */
     shape: () => JSON.stringify([index.sets.map(({ key }) => key), sampleColumns().map(({ key }) => key), [...new Set(index.status)].sort()]),
 
     changed() {
@@ -698,7 +698,7 @@
   };
 
   const MAX_GROUPS = 400;
-  /** Groups with their rewards and best completion, one per line. `first` names the line. */
+  /** A table of groups with their rewards and best completion. `first` is the first column, which names the group. */
   async function groupsTable(groups, title, first) {
     const read = await Promise.all(groups.slice(0, MAX_GROUPS).map(loadGroup)), highest = Math.max(...index.reward.filter((each) => each !== null));
     const lines = read.map((group, i) => {
@@ -719,7 +719,7 @@
 
   const promptView = {
     async show(root, parts) {
-      const prompt = parts.length > 1 ? 0 : Number(parts[0]); // a page about a run under way holds the one prompt
+      const prompt = parts.length > 1 ? 0 : Number(parts[0]); // a live page holds only one prompt
       if (!index || !(prompt >= 0 && prompt < index.prompts.length)) return lost(root);
       const groups = index.groups.prompt.flatMap((each, group) => (each === prompt ? [group] : []));
       const when = (group) => (setOf(group).isTraining ? `step ${count(index.groups.step[group])}` : `${setOf(group).label}, held-out`);
@@ -729,7 +729,7 @@
   };
 
   const stepView = {
-    /** The way to the steps around a step. */
+    /** Links to the previous and the next step. */
     crumbs(set, step) {
       const steps = index ? [...new Set(index.groups.step.filter((_, group) => setOf(group).key === set))] : [], at = steps.indexOf(Number(step));
       const page = (index && index.page) || {}, before = steps[at - 1] ?? page.before, after = steps[at + 1] ?? page.after;
@@ -737,7 +737,7 @@
       return el("div", { class: "crumbs" }, el("a", { href: `#samples?set=${set}${isLive() ? `&at=${step}` : ""}` }, "samples"), el("span", {}, `step ${step}`), el("span", { class: "push" }), go(before, "prev", `← step ${before}`), go(after, "next", `step ${after} →`));
     },
 
-    /** A step after the one in sight is written later. */
+    /** A later step may have been written meanwhile: update the links. */
     async update() {
       const [set, step] = parseHash().parts, crumbs = document.querySelector("#view-detail > .crumbs");
       if (loading || !index || !crumbs || crumbs.querySelector("[rel=next]")) return;
@@ -833,7 +833,7 @@
 
   const curveState = { smoothing: 0, isLog: false, isWhole: false, filter: "" };
 
-  /** Exponential mean of the values so far; gaps stay gaps. */
+  /** Exponential moving average; gaps stay gaps. */
   function smoothed(values, share) {
     let mean = null, weight = 0;
     return values.map((value) => {
@@ -844,7 +844,7 @@
     });
   }
 
-  /** A range in which an outlier flattens nothing: the 1st to the 99th percentile, and everything if it hardly adds. */
+  /** The range of an axis: the 1st to the 99th percentile, so that outliers do not flatten the curve, or all values if that is hardly wider. */
   function valueRange(values, { fromZero, minHigh }) {
     const sorted = values.filter((value) => value !== null && Number.isFinite(value)).sort((a, b) => a - b);
     if (!sorted.length) return [0, 1];
@@ -860,7 +860,7 @@
     return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
   }
 
-  /** A number to some digits; tiny and huge ones with an exponent. */
+  /** A number with a few digits; tiny and huge numbers have an exponent. */
   const digits = (value, precision) => {
     if (value === null || value === undefined) return "–";
     const size = Math.abs(value), isExtreme = size && (size < 1e-4 || size >= 1e7);
@@ -869,7 +869,7 @@
   const tick = (value) => (value === null ? "" : digits(value, 3));
   const exact = (value) => digits(value, 4);
 
-  /** Fill a view of curves: filters that change `curveState`, a note, and the body that `view.draw` draws in. */
+  /** Build a view of curves: filters that change `curveState`, a note, and the body that `view.draw` fills. */
   function fillCurves(view, root, hint, ...filters) {
     const set = (change) => { Object.assign(curveState, change); view.draw(); };
     const toggle = (name, title) => el("label", { class: "check" }, el("input", { type: "checkbox", onchange: (event) => set({ [name]: event.target.checked }) }), title);
@@ -897,7 +897,7 @@
       fillCurves(this, root, " A click on a step of RL, or Enter, shows its groups.");
     },
 
-    /** New points for the same curves; all is drawn anew if there are other curves. */
+    /** Add new points to the curves. If the set of curves changed, draw all of them again. */
     async update() {
       if (!this.body) return this.show($("curves-live"));
       const shape = () => JSON.stringify(this.stages.map((stage) => [stage.label, stage.metrics.map(({ name }) => name), Object.keys(stage.constant)]));
@@ -1130,13 +1130,13 @@
     document.body.dataset.shown = location.hash;
   }
 
-  /** Run a script that changes views of this page, as compare.js does, with the parts that it needs. */
+  /** Run a script that changes views of this page, such as compare.js, with access to the parts that it needs. */
   async function runBeside(block) {
     window.viewerParts = { $, VIEWS, el, count, loadJson, curveState, smoothed, valueRange, tick, exact, fillCurves };
     await window.runBlock(block);
   }
 
-  /** Links to the views that have something to show. */
+  /** Links to the views that have content. */
   function drawNav() {
     const entries = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Samples"], ["held-out", "Held-out"], ["sft-rows", "SFT rows"], ["run", "Run"]];
     const has = (name) => isLive() ? document.body.dataset.views.split(" ").includes(name) : $(`view-${VIEWS[name].page || VIEWS[name].root}`) && (name !== "sft-rows" || $("data-rows"));

@@ -1,9 +1,10 @@
-"""The texts of tokens, from a checkpoint's tokenizer.json, so that a page can show what each token says.
+"""The text of each token, from a checkpoint's tokenizer.json, so that a page can show tokens.
 
-Not here: tokenizing. Nothing here imports the tokenizer or runs code of the checkpoint.
+This module does not tokenize. It neither imports the tokenizer nor runs code of the checkpoint.
 
-A token of a byte-level vocabulary may be a part of a character. Each byte that is no text by itself becomes a lone
-surrogate, U+DC80 to U+DCFF, as Python's `surrogateescape` has it; a reader joins neighbours to characters.
+A token of a byte-level vocabulary may be a part of a character. A byte that is not valid UTF-8 by itself becomes a lone
+surrogate, U+DC80 to U+DCFF, like in Python's `surrogateescape`. The page joins such bytes of neighbouring tokens to
+characters.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ class Vocabulary:
 
     texts: dict[int, str] = field(default_factory=dict)
     special: frozenset[int] = frozenset()
-    """Ids that mark turns and ends. Engines leave them out of responses, or only `ends`."""
+    """Ids that mark turns and ends of texts. Some engines leave all of them out of responses, others only `ends`."""
     ends: frozenset[int] = frozenset()
     """The special ids that end or pad a text."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens without the special ones; an id without a text becomes U+FFFD."""
+        """The text of the tokens without special tokens. An id without a text becomes U+FFFD."""
         said = "".join(self.texts.get(token, "\ufffd") for token in tokens if token not in self.special)
         return join_bytes(said)
 
     def decode_raw(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special tokens included, but without `ends`."""
+        """The text of the tokens, including special tokens except `ends`."""
         return join_bytes("".join(self.texts.get(token, "\ufffd") for token in tokens if token not in self.ends))
 
     def only(self, tokens: Iterable[int]) -> dict[str, Any]:  # Any: JSON
-        """The texts of some tokens as JSON, and which of these are special."""
+        """The texts of these tokens and the special ids among them, as JSON."""
         known = sorted(token for token in set(tokens) if token in self.texts)
         return {
             "texts": {str(token): self.texts[token] for token in known},
@@ -51,7 +52,7 @@ class Vocabulary:
 
 
 def load_vocabulary(directory: Path) -> Vocabulary:
-    """The vocabulary of a model's folder; empty if its tokenizer.json is missing or of an unknown form."""
+    """The vocabulary of a model's folder. Empty if its tokenizer.json is missing or has an unknown format."""
     path = directory / "tokenizer.json"
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
@@ -82,7 +83,7 @@ def _by_id(pieces: dict[str, int]) -> Iterable[tuple[int, str]]:
 
 
 def _bytes_text(piece: str) -> str:
-    """The text of a byte-level piece, whose characters stand for bytes."""
+    """The text of a byte-level piece, in which each character represents a byte."""
     try:
         return bytes(_BYTE_OF[each] for each in piece).decode("utf-8", "surrogateescape")
     except KeyError:
@@ -96,14 +97,14 @@ def _piece_text(piece: str) -> str:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for. Source: GPT-2, `bytes_to_unicode`."""
+    """The byte that each character of a byte-level vocabulary represents. Source: GPT-2, `bytes_to_unicode`."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def join_bytes(text: str) -> str:
-    """The text with its runs of bytes as characters, or U+FFFD for bytes that are no text."""
+    """The text with runs of byte surrogates decoded to characters. Invalid bytes become U+FFFD."""
     return BYTES.sub(lambda run: run[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace"), text)
 
 

@@ -79,6 +79,9 @@ class StageKind:
     """Function (settings, Config, model size, number of processes) -> the parts of the training's GPU memory."""
     remedies: str = ""
     """Function (settings, section) -> settings of the training that lower its GPU memory."""
+    smaller_batch: str = ""
+    """Function (settings, run directory, number of processes) -> the training's next smaller micro-batch, after a GPU
+    ran out of memory: a Lowered, or None if no smaller one is left."""
     find_unused: str = ""
     """Function (Config) -> a sentence for each setting of the training without effect."""
     learning_rates: LearningRates = LearningRates()

@@ -25,6 +25,7 @@ RL = StageKind(
     warn="rollouts_core.checks.validate:warn_of_rl",
     memory="rollouts_core.checks.resource_needs:rl_memory",
     remedies="rollouts_core.checks.resource_needs:rl_remedies",
+    smaller_batch="rollouts_core.less_memory:smaller_rl_batch",
     find_unused="rollouts_core.checks.no_effect:rl_without_effect",
     # Rewards carry little information per step, and large updates would destroy skills of the start model.
     learning_rates=LearningRates(of_all="5e-7 to 5e-6", of_adapters="5e-6 to 1e-4", low_for_adapters=2e-6, share=0.1),

@@ -21,6 +21,7 @@ SFT = StageKind(
     rules="rollouts_core.config.pipeline:sft_rules",
     memory="rollouts_core.checks.resource_needs:sft_memory",
     remedies="rollouts_core.checks.resource_needs:sft_remedies",
+    smaller_batch="rollouts_core.less_memory:smaller_sft_batch",
     find_unused="rollouts_core.checks.no_effect:sft_without_effect",
     curves=(
         Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),

@@ -43,8 +43,9 @@ class FirstRank:
     rank, size, is_leader = 0, NUM_RANKS, True
     device = torch.device("cuda:0")
 
-    def begin(self) -> None:
-        """All ranks are there."""
+    def begin(self, value: object = True) -> object:
+        """All ranks are there, and take the leader's value."""
+        return value
 
     def allow(self, *_: type) -> None:
         """Any object may pass."""

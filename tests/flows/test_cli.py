@@ -58,7 +58,21 @@ SURFACE = {
     "completion": ["SHELL"],
     "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
     "ui": ["--store", "--port"],
-    "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
+    "serve": [
+        "MODEL",
+        "--engine",
+        "--host",
+        "--port",
+        "--threads",
+        "--max-running-requests",
+        "--context-length",
+        "--gpus",
+        "--engine-python",
+        "--engine-install",
+        "--engine-args",
+        "--api-key",
+        "--store",
+    ],
     "chat": [
         *("MODEL", "[OTHER]", "--system", "--temperature", "--top-p", "--max-tokens", "--seed", "--threads", "--store"),
     ],
@@ -458,6 +472,18 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
         (["gpt2", "--port", "TAKEN"], r"port \d+ on 127\.0\.0\.1 is in use by another process"),
         (["gpt2", "--host", "0.0.0.0"], r"needs an API key: set ROLLOUTS_API_KEY, or listen on 127\.0\.0\.1"),
         (["gpt2", "--host", "no.such.host.invalid", "--api-key", "k"], r"cannot listen on no\.such\.host\.invalid"),
+        (["gpt2", "--engine", "tgi"], r"--engine tgi: expected embedded, sglang, vllm"),
+        (["gpt2", "--engine-args", "--seed 3"], r"--engine-args is not an option of the embedded engine: remove it"),
+        (["gpt2", "--engine", "vllm", "--gpus", "0"], r"--gpus needs a GPU, and torch finds none on this machine"),
+        (["gpt2", "--engine", "vllm"], r"gpt2 has no tokenizer, which vllm needs: add it, or remove --engine"),
+        (["chat", "--engine", "vllm", "--port", "TAKEN"], r"port \d+ on 127\.0\.0\.1 is in use by another process"),
+        (["chat", "--engine", "vllm", "--host", "0.0.0.0"], r"needs an API key: set ROLLOUTS_API_KEY, or listen on"),
+        (["chat", "--engine", "sglang"], r"has no sglang, which this --engine needs: .* as --engine-python$"),
+        (["chat", "--engine", "vllm", "--engine-install", "never"], r"has no vllm, which this --engine needs"),
+        (["chat", "--engine", "vllm", "--engine-install", "conda"], r"--engine vllm: install.*auto.*never"),
+        (["chat", "--engine", "vllm", "--engine-python", "python9"], r"--engine-python is '/\S+/python9', which"),
+        (["chat", "--engine", "vllm", "--engine-args", "'--a"], r"--engine-args cannot be read as in a shell"),
+        (["chat", "--engine", "vllm", "--engine-args", "--api-key k"], r"--engine-args contains a key, .*: set ROLL"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(
@@ -467,8 +493,10 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
     Path("empty").mkdir()
     Path("run/checkpoint").mkdir(parents=True)
     Path("run/checkpoint/config.json").write_text("{}")
-    Path("gpt2").mkdir()
-    Path("gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    for folder in ("gpt2", "chat"):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    Path("chat/tokenizer_config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = str(listener.getsockname()[1])
         given = [taken if word == "TAKEN" else word for word in arguments]

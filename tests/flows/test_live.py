@@ -270,7 +270,7 @@ def test_the_list_shows_scores_and_curves_and_is_filtered(store: Path, visitor: 
     assert len(listed_states(visitor)) == 3 and len(listed_states(visitor, "?q=MINE")) == 1
     assert listed_states(visitor, "?state=running") == [] == listed_states(visitor, "?q=%3Cnothing")
     assert (
-        "No run fits the filter" in visitor.get("/?q=%22%3E%3Cb%3E").text
+        "No run matches the filter" in visitor.get("/?q=%22%3E%3Cb%3E").text
         and '"><b>' not in visitor.get("/?q=%22%3E%3Cb%3E").text
     )
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("fedcba9876543210"):

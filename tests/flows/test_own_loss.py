@@ -28,6 +28,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # tests/test_plugins.py takes the same way with an installed package
 def test_a_loss_beside_the_configuration_trains_on_another_machine_and_is_part_of_the_identity(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ from rollouts.infra.jobs import (
 )
 from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.supervisor.files import read_json
+from rollouts.infra.supervisor.supervise import MAX_ASKED_RESTARTS
 from tests.infra.shell_jobs import is_alive, kill_follower, read_pid, shell_spec, wait_for_end
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
@@ -519,6 +520,22 @@ def test_a_program_that_dies_is_restarted_until_the_limit(session: Session, run_
     assert (status.exit.code, status.exit.restarts, status.attempt) == (7, 2, 1)
     log = (run_dir / "log.txt").read_text()
     assert log.count("up\n") == 3 and log.count("[supervisor] the program ended with code 7") == 2
+
+
+def test_a_program_that_asks_for_a_restart_gets_it_at_once_and_no_other_failure_does(
+    session: Session, run_dir: Path
+) -> None:
+    script = 'echo up; echo >> starts; [ "$(grep -c "" starts)" -lt 3 ] && exit 76; exit 7'
+    start_or_attach(session, shell_spec(run_dir, script, restart_code=76, restart_backoff_s=600.0))
+    status = wait_for_end(session, run_dir)
+    assert status.exit is not None
+    assert (status.exit.code, status.exit.restarts, status.attempt) == (7, 2, 1)
+
+
+def test_a_program_that_asks_for_restarts_without_end_is_ended(session: Session, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "exit 76", restart_code=76))
+    status = wait_for_end(session, run_dir)
+    assert status.exit is not None and (status.exit.code, status.exit.restarts) == (76, MAX_ASKED_RESTARTS)
 
 
 @pytest.mark.slow

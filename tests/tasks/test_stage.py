@@ -18,14 +18,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollouts.infra.jobs import FIRST_GPU, start_or_attach
+from rollouts.infra.jobs import FIRST_GPU, job_status, start_or_attach
 from rollouts.infra.node import Node
 from rollouts.infra.session import LocalSession
 from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
-from rollouts.tasks.node_job import COUNTED_BY_BUS, gpus_of, gpus_of_engines, job_environment, variables_of_place
+from rollouts.tasks.node_job import (
+    COUNTED_BY_BUS,
+    gpus_of,
+    gpus_of_engines,
+    job_environment,
+    job_spec,
+    variables_of_place,
+)
 from rollouts.tasks.progress import StageProgress
-from rollouts.tasks.records import Stage
-from rollouts.tasks.stage import follow_until_finished
+from rollouts.tasks.records import How, RunScope, Stage
+from rollouts.tasks.stage import follow_until_finished, run_until_it_fits
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tests.infra.shell_jobs import shell_spec
@@ -190,6 +197,41 @@ def test_the_progress_of_a_stage_has_the_warnings_of_its_attempt(tmp_path: Path)
     with StageProgress("sft", num_steps=1, console=Console(file=said, width=200)) as progress:
         follow_until_finished(session, status, progress, store="")
     assert said.getvalue().split() == ["sft", "warning", "of", "1"]
+
+
+def test_a_stage_says_what_was_lowered_and_starts_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several machines, whose jobs can only start together. On one machine the supervisor restarts the job."""
+    session, said = LocalSession(sys.executable), io.StringIO()
+    line = json.dumps({"event": "less_memory", "attempt": 1, "message": "micro_batch_size = 2"})
+    first = f"echo {shlex.quote(line)} > events.jsonl; exit 76"
+    script = f"if [ -e events.jsonl ]; then echo '{{}}' > result.json; else {first}; fi"
+
+    def follow(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
+        status = start_or_attach(session, shell_spec(tmp_path / "sft", script))
+        follow_until_finished(session, status, progress, store="")
+        return "ran"
+
+    monkeypatch.setattr("rollouts.tasks.stage.run_on_node", follow)
+    scope = RunScope(run_id="0" * 32, run_name="small", store=str(tmp_path))
+    with StageProgress("sft", num_steps=1, console=Console(file=said, width=200)) as progress:
+        assert run_until_it_fits(stage("sft"), scope, ALONE, progress) == "ran"
+    assert said.getvalue().split() == ["sft", "micro_batch_size", "=", "2"]
+    assert job_status(session, str(tmp_path / "sft")).attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "expected"), [("sft", [], 76), ("rl", [], 76), ("evaluate", [], 0), ("sft", [{}], 0)]
+)
+def test_a_training_of_one_machine_is_restarted_by_its_supervisor_if_it_asks_for_it(
+    kind: str, others: list[dict[str, str]], expected: int, tmp_path: Path
+) -> None:
+    placed = stage(kind)
+    placed.job["further_trainers"] = others
+    scope = RunScope(run_id="0" * 32, run_name="small", store=str(tmp_path))
+    spec = job_spec(placed, LocalSession(sys.executable), scope, gpus=(), known_keys={OWN_KEY_VARIABLE: "ours"})
+    assert spec.restart_code == expected
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sft", True), ("rl", True), ("evaluate", False), ("serve", True)])

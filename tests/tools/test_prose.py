@@ -31,6 +31,10 @@ def prose() -> ModuleType:
     return module
 
 
+def test_a_question_begins_with_its_word(prose: ModuleType) -> None:
+    assert not prose.is_of("headless", "What does this curve of the report mean?")
+
+
 @pytest.mark.parametrize("shape", SENTENCES)
 @pytest.mark.parametrize(
     ("name", "template"),

@@ -108,7 +108,7 @@ def started(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", kind, str(directory / "job.json")],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
         )
@@ -151,6 +151,7 @@ def test_only_training_asks_for_several_processes(base: InputModel) -> None:
     ("exit_codes", "expected"),
     [
         *(({0: 1}, 1), ({0: 2, 1: 1}, 2), ({1: 1, 0: 2}, 2), ({0: 1, 1: -9}, -9), ({0: 3}, 3)),
+        *(({0: 1, 1: 76}, 76), ({0: -9, 1: 76}, 76), ({0: 2, 1: 76}, 2)),
         # torchrun ends the others by SIGTERM
         *(({0: -15, 1: -9}, -9), ({0: 143, 1: -9}, -9), ({0: -15, 1: 1}, 1), ({0: -15, 1: 2}, 2), ({0: 143}, 143)),
     ],
@@ -223,7 +224,7 @@ def start_node(directory: Path, rank: int, port: int) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             [*command, str(directory / "job.json")],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
         )

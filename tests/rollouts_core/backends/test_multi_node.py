@@ -32,6 +32,7 @@ from rollouts_core.errors import MachineLostError
 from rollouts_core.fingerprint import digest_model, fingerprint_job
 from rollouts_core.job import FurtherTrainer, InputModel, SFTJob
 from rollouts_core.keys import OWN_KEY_VARIABLE
+from rollouts_core.less_memory import FULL_GPU_CODE
 from rollouts_core.metrics import read_json_lines
 from tests.rollouts_core.backends.test_launch import (
     ENDLESS,
@@ -44,6 +45,7 @@ from tests.rollouts_core.backends.test_launch import (
     started,
     write_job,
 )
+from tests.rollouts_core.small_gpu import lowered_in, use_small_gpu
 from tests.waiting import wait_until
 
 KEY = "known-to-all-machines"
@@ -263,3 +265,17 @@ def test_a_process_of_another_machine_that_is_killed_ends_the_job_and_its_machin
         os.kill(worker, signal.SIGKILL)
         assert [process.wait(120) for process in processes] == [1, -signal.SIGKILL]
     assert f"me@far:22 ended with code -9 (its log: {further}/log.txt there)" in (leader / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_when_another_machines_gpu_is_full_the_leader_lowers_a_setting_for_both(
+    base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_gpu(monkeypatch, 1, RANK=1)
+    directories = write_unit(tmp_path, base, SFT)
+    with both_started(directories, monkeypatch) as processes:
+        assert processes[0].wait(120) == FULL_GPU_CODE, (directories[0] / "log.txt").read_text()
+        processes[1].wait(120)
+    # A pass has one row already.
+    assert lowered_in(directories[0]) == [("policy.activation_checkpointing", False, True)]
+    assert not (directories[1] / "events.jsonl").exists()

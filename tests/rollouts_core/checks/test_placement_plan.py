@@ -57,6 +57,11 @@ def config_of(*, lora: int = 0) -> Config:
     )
 
 
+def gpus_of(*gib: int) -> dict[int, int]:
+    """The memory of GPUs by their ranks."""
+    return {rank: each * GIB for rank, each in enumerate(gib)}
+
+
 @pytest.mark.parametrize(
     ("model", "num_gpus", "gib", "lora", "expected"),
     [
@@ -79,24 +84,24 @@ def config_of(*, lora: int = 0) -> Config:
 def test_gpus_are_divided_by_memory(
     model: str, num_gpus: int, gib: int, lora: int, expected: tuple[int, int, int, bool]
 ) -> None:
-    plan = plan_placement(config_of(lora=lora), size_of(model), [gib * GIB] * num_gpus)
+    plan = plan_placement(config_of(lora=lora), size_of(model), gpus_of(*[gib] * num_gpus))
     found = (len(plan.trainer_ranks), len(plan.engine_ranks), plan.num_engines, plan.is_colocated)
     assert found == expected, str(plan)
     assert plan.trainer_bytes <= gib * GIB and plan.engine_bytes <= gib * GIB
 
 
 def test_the_plan_is_a_sentence_with_the_settings() -> None:
-    said = str(plan_placement(config_of(), size_of("1.5B"), [80 * GIB] * 4))
+    said = str(plan_placement(config_of(), size_of("1.5B"), gpus_of(80, 80, 80, 80)))
     assert said.startswith("placement: the trainer on GPU 0 (")
     assert said.endswith("trainer_gpu_ranks = [0], engine_gpu_ranks = [1, 2, 3], num_engines = 3")
 
 
 def test_unlike_gpus_and_too_small_ones_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match="the GPUs have 80, 24 GiB, but a plan needs GPUs of one size"):
-        plan_placement(config_of(), size_of("0.5B"), [80 * GIB, 24 * GIB])
+        plan_placement(config_of(), size_of("0.5B"), gpus_of(80, 24))
     with pytest.raises(ConfigError, match="the smallest plan that fits needs 2 such GPUs"):
-        plan_placement(config_of(), size_of("8B"), [80 * GIB])
+        plan_placement(config_of(), size_of("8B"), gpus_of(80))
     with pytest.raises(ConfigError, match="nothing fits on 8 x 24 GiB, nor on 8 such GPUs"):
-        plan_placement(config_of(), size_of("8B"), [24 * GIB] * 8)
+        plan_placement(config_of(), size_of("8B"), gpus_of(*[24] * 8))
     with pytest.raises(ConfigError, match="nor on 8 such GPUs: take larger"):
-        plan_placement(config_of(), size_of("32B"), [24 * GIB] * 2)
+        plan_placement(config_of(), size_of("32B"), gpus_of(24, 24))

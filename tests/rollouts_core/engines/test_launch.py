@@ -86,6 +86,16 @@ def test_vllm_gives_the_logprobs_of_what_it_samples_from_and_takes_updates() -> 
     assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_a_server_for_people_takes_texts_and_no_weights() -> None:
+    for kind in ("sglang", "vllm"):
+        job = job_of({"kind": kind, "dtype": "float16"}).model_copy(update={"served_name": "mine", "context_length": 0})
+        command = render_launch(job, Path("/models/m"), on_gpu=False)
+        assert option(command.argv, "--served-model-name") == "mine"
+        assert not {"--skip-tokenizer-init", "--context-length", "--max-total-tokens"} & {*command.argv}
+        assert "VLLM_SERVER_DEV_MODE" not in command.env
+        check_host(job.model_copy(update={"host": "0.0.0.0"}), "sesame")
+
+
 def test_only_on_a_cpu_are_the_engines_told_to_use_one() -> None:
     job = job_of({"kind": "sglang", "dtype": "float32"}, engine_threads=3)
     on_gpu, on_cpu = (render_launch(job, Path("/models/m"), on_gpu=on_gpu) for on_gpu in (True, False))
@@ -153,6 +163,17 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
     assert flag not in render_launch(job_of(engine), Path("/models/m"), on_gpu=True).argv
     with pytest.raises(ConfigError, match=r"deployment\.colocated: this machine has no GPU"):
         render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sglang", "--mem-fraction-static"), ("vllm", "--gpu-memory-utilization")])
+def test_an_engines_share_of_the_memory_reaches_the_server_and_an_argument_of_the_user_comes_last(
+    kind: str, name: str
+) -> None:
+    engine = {"kind": kind, "dtype": "bfloat16", "extra_args": [name, "0.5"]}
+    job = job_of(engine, engine_memory_share=0.62)
+    argv = render_launch(job, Path("/models/m"), on_gpu=True).argv
+    assert option(argv, name) == "0.62" and argv[-2:] == (name, "0.5")
+    assert name not in render_launch(job_of({"kind": kind, "dtype": "bfloat16"}), Path("/models/m"), on_gpu=True).argv
 
 
 @pytest.mark.parametrize(("kind", "way"), [("embedded", "nccl"), ("embedded", "tensors"), ("vllm", "tensors")])

@@ -178,7 +178,8 @@ def test_sft_stopped_four_times_is_the_run_that_was_not(straight_sft: Path, tmp_
     assert_same_run(straight_sft, stopped)
 
 
-@pytest.mark.parametrize("seed", [1, *MORE_SEEDS])
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(1, 9))
 def test_sft_stopped_and_killed_five_times_is_the_run_that_was_not(
     straight_sft: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -266,7 +267,8 @@ def test_rl_stopped_four_times_is_the_run_that_was_not(straight_rl: Path, tmp_pa
     assert_same_run(straight_rl, stopped)
 
 
-@pytest.mark.parametrize("seed", [1, *MORE_SEEDS])
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(1, 9))
 def test_rl_stopped_and_killed_five_times_is_the_run_that_was_not(straight_rl: Path, tmp_path: Path, seed: int) -> None:
     ended = same_job(straight_rl, tmp_path)
     stop_or_kill_often(ended, seed=seed, max_steps=4)
