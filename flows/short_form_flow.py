@@ -2,8 +2,8 @@
 
 Not here: the fields and how they become tables (short_form.py), the stages (pipeline.py).
 
-Prefect has one flow `sft-rl` with two kinds of deployments: those of the full form call `sft_rl`, those of the short
-form `sft_rl_short`. Runs of both are alike for notifications, Cancel, restarts and reuse of stages.
+Prefect has one flow `sft-rl` with two kinds of deployments. Deployments of the full form call `sft_rl`, and deployments
+of the short form call `sft_rl_short`. Runs of both are alike for notifications, Cancel, restarts and reuse of stages.
 """
 
 # No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
@@ -125,8 +125,8 @@ def sft_rl_short(
         str,
         shown(
             "node",
-            """Machine of the run: this one, one over SSH (node.host and node.python stand in More settings), one that
-            you rented (node.instance), or one that the run rents and gives back.""",
+            """Machine of the run. local: this machine. ssh: a machine over SSH; node.host and node.python stand in More
+            settings. instance: a machine that you rented. rented: the run rents a machine and gives it back.""",
             enum=list(NODE_TYPES),
         ),
     ] = "local",
