@@ -100,6 +100,12 @@ def write_job(directory: Path, job: SFTJob | RLJob | ServeJob) -> Path:
     return directory
 
 
+def job_environment() -> dict[str, str]:
+    """The environment of a job that may import the tests' rewards, besides what PYTHONPATH has already."""
+    path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 @contextmanager
 def started(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The job of a run directory under way; whatever of it is left at the end of the block is killed."""
@@ -108,7 +114,7 @@ def started(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", kind, str(directory / "job.json")],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=job_environment(),
             stdout=log,
             stderr=log,
         )
@@ -224,7 +230,7 @@ def start_node(directory: Path, rank: int, port: int) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             [*command, str(directory / "job.json")],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=job_environment(),
             stdout=log,
             stderr=log,
         )

@@ -6,6 +6,7 @@ Without it a trained model could be used by this project's client alone, or woul
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ def client_of(url: str, key: str = "none") -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def client(story: tuple[str, Scheduler]) -> openai.OpenAI:
     return client_of(story[0])
+
+
+@pytest.fixture
+def texted_dir(model_dir: Path, story_dir: Path, tmp_path: Path) -> Path:
+    """The model's folder, with a tokenizer that knows its ids."""
+    shutil.copytree(model_dir, tmp_path / "texted")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(story_dir / name, tmp_path / "texted" / name)
+    return tmp_path / "texted"
 
 
 def chat(client: openai.OpenAI, **asked: Any) -> Any:
@@ -318,8 +328,8 @@ def test_a_harness_scores_a_continuation_without_a_token(tmp_path: Path) -> None
         torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs[1:]), expected_T, atol=1e-4, rtol=0)
 
 
-def test_a_stream_that_is_cut_frees_its_slot(model_dir: Path, story_dir: Path) -> None:
-    with served(_with_tokenizer(model_dir, story_dir), name=NAME) as (url, scheduler):
+def test_a_stream_that_is_cut_frees_its_slot(texted_dir: Path) -> None:
+    with served(texted_dir, name=NAME) as (url, scheduler):
         asked: dict[str, Any] = {
             "model": NAME,
             "prompt": [3, 4],
@@ -332,9 +342,9 @@ def test_a_stream_that_is_cut_frees_its_slot(model_dir: Path, story_dir: Path) -
         until_idle(scheduler)
 
 
-def test_weights_change_amid_a_stream(model_dir: Path, other_dir: Path, story_dir: Path) -> None:
+def test_weights_change_amid_a_stream(texted_dir: Path, other_dir: Path) -> None:
     """The answer ends under the new weights, and says so."""
-    with served(_with_tokenizer(model_dir, story_dir), name=NAME) as (url, _):
+    with served(texted_dir, name=NAME) as (url, _):
         asked: dict[str, Any] = {"model": NAME, "prompt": [3, 4], "max_tokens": 1500, "stream": True, "logprobs": 0}
         options: dict[str, Any] = {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
         with client_of(url).completions.create(**asked, **options) as stream:
@@ -349,8 +359,8 @@ def test_weights_change_amid_a_stream(model_dir: Path, other_dir: Path, story_di
         assert last.metadata == {"weight_version": "second"}
 
 
-def test_a_client_that_reads_slowly_keeps_no_other_waiting(model_dir: Path, story_dir: Path) -> None:
-    with served(_with_tokenizer(model_dir, story_dir), name=NAME) as (url, scheduler):
+def test_a_client_that_reads_slowly_keeps_no_other_waiting(texted_dir: Path) -> None:
+    with served(texted_dir, name=NAME) as (url, scheduler):
         body = {"model": NAME, "prompt": [3], "max_tokens": 1500, "stream": True, "ignore_eos": True, "logprobs": 5}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as slow:
             lines = slow.iter_lines()
@@ -372,10 +382,3 @@ def test_a_body_of_more_than_is_taken_is_refused(
     answer = httpx.post(f"{story[0]}{path}", json={"model": NAME, "prompt": "x" * 2000}, timeout=TIMEOUT_S)
     assert (answer.status_code, "more than the permitted 1000 bytes" in answer.text) == (400, True)
     assert "message" in answer.json()["error"]
-
-
-def _with_tokenizer(model_dir: Path, tokenizer_dir: Path) -> Path:
-    """The model's folder, with a tokenizer that knows its ids."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model_dir / name).write_bytes((tokenizer_dir / name).read_bytes())
-    return model_dir
