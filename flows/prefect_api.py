@@ -70,8 +70,13 @@ def _ask_named(address: ServerAddress, method: str, path: str, question: Any) ->
 
 
 def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
-    """Send a request to a store's own server, after its certificate proved its identity."""
+    """Send a request to a store's own server, after its certificate proved its identity.
+
+    A server whose services stand still begins anew, and drops the requests that it has. Such a request is sent once
+    more: it waits at the server's socket, which stays.
+    """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
+    may_repeat = True
     verify = client_context(address.certificate) if address.certificate else True
     headers = {"Authorization": basic_authorization(address.password)} if address.password else {}
     with httpx.Client(verify=verify, trust_env=False, timeout=TIMEOUT, headers=headers) as client:
@@ -79,7 +84,11 @@ def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> h
             try:
                 answer = client.request(method, f"{address.api_url}{path}", json=question)
             except httpx.HTTPError as error:
-                if address.certificate and "SSL" in str(error):
+                is_dropped = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) or "EOF" in str(error)
+                if is_dropped and may_repeat:
+                    may_repeat = False
+                    continue
+                if address.certificate and "SSL" in str(error) and not is_dropped:
                     raise ServerError(
                         f"another program answers at {address.api_url}, where the Prefect server of this store was: "
                         "nothing was sent to it; rollouts down and rollouts up start the server elsewhere"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from rollouts.flows.commands.up import require_serving
 from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, form_name, load_deployments, offered_name, overridden
@@ -48,5 +49,6 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
                 f"{name} needs a model: evaluate.model=production, or candidate, base, a run, a folder, a URL"
             )
         question = {"name": parameters.get("run", {}).get("name", name), "parameters": parameters}
+        question["idempotency_key"] = str(uuid4())  # a request that is sent once more creates no second run
         run = ask(address, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
     return run_url(address, run["id"])
