@@ -133,8 +133,14 @@ def test_requests_that_nobody_waits_for_are_looked_for_once_however_many_callers
         return remove(is_chosen)
 
     monkeypatch.setattr(scheduler._batch, "remove", count_walks)
-    has_more = threading.Event()
-    busy = scheduler._between_steps(lambda: has_more.wait(TIMEOUT_S))
+    is_busy, has_more = threading.Event(), threading.Event()
+
+    def wait_for_more() -> bool:
+        is_busy.set()
+        return has_more.wait(TIMEOUT_S)
+
+    busy = scheduler._between_steps(wait_for_more)
+    assert is_busy.wait(TIMEOUT_S)
     for index in range(50):
         scheduler.give_up([f"left{index}"])
     has_more.set()
