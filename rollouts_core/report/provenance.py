@@ -11,8 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts_core.config import Config
+from rollouts_core.checks.needed_part import GIB
+from rollouts_core.checks.placement_plan import placed_work
+from rollouts_core.config import Config, DeploymentConfig
 from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.model.model_size import read_folder
 from rollouts_core.report.charts import format_number, format_seconds
 from rollouts_core.report.curve_data import metrics_total
 from rollouts_core.report.inputs import ReportInput, StageSummary
@@ -38,6 +41,7 @@ def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
     if report.began_at and ended_at > report.began_at:
         facts.append(("Whole wall time", format_seconds(ended_at - report.began_at)))
     facts += _machines(report)
+    facts.append(("Placement", _placement(report)))
     facts.append(("Parameters", count_parameters(Path(report.checkpoint_path))))
     facts += [(f"Tokens of {label_of(name)}", text) for name, text in _tokens(report)]
     facts.append(("Seeds", _seeds(report.config)))
@@ -67,14 +71,39 @@ def _machines(report: ReportInput) -> list[tuple[str, str]]:
     """The machine and software of each training. A training on the same machine as the one before adds nothing."""
     facts, before = [], dict[str, Any]()  # Any: JSON
     for training in report.trainings:
-        starts = [line for line in read_json_lines(RunDirectory(training.run_dir).events) if line["event"] == "started"]
-        started = starts[-1] if starts else {}
+        started = _last_start(training.run_dir)
         machine = {name: started[name] for name in MACHINE if name in started}
         if machine and machine != before:
             of = f" of {label_of(training.name)}" if before else ""
             facts += [(f"{MACHINE[name]}{of}", _as_text(value)) for name, value in machine.items()]
             before = machine
     return facts
+
+
+def _last_start(run_dir: Path) -> dict[str, Any]:  # Any: JSON
+    """The event `started` of a training's last attempt. Empty without one."""
+    starts = [line for line in read_json_lines(RunDirectory(run_dir).events) if line["event"] == "started"]
+    return starts[-1] if starts else {}
+
+
+def _placement(report: ReportInput) -> str:
+    """The work of each GPU during the last training, with the estimated memory. Empty for a training without GPUs.
+
+    The job's record has the placement that the run planned on its node. The report's settings do not have it.
+    """
+    if report.config is None or not report.trainings or not _last_start(report.trainings[-1].run_dir).get("gpus"):
+        return ""
+    try:
+        job = json.loads(RunDirectory(report.trainings[-1].run_dir).job.read_text(encoding="utf-8"))
+        deployment = DeploymentConfig.model_validate(job["deployment"])
+    except UNREADABLE:
+        return ""
+    config = report.config.model_copy(update={"deployment": deployment})
+    placed = placed_work(config, read_folder(Path(report.checkpoint_path)))
+    return "; ".join(
+        f"GPU {each.gpus}: {each.work}" + (f", estimated at {each.num_bytes / GIB:.1f} GiB" if each.num_bytes else "")
+        for each in placed
+    )
 
 
 MACHINE = {

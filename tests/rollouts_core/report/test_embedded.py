@@ -27,6 +27,7 @@ from rollouts_core.report.provenance import describe_provenance, describe_reused
 from rollouts_core.report.rollout_codec import encode_group, join_columns, logprob_level, numbers_text
 from rollouts_core.report.vocabulary import Vocabulary, join_bytes, load_vocabulary
 from rollouts_core.run_directory import RunDirectory
+from tests.rollouts_core.checks.test_resource_needs import config_of
 from tests.rollouts_core.report.made_run import WORDS, rollout, write_rollouts, write_tokenizer
 from tests.rollouts_core.report.test_report import full_report  # noqa: F401
 
@@ -198,6 +199,19 @@ def test_provenance_says_what_was_recorded_and_leaves_out_the_rest(full_report: 
     facts = dict(describe_provenance(replace(full_report, run_id="r1", began_at=100.0, written_at=190.0)))
     assert facts["Host"] == "node-7" and facts["GPUs"] == "2 × H200" and facts["Versions"] == "torch 2.13"
     assert facts["Whole wall time"] == "1 min 30 s" and "Host of RL" not in facts, "the same machine is said once"
+
+
+def test_the_placement_of_a_training_on_gpus_is_that_of_its_job(full_report: ReportInput) -> None:  # noqa: F811
+    config = config_of("sft+rl", rollout={"engine": {"kind": "sglang"}})
+    report, rl = replace(full_report, config=config), RunDirectory(full_report.trainings[1].run_dir)
+    deployment = {"trainer_gpu_ranks": [0], "engine_gpu_ranks": [1, 2], "num_engines": 2}
+    rl.job.write_text(json.dumps({"deployment": deployment}))
+    assert "Placement" not in dict(describe_provenance(report)), "no GPU was recorded"
+    rl.events.write_text(json.dumps({"event": "started", "gpus": ["H200"] * 3, "time": 1.0}) + "\n")
+    placement = dict(describe_provenance(report))["Placement"]
+    assert placement == "GPU 0: trainer; GPU 1 to 2: 2 engines", "the sizes are unknown without the checkpoint"
+    rl.job.write_text('{"deployment": {"trainer_gpu_ranks": "all"}}')
+    assert "Placement" not in dict(describe_provenance(report))
 
 
 def test_the_time_of_a_reused_stage_is_that_of_its_attempts(full_report: ReportInput, tmp_path: Path) -> None:  # noqa: F811
