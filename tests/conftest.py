@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.excuses import ExcusedSkip
-from tests.reports import pytest_report_to_serializable as pytest_report_to_serializable
+from tests.kit.excuses import ExcusedSkip
+from tests.kit.reports import pytest_report_to_serializable as pytest_report_to_serializable
 
 if TYPE_CHECKING:
     from tests.infra.stores.s3_server import CuttablePort, S3Server
+
+# Before any test imports them: a failed assertion of a helper shows its values.
+pytest.register_assert_rewrite("tests.kit.commands", "tests.kit.runs", "tests.kit.serving")
 
 # Before any test imports a library that reads them: no test asks a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

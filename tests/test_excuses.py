@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.excuses import ExcusedSkip
 from tests.infra import separate_node
+from tests.kit.excuses import ExcusedSkip
 
 ROOT = Path(__file__).parents[1]
 SKIPPING = """
 import pytest
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 
 def test_without_a_program():
     pytest.skip("there is no sshd")

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
-from tests.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
+from tests.kit.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"flows/": "rollouts/flows/", "tasks/": "rollouts/tasks/", "infra/": "rollouts/infra/"}

@@ -28,10 +28,10 @@ from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
 from rollouts_core.stages.planning import plugin_digest
 from rollouts_core.user_code.own_files import find_code, own_code
 from tests.example_plugin import MODULE, importable, install_example, write_package
-from tests.flows.conftest import clean_environment
-from tests.flows.test_ssh import node_settings
 from tests.infra.ssh_server import running_server
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import clean_environment
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import node_settings
 
 TIMEOUT_S = 300
 SOURCES = Path(__file__).parents[1] / "src"

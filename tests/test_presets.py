@@ -51,7 +51,8 @@ from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.sft import run_sft_training
-from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
+from tests.flows.conftest import prefect_home, rollouts, served_home
+from tests.kit.commands import Rollouts
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from tests.processes import Watch
+from tests.kit.processes import Watch
 
 
 def test_what_shows_the_text_within_the_block_is_seen_and_nothing_else() -> None:

@@ -25,7 +25,8 @@ def test_after_it():
 
 def test_a_failure_that_shows_a_name_that_is_no_text_ends_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "test_failing.py").write_text(FAILING)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.reports", "--numprocesses", "1", "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.kit.reports", "--numprocesses", "1"]
+    command += ["--rootdir", str(tmp_path)]
     ended = subprocess.run(
         [*command, "-p", "no:cacheprovider", str(tmp_path)],
         cwd=Path(__file__).parents[1],

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core.config import ModelConfig
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.quickstart import write_quickstart_files
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 from tests.rollouts_core.make import TINY_SIZE
 
 NOBODY = 65534

@@ -30,8 +30,8 @@ from rollouts_core.errors import TrainingError
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.quickstart import write_quickstart_files
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.make import TINY_SIZE
-from tests.waiting import wait_until
 
 KEY = "key-of-the-run"
 LISTENING = "0A"

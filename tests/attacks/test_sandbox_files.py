@@ -22,7 +22,7 @@ from rollouts_core.environments.sandbox import SandboxResult, run_in_sandbox
 from rollouts_core.errors import RewardError
 from rollouts_core.system import private_files
 from rollouts_core.system.private_files import keep_private
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 SECRET = "expected-7341"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.environments.system_calls import AUDIT_ARCH, CHECKED, REFUSED, build_filter
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 
 INCLUDE = Path("/usr/include")
 ALLOWED = -1

@@ -21,7 +21,7 @@ import pytest
 from rollouts_core.environments.memory_groups import NAME, find_group_parent
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 
 MEMORY_MB = 96
 MEMORY_OF_MANY_MB = 192

@@ -30,8 +30,8 @@ from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import MAX_WAITING_UPDATES, RequestError, Scheduler
 from rollouts_core.engines.group import WeightGroup
 from rollouts_core.errors import EngineUnavailableError
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.served_engine import engine_url
-from tests.waiting import wait_until
 
 NUM_CALLS = 40
 SERVE = """

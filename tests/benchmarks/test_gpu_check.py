@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

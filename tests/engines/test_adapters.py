@@ -18,7 +18,7 @@ from rollouts_core.engines import PublishTarget, SGLangEngine, VLLMEngine, publi
 from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.errors import EngineError
-from tests.engines.conftest import SavedModel
+from tests.engines.models import SavedModel
 from tests.engines.servers import START_TIMEOUT_S, make_server, started_by_hand
 from tests.rollouts_core.engines.test_adapters import TOLERANCE, sampled_gap, target_of, trained_backend
 from tests.rollouts_core.model.test_policy import take_steps

@@ -21,9 +21,9 @@ from rollouts_core.engines import Completion, GenerationRequest
 from rollouts_core.engines.http import create_transport
 from rollouts_core.errors import EngineError
 from rollouts_core.job import InputModel, ServeJob
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
+from tests.engines.models import SavedModel
 from tests.engines.servers import ROOT, Server, engine_python
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -7,9 +7,8 @@ but a reward that does not rise.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import httpx
@@ -18,55 +17,25 @@ import torch
 
 from rollouts.flows.preflight import served_model
 from rollouts.infra.engines import has_generated, resume_generation
-from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import Completion, GenerationRequest
-from rollouts_core.engines.client import EngineClient
+from rollouts_core.engines import Completion
 from rollouts_core.errors import EngineError, WeightSyncError
 from rollouts_core.rollout.generate import continue_request, sampling_seed
 from rollouts_core.types import Status
-from tests.engines.conftest import SavedModel, make, save
+from tests.engines.asking import (
+    LOGPROB_TOLERANCE,
+    PROMPT,
+    Engine,
+    ask,
+    num_running,
+    versions_of,
+    with_client,
+    worst_gap,
+)
+from tests.engines.models import SavedModel, make, save
 from tests.engines.servers import CONTEXT_LENGTH, Server
-from tests.rollouts_core.embedded.tiny_models import expected_logits, expected_logprobs
+from tests.rollouts_core.embedded.tiny_models import expected_logits
 
 pytestmark = pytest.mark.timeout(400)
-
-Engine = EngineClient
-ResultT = TypeVar("ResultT")
-PROMPT = [4, 8, 9, 2, 5]
-LOGPROB_TOLERANCE = 1e-4
-
-
-def ask(
-    prompt: list[int] = PROMPT,
-    *,
-    temperature: float = 1.0,
-    num_tokens: int = 12,
-    seed: int = 0,
-    stop: tuple[int, ...] = (),
-) -> GenerationRequest:
-    sampling = SamplingConfig(temperature=temperature, max_new_tokens=num_tokens)
-    return GenerationRequest(prompt_tokens=prompt, sampling=sampling, stop_token_ids=stop, seed=seed)
-
-
-def with_client(server: Server, use: Callable[[Engine], Awaitable[ResultT]]) -> ResultT:
-    """What `use` returns of a new client."""
-
-    async def run() -> ResultT:
-        async with server.client() as client:
-            return await use(client)
-
-    return asyncio.run(run())
-
-
-def worst_gap(saved: SavedModel, request: GenerationRequest, completion: Completion) -> float:
-    """How far a completion's log-probs are from a transformers forward pass, nats."""
-    temperature = request.sampling.temperature or 1.0
-    expected = expected_logprobs(saved.model, request.prompt_tokens, completion.tokens, temperature=temperature)
-    return float((expected - torch.tensor(completion.logprobs)).abs().max())
-
-
-def versions_of(completions: list[Completion]) -> set[str]:
-    return {version for completion in completions for version, _, _ in completion.version_spans}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -190,17 +159,6 @@ def test_an_update_amid_completions_mixes_no_weights_and_each_completion_says_it
         [version] = versions_of([completion])
         assert worst_gap(served[version], request, completion) < LOGPROB_TOLERANCE
     assert versions_of(completions[len(requests) :]) == {"trained-2"}
-
-
-def num_running(server: Server) -> int:
-    """Requests that the server works on, by its own count."""
-    if server.job.engine.kind == "vllm":
-        lines = httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
-        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
-    if server.job.engine.kind == "sglang":
-        loads = httpx.get(f"{server.url}/v1/loads", timeout=60.0).json()["loads"]
-        return sum(int(load["num_running_reqs"]) for load in loads)
-    return int(httpx.get(f"{server.url}/server_info", timeout=60.0).json()["internal_states"][0]["num_running_reqs"])
 
 
 def test_requests_that_nobody_waits_for_any_more_are_ended(server: Server) -> None:

@@ -21,10 +21,11 @@ from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EvalJob, InputFile, InputModel
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.quickstart import SMALL_SIZE, build_character_tokenizer, write_quickstart_files
-from tests.engines.conftest import SavedModel, make, save
+from tests.engines.models import SavedModel, make, save
 from tests.engines.servers import engine_python
 from tests.engines.test_pipeline import settings_of
-from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
+from tests.flows.conftest import prefect_home, rollouts, served_home
+from tests.kit.commands import Rollouts
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 

@@ -15,7 +15,7 @@ import pytest
 
 from rollouts_core.config import EngineKind
 from rollouts_core.engine_log import explain_engine_log
-from tests.engines.conftest import SavedModel
+from tests.engines.models import SavedModel
 from tests.engines.servers import engine_python
 from tests.rollouts_core.data.hub import Hub, serve_hub
 

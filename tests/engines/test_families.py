@@ -29,9 +29,9 @@ from transformers import (
 from rollouts_core.config import EngineKind
 from rollouts_core.engines import Completion
 from rollouts_core.quickstart import build_character_tokenizer
-from tests.engines.conftest import SavedModel, save
+from tests.engines.asking import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
+from tests.engines.models import SavedModel, save
 from tests.engines.servers import serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
 from tests.engines.test_sending import sent
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(400)]

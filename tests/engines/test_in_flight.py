@@ -7,65 +7,20 @@ is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import anyio
 import pytest
-import torch
-from transformers import PreTrainedModel
 
-from rollouts_core.config import InFlight, SamplingConfig
-from rollouts_core.engines import Completion, GenerationRequest, InFlightEngine
+from rollouts_core.config import InFlight
+from rollouts_core.engines import Completion, InFlightEngine
 from rollouts_core.errors import EngineError
-from rollouts_core.rollout.generate import complete_request
-from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Status
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import check_spans, is_seen_at_work, start_all
+from tests.engines.models import SavedModel
 from tests.engines.servers import Server
-from tests.engines.test_contract import LOGPROB_TOLERANCE, num_running
-from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 
 pytestmark = pytest.mark.timeout(400)
-
-REQUESTS = [
-    GenerationRequest(
-        prompt_tokens=[4, 8, 9, 2, place],
-        sampling=SamplingConfig(temperature=1.0, max_new_tokens=500),
-        stop_token_ids=(),
-        seed=0,
-    )
-    for place in range(2, 26)
-]
-
-
-def start_all(engine: InFlightEngine) -> asyncio.Future[list[Completion]]:
-    """All requests, under way."""
-    return asyncio.ensure_future(gather([partial(complete_request, engine, request) for request in REQUESTS]))
-
-
-async def is_seen_at_work(server: Server, under_way: asyncio.Future[list[Completion]]) -> bool:
-    """True as soon as the server says that it works on requests; False when they ended before."""
-    while not under_way.done():
-        if await asyncio.to_thread(num_running, server):
-            return True
-    return False
-
-
-def check_spans(models: Mapping[str, PreTrainedModel], completions: Sequence[Completion]) -> set[str]:
-    """Each token has to be of the version that its span names; returns those that are named.
-
-    Args:
-        completions: of `REQUESTS`, in their order.
-    """
-    seen: set[str] = set()
-    for request, completion in zip(REQUESTS, completions, strict=True):
-        for version, begin, end in completion.version_spans:
-            expected = expected_logprobs(models[version], request.prompt_tokens, completion.tokens)
-            gaps = (expected - torch.tensor(completion.logprobs)).abs()[begin:end]
-            assert gaps.numel() == 0 or float(gaps.max()) < LOGPROB_TOLERANCE
-            seen.add(version)
-    return seen
 
 
 async def publish_amid(server: Server, in_flight: InFlight, start: SavedModel, trained: SavedModel) -> list[Completion]:

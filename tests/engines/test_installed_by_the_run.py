@@ -13,7 +13,8 @@ import tomli_w
 
 from rollouts_core.metrics import read_metrics
 from tests.engines.test_pipeline import assert_every_step_had_new_weights, settings_of
-from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
+from tests.flows.conftest import prefect_home, rollouts, served_home
+from tests.kit.commands import Rollouts
 from tests.rollouts_core import kill_rewards
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder

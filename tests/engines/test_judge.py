@@ -17,7 +17,7 @@ from rollouts_core.config import RewardConfig
 from rollouts_core.errors import EnvironmentUnavailableError
 from rollouts_core.reward_services import create_judge_reward
 from rollouts_core.types import Sample
-from tests.engines.conftest import SavedModel, make, save
+from tests.engines.models import SavedModel, make, save
 from tests.engines.servers import Server, serving
 
 pytestmark = pytest.mark.timeout(400)

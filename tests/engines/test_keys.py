@@ -15,7 +15,7 @@ import pytest
 from rollouts_core.config import EngineKind, SamplingConfig
 from rollouts_core.engines import GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError
-from tests.engines.conftest import SavedModel
+from tests.engines.models import SavedModel
 from tests.engines.servers import serving
 
 pytestmark = pytest.mark.timeout(400)

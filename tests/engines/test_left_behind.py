@@ -12,7 +12,7 @@ import pytest
 
 from rollouts_core.config import EngineKind
 from rollouts_core.engines import cleanup_process
-from tests.engines.conftest import SavedModel
+from tests.engines.models import SavedModel
 from tests.engines.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(400)]

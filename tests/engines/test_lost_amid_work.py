@@ -27,10 +27,9 @@ from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Message, Prompt, RolloutBatch, Sample
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import LOGPROB_TOLERANCE, REQUESTS, ask, num_running, versions_of, worst_gap
+from tests.engines.models import SavedModel
 from tests.engines.servers import START_TIMEOUT_S, Server, serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, num_running, versions_of, worst_gap
-from tests.engines.test_in_flight import REQUESTS
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 
 pytestmark = pytest.mark.timeout(400)

@@ -17,8 +17,9 @@ from rollouts_core.metrics import read_metrics
 from rollouts_core.quickstart import SMALL_SIZE, write_quickstart_files
 from tests.engines.servers import engine_python
 from tests.flows.clusters import two_machines
-from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
-from tests.small_pipeline import small_settings
+from tests.flows.conftest import prefect_home, rollouts, served_home
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import small_settings
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 

@@ -35,7 +35,7 @@ from rollouts_core.reward_services import create_reward_model_reward
 from rollouts_core.rewards import grade_group
 from rollouts_core.types import Message, Sample
 from tests.engines.servers import START_TIMEOUT_S, engine_python, started_by_hand
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -30,12 +30,13 @@ from rollouts_core.engines.router_process import RouterProcess, started_router
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S
 from rollouts_core.errors import EngineUnavailableError
 from rollouts_core.metrics import read_metrics
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import LOGPROB_TOLERANCE, ask, num_running, versions_of, worst_gap
+from tests.engines.asking import REQUESTS as LONG_REQUESTS
+from tests.engines.models import SavedModel
 from tests.engines.servers import Server, engine_python, serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, num_running, versions_of, worst_gap
-from tests.engines.test_in_flight import REQUESTS as LONG_REQUESTS
-from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
-from tests.small_pipeline import write_small_pipeline
+from tests.flows.conftest import prefect_home, rollouts, served_home
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import write_small_pipeline
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 

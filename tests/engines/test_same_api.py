@@ -19,9 +19,9 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines.launch import render_launch
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import LOGPROB_TOLERANCE
+from tests.engines.models import SavedModel
 from tests.engines.servers import Server, make_server, started_by_hand
-from tests.engines.test_contract import LOGPROB_TOLERANCE
 from tests.rollouts_core.served_engine import engine_url
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -28,10 +28,9 @@ from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host, split_
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Sample
-from tests.engines.conftest import SavedModel, make, save
+from tests.engines.asking import LOGPROB_TOLERANCE, ask, check_spans, is_seen_at_work, start_all, versions_of, worst_gap
+from tests.engines.models import SavedModel, make, save
 from tests.engines.servers import START_TIMEOUT_S, Server, serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
-from tests.engines.test_in_flight import check_spans, is_seen_at_work, start_all
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -20,10 +20,9 @@ from rollouts_core.engines import Completion, InFlightEngine, VLLMEngine
 from rollouts_core.engines import sending_to_vllm as sending_module
 from rollouts_core.engines import vllm as vllm_module
 from rollouts_core.errors import WeightSyncError
-from tests.engines.conftest import SavedModel, make, save
+from tests.engines.asking import LOGPROB_TOLERANCE, ask, check_spans, is_seen_at_work, start_all, versions_of, worst_gap
+from tests.engines.models import SavedModel, make, save
 from tests.engines.servers import ROOT, Server, serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
-from tests.engines.test_in_flight import check_spans, is_seen_at_work, start_all
 from tests.engines.test_sending import SMALL_BUCKET, sent
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.parametrize("server", ["vllm"], indirect=True)]

@@ -22,11 +22,11 @@ from openai import AuthenticationError, OpenAI
 from rollouts_core.config import EngineKind
 from rollouts_core.engines import cleanup_process
 from rollouts_core.quickstart import build_character_tokenizer
-from tests.engines.conftest import SavedModel
+from tests.engines.models import SavedModel
 from tests.engines.servers import engine_python
-from tests.flows.conftest import clean_environment
+from tests.kit.commands import clean_environment
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.embedded.tiny_models import expected_logits
-from tests.waiting import wait_until
 
 KEY = "sesame"
 MARK = "ROLLOUTS_SERVE_TEST"

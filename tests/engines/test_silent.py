@@ -21,10 +21,10 @@ from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, EnginePool, GenerationRequest
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.errors import EngineUnavailableError
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import LOGPROB_TOLERANCE, REQUESTS, ask, num_running, versions_of, worst_gap
+from tests.engines.models import SavedModel
 from tests.engines.servers import CONTEXT_LENGTH, START_TIMEOUT_S, Server, serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, PAUSES, ask, num_running, versions_of, worst_gap
-from tests.engines.test_in_flight import REQUESTS
+from tests.engines.test_contract import PAUSES
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -22,9 +22,9 @@ from rollouts_core.engines.canary import checkpoint_canary, prove
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.job import InputModel, ServeJob
-from tests.engines.conftest import SavedModel
+from tests.engines.asking import LOGPROB_TOLERANCE, ask, worst_gap
+from tests.engines.models import SavedModel
 from tests.engines.servers import START_TIMEOUT_S, engine_python, started_by_hand
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, worst_gap
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

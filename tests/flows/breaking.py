@@ -29,13 +29,13 @@ import tomli_w
 from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.own_server.lend import ServerAddress, local_server
 from rollouts_core.metrics import read_json_lines
-from tests.flows.conftest import Rollouts, pids_of
-from tests.flows.test_faults import events_of, exits_of, program_of
-from tests.flows.test_up import ASK_S, flows_of, set_state, state_of, trigger, up
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer, running_server
-from tests.small_pipeline import small_settings
+from tests.kit.commands import Rollouts, pids_of
+from tests.kit.runs import events_of, exits_of, program_of
+from tests.kit.serving import ASK_S, flows_of, set_state, state_of, trigger, up
+from tests.kit.small_pipeline import small_settings
 
 POLL_S = 0.002
 """What is to be held at a place lasts some hundredths of a second there."""

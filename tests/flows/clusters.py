@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.flows.conftest import Rollouts
 from tests.flows.test_separate_node import node_settings
 from tests.infra.separate_node import PrivateLink, SeparateNode, private_link, separate_node
+from tests.kit.commands import Rollouts
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every refusal is a sentence on stderr, exit code 2, and nothing left in the store.
 
-Not here: what can be spoilt (test_bad_*.py), the files themselves (tests/small_pipeline.py).
+Not here: what can be spoilt (test_bad_*.py), the files themselves (tests/kit/small_pipeline.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rollouts.flows.cli import app
 from rollouts.flows.form import load_pipeline
 from rollouts_core.errors import InputError
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 Settings = dict[str, Any]  # Any: settings of every type
 Change = Callable[[Path], object]

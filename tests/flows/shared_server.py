@@ -24,9 +24,9 @@ import pytest
 
 from rollouts.flows.own_server.lend import ServerAddress, ServerError
 from rollouts.flows.prefect_api import ask
-from tests.flows.conftest import clean_environment
-from tests.processes import dies_with_us
-from tests.waiting import wait_until
+from tests.kit.commands import clean_environment
+from tests.kit.processes import dies_with_us
+from tests.kit.waiting import wait_until
 
 USER = "prefect"
 AUTH = "people:secret"

@@ -18,7 +18,7 @@ from rollouts.flows.commands.preset import load_preset
 from rollouts.flows.form import load_pipeline
 from rollouts_core.errors import ConfigError
 from rollouts_core.rewards import REWARDS
-from tests.small_pipeline import small_settings, write_small_pipeline
+from tests.kit.small_pipeline import small_settings, write_small_pipeline
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.flows.refusals import (
     write_config,
     write_function,
 )
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
-from tests.flows.conftest import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of
 from tests.flows.refusals import (
     GOOD_ROW,
     Change,
@@ -40,8 +39,9 @@ from tests.flows.refusals import (
     write_rows,
 )
 from tests.infra.ssh_server import running_server
-from tests.mounts import fill, mounted_tmpfs
-from tests.waiting import wait_until
+from tests.kit.commands import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of
+from tests.kit.mounts import fill, mounted_tmpfs
+from tests.kit.waiting import wait_until
 
 SMALL = "size=64m"
 

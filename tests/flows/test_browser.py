@@ -20,23 +20,14 @@ import pytest
 from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.ssh.login_keys import read_public_key
-from tests.chromium import chromium
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
 from tests.flows.test_notify import make_run, set_state
-from tests.flows.test_up import (  # noqa: F401
-    address_of,
-    api,
-    served,
-    state_of,
-    trigger,
-    up,
-    wait_for_checkpoint,
-    wait_for_state,
-)
 from tests.infra.ssh_server import make_key
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.chromium import chromium
+from tests.kit.commands import Rollouts
+from tests.kit.runs import LONG, exits_of, program_of, run_dir
+from tests.kit.serving import address_of, api, state_of, trigger, up, wait_for_checkpoint, wait_for_state
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -169,7 +160,7 @@ def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) ->
 
 @pytest.mark.matrix
 def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     page: Page,
     tmp_path: Path,
 ) -> None:
@@ -210,7 +201,7 @@ def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
 
 @pytest.mark.matrix
 def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_line(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     page: Page,
     tmp_path: Path,
 ) -> None:
@@ -237,7 +228,7 @@ def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_lin
 
 @pytest.mark.promise
 def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reused(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     page: Page,
     tmp_path: Path,
 ) -> None:

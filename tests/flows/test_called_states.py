@@ -16,12 +16,12 @@ from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
-from tests.flows.conftest import Rollouts
 from tests.flows.test_cancel import run_that_holds
-from tests.flows.test_faults import LONG, assert_goes_on, assert_nothing_is_left, paused, run_until
-from tests.flows.test_up import flows_of, served, state_of, trigger, up, wait_for_checkpoint  # noqa: F401
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.runs import LONG, assert_goes_on, assert_nothing_is_left, paused, run_until
+from tests.kit.serving import flows_of, state_of, trigger, up, wait_for_checkpoint
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 LONGER = LONG | {"training__sft__num_steps": 100_000}
@@ -45,7 +45,7 @@ def wait_until_given_up(rollouts: Rollouts, run_id: str, stage: Path) -> None:
 @pytest.mark.parametrize("state", ["CANCELLED", "FAILED", pytest.param("COMPLETED", marks=pytest.mark.matrix)])
 def test_a_served_run_that_is_called_ended_ends_and_keeps_that_state(
     state: str,
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
@@ -71,7 +71,7 @@ def test_a_run_of_a_terminal_that_is_called_failed_ends(rollouts: Rollouts, tmp_
 @pytest.mark.parametrize("state", ["FAILED", pytest.param("CRASHED", marks=pytest.mark.matrix)])
 def test_cancel_ends_a_living_run_whatever_it_is_called(
     state: str,
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
@@ -89,7 +89,7 @@ def test_cancel_ends_a_living_run_whatever_it_is_called(
 
 
 def test_a_run_that_is_called_crashed_leaves_its_job_and_one_that_was_not_heard_of_goes_on(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))

@@ -26,8 +26,8 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.errors import InputError
-from tests.flows.conftest import ROOT, Rollouts
-from tests.flows.test_faults import (
+from tests.kit.commands import ROOT, Rollouts
+from tests.kit.runs import (
     LONG,
     assert_goes_on,
     assert_nothing_is_left,
@@ -37,16 +37,9 @@ from tests.flows.test_faults import (
     program_of,
     run_until,
 )
-from tests.flows.test_up import (  # noqa: F401
-    kill_serving_and_flow,
-    served,
-    state_of,
-    trigger,
-    up,
-    wait_for_checkpoint,
-)
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.serving import kill_serving_and_flow, state_of, trigger, up, wait_for_checkpoint
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +142,7 @@ def test_the_job_of_a_run_that_was_killed_and_then_deleted_in_prefect_is_ended(
 
 @pytest.mark.matrix
 def test_a_served_run_that_nobody_serves_any_more_is_cancelled_and_not_started_again(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     longer = LONG | {"training__sft__num_steps": 2_000}

@@ -41,9 +41,9 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages.planning import base_model, sft_job
-from tests.flows.conftest import clean_environment, processes_of
-from tests.small_pipeline import small_settings, write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import clean_environment, processes_of
+from tests.kit.small_pipeline import small_settings, write_small_pipeline
+from tests.kit.waiting import wait_until
 
 SURFACE = {
     "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],

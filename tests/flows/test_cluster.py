@@ -16,12 +16,12 @@ import pytest
 
 from rollouts_core.metrics import read_metrics
 from tests.flows.clusters import Cluster, further_node_settings, two_machines
-from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
-from tests.flows.test_ssh import SHORTER
 from tests.infra.separate_node import private_link, separate_node
-from tests.processes import Watch
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts, digest_of_the_run, digest_trained_here
+from tests.kit.processes import Watch
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import SHORTER
+from tests.kit.waiting import wait_until
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]

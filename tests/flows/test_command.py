@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.flows.command import main
-from tests.flows.conftest import clean_environment
+from tests.kit.commands import clean_environment
 
 
 class Interrupted:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rollouts.flows.cli import app
 from rollouts.flows.commands.completion import complete_name, complete_preset, complete_setting
 from rollouts.flows.deployments import PRESETS
-from tests.flows.conftest import clean_environment
+from tests.kit.commands import clean_environment
 
 COMMAND = "from rollouts.flows.command import main; main()"
 

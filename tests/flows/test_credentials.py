@@ -17,13 +17,13 @@ import pytest
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.providers.runpod import RunPod
 from rollouts.infra.renting.rentals import NEVER_SEEN, Rental, RentalState, change_rental
-from tests.flows.conftest import Rollouts
 from tests.flows.test_reap import reap
-from tests.flows.test_up import served, up  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import REQUEST, World
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.renting import REQUEST, World
+from tests.kit.serving import up
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def rent(world: World) -> Rental:
 
 @pytest.mark.matrix
 def test_machines_are_ended_with_the_credentials_that_rented_them(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = FakeRunPod()

@@ -34,7 +34,7 @@ from rollouts.flows.tools import overridden_tool
 from rollouts.infra.node import NodeSettings
 from rollouts_core.config import Config, algorithm_preset
 from rollouts_core.errors import ConfigError
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 
 def test_every_preset_comes_back_from_its_deployment_as_the_file_says_it(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
 from tests.infra.ssh_server import running_server
 from tests.infra.stores.s3_server import CuttablePort, S3Server
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts, digest_of_the_run, digest_trained_here
+from tests.kit.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Rollouts, pids_of
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts, pids_of
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.metrics import read_metrics
-from tests.flows.conftest import Rollouts
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import write_small_pipeline
 
 pytestmark = pytest.mark.slow
 

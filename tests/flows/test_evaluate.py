@@ -19,10 +19,10 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.registry import promote, register_model
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.quickstart import write_quickstart_files
-from tests.flows.conftest import Rollouts
 from tests.flows.refusals import write_config
-from tests.flows.test_up import api, served, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.stores.s3_server import S3Server
+from tests.kit.commands import Rollouts
+from tests.kit.serving import api, trigger, up, wait_for_state
 from tests.rollouts_core.make import TINY_SIZE
 
 
@@ -37,7 +37,7 @@ def num_scorings(rollouts: Rollouts) -> int:
 
 @pytest.mark.slow
 def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
     bucket: str,
     s3_server: S3Server,

@@ -29,8 +29,8 @@ from rollouts.infra.renting.rentals import (
 )
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import REQUEST, World
-from tests.mounts import fill, mounted_tmpfs
+from tests.kit.mounts import fill, mounted_tmpfs
+from tests.kit.renting import REQUEST, World
 
 
 @pytest.fixture

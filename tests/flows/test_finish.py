@@ -20,14 +20,14 @@ from rollouts.flows.cli import app
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_metrics
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
-from tests.flows.test_ssh import node_root, node_settings, server  # noqa: F401
-from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
 from tests.infra.ssh_server import SSHServer
+from tests.kit.commands import Rollouts
+from tests.kit.runs import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
+from tests.kit.serving import api, logs_of, trigger, up, wait_for_checkpoint, wait_for_state
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import node_root, node_settings, server  # noqa: F401
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.histories import without_times
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_n
 
 @pytest.mark.matrix
 def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     up(served, str(write_config(tmp_path / "small", "sft")))

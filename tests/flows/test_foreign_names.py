@@ -22,7 +22,7 @@ from rollouts_core.config.foreign_names import FOREIGN_NAMES, STAGE, find_foreig
 from rollouts_core.config.messages import nested_record
 from rollouts_core.errors import ConfigError
 from rollouts_core.stages import TRAININGS
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 SECTION = re.compile(rf"\b(?:{'|'.join([*Config.model_fields, 'run', 'node'])})\.[a-zA-Z_.]*\w")
 """A setting in a hint."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows import conftest
-from tests.flows.conftest import Rollouts
+from tests.kit import commands
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import write_small_pipeline
 from tests.rollouts_core.small_gpu import FOLDER, lowered_in
-from tests.small_pipeline import write_small_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 def test_a_run_whose_gpu_is_full_lowers_its_micro_batches_and_completes(
     rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = conftest.clean_environment()
+    usual = commands.clean_environment()
     small = {"PYTHONPATH": f"{usual['PYTHONPATH']}:{FOLDER}", "CUDA_SMALL_TOKENS": str(2 * 128)}
-    monkeypatch.setattr(conftest, "clean_environment", lambda code: usual | small)
+    monkeypatch.setattr(commands, "clean_environment", lambda code: usual | small)
     config = write_small_pipeline(tmp_path / "small", mode="sft", training__sft__num_steps=4)
     code, said = rollouts.run("run", str(config))
     assert code == 0, said

@@ -16,7 +16,7 @@ from rollouts.flows.form import parse_pipeline
 from rollouts.flows.preflight import check_engine_nodes, check_trainer_nodes, check_weight_transfer
 from rollouts.infra.node import FurtherNode, LocalNode, SSHNode, without_further_nodes
 from rollouts_core.errors import ConfigError
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 TRAINER = {"kind": "ssh", "host": "me@box", "python": "/opt/venv/bin/python"}
 ENGINES = {"host": "me@10.0.0.2:2222", "python": "/opt/venv/bin/python"}

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.metrics import read_json_lines
-from tests.flows import conftest
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import events_of, paused, program_of, run_until
-from tests.nvidia_smi import install_nvidia_smi
-from tests.small_pipeline import write_small_pipeline
+from tests.kit import commands
+from tests.kit.commands import Rollouts
+from tests.kit.nvidia_smi import install_nvidia_smi
+from tests.kit.runs import events_of, paused, program_of, run_until
+from tests.kit.small_pipeline import write_small_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,8 @@ def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands see a GPU, by its program alone, that nobody else of this machine uses."""
     install_nvidia_smi(tmp_path / "bin", monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    environment = conftest.clean_environment() | {"ROLLOUTS_GPU_LOCKS": str(tmp_path / "locks")}
-    monkeypatch.setattr(conftest, "clean_environment", lambda: environment)
+    environment = commands.clean_environment() | {"ROLLOUTS_GPU_LOCKS": str(tmp_path / "locks")}
+    monkeypatch.setattr(commands, "clean_environment", lambda: environment)
 
 
 @pytest.mark.matrix
@@ -47,8 +47,8 @@ def test_the_second_run_waits_with_its_engine_and_trains_when_the_first_has_ende
         code, status = dataclasses.replace(rollouts, output=tmp_path / "status.txt").run("status")
         assert code == 0 and "waits for GPU 0, held by run one-" in status, status
         assert process.poll() is None and waiting.poll() is None
-    process.wait(conftest.RUN_TIMEOUT_S)
-    waiting.wait(conftest.RUN_TIMEOUT_S)
+    process.wait(commands.RUN_TIMEOUT_S)
+    waiting.wait(commands.RUN_TIMEOUT_S)
 
     [second_rl] = set(rollouts.store.glob("stages/rl-*")) - {first_rl}
     for directory in (first_rl, second_rl):

@@ -14,20 +14,11 @@ import pytest
 
 from rollouts.flows.store import DEFAULT_GPU_SLOTS, load_gpu_slots, save_gpu_slots
 from rollouts_core.errors import ConfigError
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import LONG, paused, program_of
-from tests.flows.test_up import (
-    api,
-    served,  # noqa: F401
-    set_state,
-    state_of,
-    trigger,
-    up,
-    wait_for_checkpoint,
-    wait_for_state,
-)
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.runs import LONG, paused, program_of
+from tests.kit.serving import api, set_state, state_of, trigger, up, wait_for_checkpoint, wait_for_state
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 
 def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -42,7 +33,7 @@ def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:  # noqa: F811
+def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
     assert "gpu slots      1: number of runs under way at once" in up(served, str(config), "--gpu-slots", "1")
     first = trigger(served, "small")
@@ -72,7 +63,7 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(served: Rollouts) -> None:  # noqa: F811
+def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(served: Rollouts) -> None:
     up(served)
     home = served.store / "prefect"
     pid = json.loads((home / "serving.json").read_text())["pid"]

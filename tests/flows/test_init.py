@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 
 from rollouts.flows.cli import app
 from rollouts.flows.form import load_pipeline
-from tests.flows.conftest import clean_environment
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import clean_environment
+from tests.kit.small_pipeline import write_small_pipeline
 
 IMITATE = ["--goal", "imitate"]
 REWARD = ["--goal", "reward", "--reward", "arithmetic"]

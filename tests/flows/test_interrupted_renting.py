@@ -26,8 +26,8 @@ from rollouts.tasks.provision import release_now
 from rollouts.tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import PACE, REQUEST, World
 from tests.infra.shell_jobs import shell_spec
+from tests.kit.renting import PACE, REQUEST, World
 
 SETTINGS = RentedNode(max_usd=5.0)
 

@@ -22,9 +22,9 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.report.live import MAX_EVENTS, describe_readable, describe_stage, seconds_left
 from rollouts_core.report.live_run import LiveStage
 from rollouts_core.system.gpu_use import sampled_gpu_use
-from tests.flows.conftest import Rollouts
-from tests.nvidia_smi import install_nvidia_smi
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.nvidia_smi import install_nvidia_smi
+from tests.kit.waiting import wait_until
 
 NOW = 1_000_000.0
 HOSTILE = "<script>alert(1)</script>"

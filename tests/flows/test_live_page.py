@@ -22,9 +22,9 @@ import pytest
 from rollouts.flows.own_server.password import own_password
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.run_directory import RunDirectory
-from tests.chromium import chromium
+from tests.kit.chromium import chromium
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.report.made_run import conversation, rollout, write_tokenizer
-from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -33,8 +33,8 @@ from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import PACE, REQUEST, usable
 from tests.infra.ssh_server import running_server
+from tests.kit.renting import PACE, REQUEST, usable
 
 
 @pytest.fixture

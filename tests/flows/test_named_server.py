@@ -20,12 +20,12 @@ import pytest
 
 from rollouts.flows.own_server.https import own_certificate, server_context
 from rollouts.flows.own_server.password import basic_authorization
-from tests.flows.conftest import ROOT, clean_environment, copy_home
 from tests.flows.shared_server import free_port
 from tests.flows.test_models_cli import register
 from tests.flows.test_notify import WebhookServer, webhook  # noqa: F401
-from tests.processes import dies_with_us
-from tests.waiting import wait_until
+from tests.kit.commands import ROOT, clean_environment, copy_home
+from tests.kit.processes import dies_with_us
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -36,11 +36,11 @@ from rollouts.flows.commands.notify import (
 from rollouts.flows.own_server.lend import ServerAddress, local_server, prefect_environment, run_url
 from rollouts.flows.own_server.server_process import EARLIER_EVENT_WAIT
 from rollouts.flows.prefect_api import ask
-from tests.flows.conftest import Rollouts
 from tests.flows.shared_server import AUTH, SharedServer, free_port
 from tests.flows.test_models_cli import register
 from tests.flows.test_server import keeper_pid, processes_of
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

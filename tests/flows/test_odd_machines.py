@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
-from tests.flows.conftest import clean_environment
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import clean_environment
+from tests.kit.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(180)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Rollouts
-from tests.flows.test_ssh import node_settings
 from tests.infra.ssh_server import running_server
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import node_settings
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loss.py"
 SETTINGS = {

@@ -24,9 +24,9 @@ import pytest
 from rollouts.flows.own_server.https import HOST, own_certificate, server_context
 from rollouts.flows.own_server.lend import ServerError, local_server, prefect_environment
 from rollouts.flows.prefect_api import ask
-from tests.flows.conftest import ROOT, Rollouts, clean_environment, copy_home
 from tests.flows.test_server import is_healthy, keeper_pid
-from tests.waiting import wait_until
+from tests.kit.commands import ROOT, Rollouts, clean_environment, copy_home
+from tests.kit.waiting import wait_until
 
 PREFECT_CLIENT = """
 import asyncio

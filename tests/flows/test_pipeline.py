@@ -12,8 +12,8 @@ import pytest
 import tomli_w
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts
-from tests.small_pipeline import small_settings, write_small_pipeline
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import small_settings, write_small_pipeline
 
 pytestmark = pytest.mark.slow
 

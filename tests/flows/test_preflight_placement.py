@@ -12,7 +12,7 @@ from rollouts.flows.run_plan import describe_plan
 from rollouts.infra.gpu_state import GpuState
 from rollouts.tasks.engine_choice import EngineChoice
 from rollouts_core.findings import Caution
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import write_small_pipeline
 
 H100 = GpuState(name="NVIDIA H100", total_gb=85.5, free_gb=84.9, driver="580.95.05")
 L4 = GpuState(name="NVIDIA L4", total_gb=24.1, free_gb=23.6, driver="580.95.05")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import events_of, paused, program_of
-from tests.small_pipeline import small_settings, write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.runs import events_of, paused, program_of
+from tests.kit.small_pipeline import small_settings, write_small_pipeline
+from tests.kit.waiting import wait_until
 
 EVERYTHING = ("prune", "--days", "0", "--max-gb", "0")
 

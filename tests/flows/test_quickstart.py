@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts
+from tests.kit.commands import Rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -16,12 +16,12 @@ import pytest
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.providers.runpod import RunPod
 from rollouts.infra.renting.rentals import Rental, change_rental
-from tests.flows.conftest import Rollouts
-from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import REQUEST, World
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.renting import REQUEST, World
+from tests.kit.serving import api, logs_of, trigger, up, wait_for_state
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def expire(path: Path, rental: Rental) -> None:
 
 
 def test_what_nobody_wants_is_ended_and_the_table_says_what_stays_and_why(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = FakeRunPod()
@@ -80,7 +80,7 @@ def test_what_nobody_wants_is_ended_and_the_table_says_what_stays_and_why(
 
 @pytest.mark.matrix
 def test_a_provider_that_cannot_be_asked_fails_the_run_with_a_sentence(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = FakeRunPod()

@@ -25,14 +25,14 @@ from rollouts.infra.providers.clouds import open_account
 from rollouts.infra.renting.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
-from tests.flows.conftest import Rollouts, pids_of
-from tests.flows.test_faults import events_of, paused, program_of
-from tests.flows.test_up import logs_of, served, set_state, state_of, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer, running_server
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts, pids_of
+from tests.kit.runs import events_of, paused, program_of
+from tests.kit.serving import logs_of, set_state, state_of, trigger, up, wait_for_state
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -334,7 +334,7 @@ def test_a_run_whose_stages_are_finished_rents_nothing(
 
 @pytest.mark.matrix
 def test_retry_of_a_run_that_failed_goes_on_with_the_machine_that_it_kept(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     server: SSHServer,
     fake: FakeRunPod,
     tmp_path: Path,

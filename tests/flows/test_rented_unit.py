@@ -17,12 +17,12 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.renting.rentals import RentalState, all_rentals
 from tests.flows.breaking import rented_settings
 from tests.flows.clusters import Cluster, two_machines
-from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
-from tests.flows.test_ssh import SHORTER
 from tests.infra.providers.test_sky import Installed
 from tests.infra.separate_node import SeparateNode
 from tests.infra.ssh_server import make_key
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts, digest_of_the_run, digest_trained_here
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import SHORTER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 

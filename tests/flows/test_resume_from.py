@@ -17,10 +17,10 @@ import tomli_w
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.quickstart import write_quickstart_files
-from tests.flows.conftest import Rollouts
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import small_settings
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import TINY_SIZE
-from tests.small_pipeline import small_settings
 
 pytestmark = pytest.mark.slow
 

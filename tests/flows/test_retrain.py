@@ -19,21 +19,11 @@ import tomli_w
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.registry import Alias, Model, current, history, models
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import LONG, exits_of, paused, program_of
-from tests.flows.test_up import (  # noqa: F401
-    ASK_S,
-    api,
-    served,
-    set_state,
-    state_of,
-    trigger,
-    up,
-    wait_for_checkpoint,
-    wait_for_state,
-)
-from tests.small_pipeline import small_settings, write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.runs import LONG, exits_of, paused, program_of
+from tests.kit.serving import ASK_S, api, set_state, state_of, trigger, up, wait_for_checkpoint, wait_for_state
+from tests.kit.small_pipeline import small_settings, write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +97,7 @@ def num_jobs(rollouts: Rollouts, stage: str) -> int:
 
 
 def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_production(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     folder: Path,
 ) -> None:
     up(served, str(write_config(folder)))
@@ -151,7 +141,7 @@ def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_pr
 
 @pytest.mark.matrix
 def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answered(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     folder: Path,
 ) -> None:
     config = write_config(folder, retrain__approval=True)
@@ -193,7 +183,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
 
 @pytest.mark.matrix
 def test_an_approval_that_comes_late_is_of_its_own_candidate_whatever_the_data_is_by_then(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     folder: Path,
 ) -> None:
     up(served, str(write_config(folder, retrain__approval=True)))
@@ -224,7 +214,7 @@ def test_an_approval_that_comes_late_is_of_its_own_candidate_whatever_the_data_i
 
 @pytest.mark.matrix
 def test_a_retry_of_a_retraining_attaches_to_its_job_and_another_one_waits_for_it(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl", retrain__max_p_value=1.0, **LONG)
@@ -255,7 +245,7 @@ def test_a_retry_of_a_retraining_attaches_to_its_job_and_another_one_waits_for_i
 
 
 @pytest.mark.matrix
-def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, folder: Path) -> None:  # noqa: F811
+def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, folder: Path) -> None:
     config = write_config(folder, schedule__interval_minutes=1, schedule__overlap="skip")
     up(served, str(config))
     deployment = api(served, "GET", "/deployments/name/retrain/small-retrain")
@@ -296,7 +286,7 @@ def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, fo
 
 @pytest.mark.matrix
 def test_what_people_gave_deployments_in_prefect_outlives_a_restart_and_a_changed_file(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     folder: Path,
 ) -> None:
     """A weekly training that somebody made by the form would end without a word."""

@@ -24,9 +24,9 @@ from rollouts.flows.form import load_pipeline
 from rollouts.flows.retrain_settings import ScheduleConfig, check_cron
 from rollouts.flows.schedules import build_schedule
 from rollouts_core.errors import InputError
-from tests.flows.conftest import Rollouts
 from tests.flows.refusals import refusal
-from tests.small_pipeline import small_settings
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import small_settings
 
 
 def write(folder: Path, **tables: Any) -> Path:  # Any: tables of settings

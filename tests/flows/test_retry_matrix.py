@@ -43,10 +43,10 @@ from rollouts_core.checkpoint import load_manifest
 from rollouts_core.metrics import read_json_lines
 from tests.flows import breaking
 from tests.flows.breaking import Bench, open_bench
-from tests.flows.conftest import Rollouts, copy_home, pids_of
-from tests.flows.test_faults import GONE_S, digests_of, events_of, exits_of, last_run, program_of, run_dir
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts, copy_home, pids_of
+from tests.kit.runs import GONE_S, digests_of, events_of, exits_of, last_run, program_of, run_dir
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {  # Any: settings of every type
     "training__sft__num_steps": 120,

@@ -23,7 +23,7 @@ from rollouts_core.findings import split_findings
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages.planning import base_model
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import write_small_pipeline
 
 
 @pytest.fixture(scope="module")

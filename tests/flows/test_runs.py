@@ -19,7 +19,7 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import write_small_pipeline
 from tests.tasks.stored_run import write_stored_run
 
 FIRST, SECOND = "small-11111111", "small-22222222"

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
-from tests.flows.test_ssh import SHORTER, stages_of
 from tests.infra.separate_node import SeparateNode, separate_node
-from tests.processes import Watch
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts, digest_of_the_run, digest_trained_here
+from tests.kit.processes import Watch
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import SHORTER, stages_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 

@@ -21,9 +21,9 @@ from rollouts.flows.commands.serve import find_checkpoint, render_examples
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.registry import promote
 from rollouts_core.errors import InputError
-from tests.flows.conftest import clean_environment
 from tests.flows.test_cli import running
 from tests.flows.test_models_cli import register
+from tests.kit.commands import clean_environment
 from tests.rollouts_core.embedded.scripted_model import STORY, THOUGHTS, write_scripted_model
 from tests.rollouts_core.embedded.test_openai_api import client_of
 

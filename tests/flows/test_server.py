@@ -32,9 +32,9 @@ from rollouts.flows.own_server.lend import (
 )
 from rollouts.flows.own_server.password import own_password, password_file
 from rollouts.flows.prefect_api import ask
-from tests.flows.conftest import copy_home
-from tests.mounts import fill, mounted_tmpfs
-from tests.waiting import wait_until
+from tests.kit.commands import copy_home
+from tests.kit.mounts import fill, mounted_tmpfs
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 GONE_TIMEOUT_S = 15.0

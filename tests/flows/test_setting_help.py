@@ -18,7 +18,7 @@ from rollouts.flows.setting_help import SettingHelp, find_settings, setting_help
 from rollouts.flows.shown_settings import settings_of
 from rollouts_core.environments import ENVIRONMENTS
 from tests.flows.test_foreign_names import all_keys
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 
 @cache

@@ -28,13 +28,13 @@ from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
 from rollouts.flows.lost_runs import GONE
 from rollouts.infra.ledger import Ledger
 from rollouts_core.errors import ConfigError
-from tests.flows.conftest import Rollouts, pids_of, processes_of
 from tests.flows.shared_server import SharedServer, shared_server
-from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
-from tests.flows.test_up import ASK_S
-from tests.processes import dies_with_us
-from tests.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts, pids_of, processes_of
+from tests.kit.processes import dies_with_us
+from tests.kit.runs import LONG, assert_goes_on, events_of, exits_of, paused, program_of
+from tests.kit.serving import ASK_S
+from tests.kit.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
+from tests.kit.waiting import wait_until
 
 POOL = "gpus"
 NO_MORE_CANCEL = b"flow run cancellation will fail"

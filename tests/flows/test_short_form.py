@@ -33,7 +33,7 @@ from rollouts.tasks.records import RunScope
 from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.errors import ConfigError
 from rollouts_core.stages.planning import base_model
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 SCHEMA = parameter_schema(sft_rl_short.fn)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.flows.conftest import Rollouts
 from tests.flows.test_browser import keep_picture, open_page, page  # noqa: F401
-from tests.flows.test_up import address_of, api, served, trigger, up, wait_for_state  # noqa: F401
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts
+from tests.kit.serving import address_of, api, trigger, up, wait_for_state
+from tests.kit.small_pipeline import write_small_pipeline
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -39,7 +39,7 @@ def message_of(rollouts: Rollouts, run_id: str) -> str:
 
 
 def test_the_short_form_is_filled_in_submitted_and_mended(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     page: Page,  # noqa: F811
     tmp_path: Path,
 ) -> None:

@@ -11,57 +11,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.metrics import read_metrics
-from tests.flows.conftest import ROOT, Rollouts, clean_environment, join_home, processes_of
 from tests.flows.test_cancel import run_that_holds
-from tests.infra.ssh_server import SSHServer, running_server
-from tests.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
-from tests.waiting import wait_until
+from tests.infra.ssh_server import SSHServer
+from tests.kit.commands import ROOT, Rollouts, clean_environment, join_home, processes_of
+from tests.kit.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
+from tests.kit.ssh_nodes import SHORTER, node_settings, stages_of
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-SHORTER = {
-    "training__sft__num_steps": 20,
-    "training__sft__checkpoint_every": 10,
-    "training__rl__num_steps": 2,
-    "training__rl__checkpoint_every": 1,
-}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[SSHServer]:
-    with running_server(tmp_path / "sshd") as server:
-        yield server
-
-
-@pytest.fixture
-def node_root(tmp_path: Path) -> Path:
-    return tmp_path / "node"
-
-
-def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
-    access = server.access
-    return {
-        "kind": "ssh",
-        "host": f"{access.user}@127.0.0.1:{access.port}",
-        "key_file": access.key_file,
-        "host_key": access.host_key,
-        "root": str(root),
-        "python": sys.executable,
-        "min_free_gb": 0.1,
-    }
-
-
-def stages_of(store: Path) -> dict[str, Path]:
-    return {path.name.rpartition("-")[0]: path for path in (store / "stages").iterdir()}
 
 
 @pytest.mark.matrix

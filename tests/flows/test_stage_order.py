@@ -15,7 +15,7 @@ from rollouts.tasks import stage_order
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.stages import StagePlace
 from rollouts_core.stages.kind import StageKind
-from tests.tasks.test_plan import config_at
+from tests.tasks.finished_stages import config_at
 
 
 def test_a_stage_that_nothing_plans_is_no_evaluation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

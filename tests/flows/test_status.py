@@ -33,7 +33,7 @@ from rollouts.infra.providers import provision_node
 from rollouts.infra.session import LocalSession
 from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import write_small_pipeline
 
 
 @pytest.mark.slow

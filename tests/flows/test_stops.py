@@ -14,10 +14,10 @@ import pytest
 
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.metrics import read_metrics
-from tests.flows.conftest import Rollouts
-from tests.flows.test_faults import assert_nothing_is_left, events_of, paused, program_of, run_until
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts
+from tests.kit.runs import assert_nothing_is_left, events_of, paused, program_of, run_until
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from rollouts.flows.commands.fetch import pull
 from rollouts.flows.form import load_pipeline
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.errors import InputError
-from tests.flows.conftest import Rollouts
 from tests.flows.refusals import assert_refused, refusal, write_config
 from tests.infra.stores.s3_server import S3Server, environment_of, use
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import Rollouts
+from tests.kit.small_pipeline import write_small_pipeline
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.metrics import read_metrics
-from tests.flows.conftest import ROOT, Rollouts, clean_environment
-from tests.flows.test_faults import run_until
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import ROOT, Rollouts, clean_environment
+from tests.kit.runs import run_until
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

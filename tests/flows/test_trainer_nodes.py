@@ -19,10 +19,10 @@ import pytest
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.backends.multi_node import MACHINE_LOST_CODE
 from tests.flows.clusters import Cluster, two_machines
-from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
-from tests.flows.test_ssh import SHORTER
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import Rollouts, digest_of_the_run, digest_trained_here
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.ssh_nodes import SHORTER
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 

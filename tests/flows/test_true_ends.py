@@ -16,11 +16,11 @@ import pytest
 
 from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
-from tests.flows.conftest import ROOT, Rollouts, clean_environment
-from tests.flows.test_faults import LONG
-from tests.flows.test_up import api, flows_of, served, state_of, trigger, up, wait_for_checkpoint  # noqa: F401
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import ROOT, Rollouts, clean_environment
+from tests.kit.runs import LONG
+from tests.kit.serving import api, flows_of, state_of, trigger, up, wait_for_checkpoint
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 LONGER = LONG | {"training__sft__num_steps": 100_000}
@@ -76,7 +76,7 @@ def message_of(rollouts: Rollouts, run_id: str) -> str:
 
 
 def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     """As a retraining on a machine that was suspended."""
@@ -105,7 +105,7 @@ def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
 @pytest.mark.parametrize("is_vanishing", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_a_run_that_could_not_report_its_end_gets_the_state_in_which_it_ended(
     is_vanishing: bool,
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft")
@@ -120,7 +120,7 @@ def test_a_run_that_could_not_report_its_end_gets_the_state_in_which_it_ended(
 
 
 def test_a_killed_run_whose_deployment_was_deleted_is_crashed_and_says_why(
-    served: Rollouts,  # noqa: F811
+    served: Rollouts,
     tmp_path: Path,
 ) -> None:
     up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))

@@ -28,10 +28,10 @@ import pytest
 import torch
 
 from rollouts_core.checkpoint import latest_intact_checkpoint, load_manifest
-from tests.flows.conftest import clean_environment, join_home, processes_of
-from tests.processes import dies_with_us
-from tests.small_pipeline import write_small_pipeline
-from tests.waiting import wait_until
+from tests.kit.commands import clean_environment, join_home, processes_of
+from tests.kit.processes import dies_with_us
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -21,7 +21,7 @@ from prefect.exceptions import ObjectNotFound
 from rollouts.flows.lost_runs import mark_of_gone, was_killed
 from rollouts.flows.own_server.lend import local_server, prefect_environment
 from rollouts.flows.upkeep import look_after
-from tests.flows.conftest import Rollouts
+from tests.kit.commands import Rollouts
 
 
 def test_a_look_that_fails_is_logged_and_the_next_one_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from rollouts.infra.ssh.ssh_session import SSHSession
 from rollouts.infra.supervisor.processes import find_processes
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, find_sshd, running_server
-from tests.mounts import mounted_tmpfs
+from tests.kit.mounts import mounted_tmpfs
 
 SESSIONS = [
     "local",

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from rollouts.infra.node import SSHAccess
-from tests.excuses import ExcusedSkip, is_want_of_rights
 from tests.infra.ssh_server import fingerprint_of, make_key, sshd_config
-from tests.processes import dies_with_us
+from tests.kit.excuses import ExcusedSkip, is_want_of_rights
+from tests.kit.processes import dies_with_us
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 22

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollouts.infra.jobs import JobSpec, JobStatus, follow_job
 from rollouts.infra.session import Session
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 def shell_spec(run_dir: Path, script: str, **limits: Any) -> JobSpec:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import dies_with_us
-from tests.waiting import wait_until
+from tests.kit.processes import dies_with_us
+from tests.kit.waiting import wait_until
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.infra.node import SSHAccess
-from tests.processes import dies_with_us
-from tests.waiting import wait_until
+from tests.kit.processes import dies_with_us
+from tests.kit.waiting import wait_until
 
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
 """Where sshd locks itself up when root starts it."""

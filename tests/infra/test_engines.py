@@ -20,7 +20,7 @@ from rollouts.infra.ports import find_free_port, is_port_free
 from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec, wait_for_end
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 PROBE = ("/generate", {"input_ids": [1]})
 SERVER = """

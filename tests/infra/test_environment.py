@@ -24,7 +24,7 @@ from rollouts.infra.environment import PROJECT, Installer, ensure_environment, i
 from rollouts.infra.errors import JobLostError, PermanentInfraError
 from rollouts.infra.node import Node, SSHNode
 from rollouts.infra.session import LocalSession, Session
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = [f"orjson=={metadata.version('orjson')}"]

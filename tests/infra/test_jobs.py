@@ -42,8 +42,8 @@ from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.supervisor.files import read_json
 from rollouts.infra.supervisor.supervise import MAX_ASKED_RESTARTS
 from tests.infra.shell_jobs import is_alive, kill_follower, read_pid, shell_spec, wait_for_end
-from tests.mounts import mounted_tmpfs
-from tests.waiting import wait_until
+from tests.kit.mounts import mounted_tmpfs
+from tests.kit.waiting import wait_until
 
 LEASE_S = 10.0
 """Renewing a lease starts a process, which takes a busy machine a while."""

@@ -18,7 +18,7 @@ import pytest
 from rollouts.infra.errors import LedgerUnwritableError, PermanentInfraError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.renting.rentals import RentalState, all_rentals, change_rental
-from tests.mounts import fill
+from tests.kit.mounts import fill
 
 LEASES_OF_THE_FIRST_FORMAT = (
     "CREATE TABLE job_leases (run_dir TEXT NOT NULL, run_id TEXT NOT NULL, node TEXT NOT NULL, "

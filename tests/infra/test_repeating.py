@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rollouts.infra.repeating import repeating
-from tests.threads import join_threads
+from tests.kit.threads import join_threads
 
 
 def test_it_is_done_again_and_again_and_no_more_after_the_block() -> None:

@@ -30,7 +30,7 @@ from rollouts.infra.renting.acceptance import require_speed
 from rollouts.infra.session import LOOPBACK, LocalSession, Session
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 def test_a_command_becomes_a_record(session: Session) -> None:

@@ -13,9 +13,9 @@ from rollouts_core.config import Config
 from rollouts_core.job import EvalJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory
+from tests.kit.small_pipeline import small_settings
 from tests.rollouts_core.report.made_run import rollout, write_tokenizer
 from tests.rollouts_core.report.test_report import write_evaluation, write_job, write_rl, write_sft
-from tests.small_pipeline import small_settings
 
 PROMPTS = tuple(f"held {i}" for i in range(40))
 SCORES: Mapping[str, Sequence[float]] = {

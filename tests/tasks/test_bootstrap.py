@@ -25,8 +25,8 @@ from rollouts.tasks.bootstrap import (
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import ModelSize
 from tests.infra.test_bootstrap import GOOD
-from tests.mounts import mounted_tmpfs
-from tests.tasks.test_plan import config_at
+from tests.kit.mounts import mounted_tmpfs
+from tests.tasks.finished_stages import config_at
 
 
 @pytest.mark.parametrize(

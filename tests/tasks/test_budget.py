@@ -20,7 +20,7 @@ from rollouts.tasks.budget import MARGIN_S, cancel_jobs, end_of_work
 from rollouts.tasks.node_job import longest_grace_s
 from rollouts.tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 HOUR_S = 3600.0
 

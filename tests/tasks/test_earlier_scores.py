@@ -26,7 +26,7 @@ from rollouts_core.job import InputModel
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages.planning import base_model
 from rollouts_core.system.files import link_or_copy, write_json
-from tests.tasks.test_plan import checkpoint, config_at
+from tests.tasks.finished_stages import checkpoint, config_at
 
 SCORES = {"base": [0.0, 0.0, 1.0], "sft": [1.0, 0.0, 1.0]}
 

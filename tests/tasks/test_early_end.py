@@ -22,8 +22,8 @@ from rollouts.tasks.early_end import (
 from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
+from tests.tasks.finished_stages import config_at
 from tests.tasks.planned import plan_sft
-from tests.tasks.test_plan import config_at
 
 
 def scope_of(tmp_path: Path, run_id: str, **options: Any) -> RunScope:  # Any: fields of every type

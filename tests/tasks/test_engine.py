@@ -34,12 +34,12 @@ from rollouts.tasks.records import EngineRecord, RunScope, Stage
 from rollouts.tasks.unit_keys import own_unit_key
 from rollouts_core.errors import ConfigError
 from rollouts_core.stages.planning import base_model
-from tests.flows.conftest import pids_of, processes_of
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.commands import pids_of, processes_of
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.waiting import wait_until
 from tests.tasks.planned import plan_rl
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -36,7 +36,7 @@ from rollouts.tasks.records import RunScope
 from rollouts_core.config import Config
 from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages.planning import base_model
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import write_small_pipeline
 
 H100 = GpuState(name="NVIDIA H100 80GB HBM3", total_gb=85.5, free_gb=84.9, driver="580.95.05")
 L4 = GpuState(name="NVIDIA L4", total_gb=24.1, free_gb=23.6, driver="580.95.05")

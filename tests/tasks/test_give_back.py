@@ -23,10 +23,10 @@ from rollouts.tasks.provision import give_back, release_now
 from rollouts.tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import REQUEST, World
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.infra.ssh_server import make_key
-from tests.mounts import fill, mounted_tmpfs
+from tests.kit.mounts import fill, mounted_tmpfs
+from tests.kit.renting import REQUEST, World
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -30,8 +30,8 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import ModelSize
 from rollouts_core.stages.planning import base_model
 from tests.infra.test_bootstrap import GOOD
+from tests.kit.small_pipeline import write_small_pipeline
 from tests.rollouts_core.checks.test_placement_plan import config_of, size_of
-from tests.small_pipeline import write_small_pipeline
 
 MEMORY_MIB = {
     "NVIDIA B200": 183_359,

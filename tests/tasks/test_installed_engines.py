@@ -20,7 +20,7 @@ from rollouts.infra.providers import provision_node
 from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.installed_engines import leads_engines
 from rollouts_core.config import Config
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import write_small_pipeline
 
 ELSEWHERE: dict[str, Any] = {"rollout__engine__kind": "sglang", "evaluation__engine": "embedded"}
 

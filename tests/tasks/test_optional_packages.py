@@ -20,8 +20,8 @@ from rollouts.infra.providers import open_session, provision_node
 from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
 from tests.flows.refusals import assert_refused, write_config
-from tests.small_pipeline import write_small_pipeline
-from tests.tasks.test_plan import config_at
+from tests.kit.small_pipeline import write_small_pipeline
+from tests.tasks.finished_stages import config_at
 
 LORA: dict[str, Any] = {"training": {"rl": {"policy": {"lora": {"rank": 4}}}}}
 JAX: dict[str, Any] = {"training": {"sft": {"policy": {"backend": "jax"}}}}

@@ -24,19 +24,18 @@ from rollouts.tasks.plan import (
     selected_model,
     with_engines,
 )
-from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
-from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig, ReportConfig
+from rollouts.tasks.records import EngineRecord, RunScope, Stage
+from rollouts_core.checkpoint import new_checkpoint
+from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ReportConfig
 from rollouts_core.engine_kinds import SGLANG
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import fingerprint_job
-from rollouts_core.job import EvalJob, InputModel
+from rollouts_core.job import EvalJob
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from rollouts_core.stages.planning import base_model
+from tests.tasks.finished_stages import checkpoint, config_at, finished
 from tests.tasks.planned import plan_rl, plan_sft
-
-DATA = ("sft", "prompts", "selection", "heldout")
 
 
 @pytest.fixture
@@ -52,33 +51,6 @@ def scope(tmp_path: Path) -> RunScope:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return config_at(tmp_path / "inputs")
-
-
-def config_at(folder: Path, **changes: dict[str, Any]) -> Config:  # Any: settings of every type
-    """A configuration over small files in a folder, with changed sections."""
-    (folder / "model").mkdir(parents=True, exist_ok=True)
-    (folder / "model/config.json").write_text("{}")
-    for name in DATA:
-        (folder / f"{name}.jsonl").write_text(f'{{"rows": "{name}"}}\n')
-    sections: dict[str, Any] = {  # Any: settings of every type
-        "model": {"path": str(folder / "model")},
-        "data": {name: str(folder / f"{name}.jsonl") for name in DATA},
-    }
-    return Config.model_validate(sections | changes)
-
-
-def checkpoint(folder: Path, weights: bytes) -> InputModel:
-    """A model in one of our checkpoints."""
-    with new_checkpoint(folder, step=20) as partial:
-        (partial / "model.safetensors").write_bytes(weights)
-    return InputModel(
-        name=folder.name, model=ModelConfig(path=str(folder)), digest=load_manifest(folder).digest, step=20
-    )
-
-
-def finished(stage: str, result: dict[str, Any]) -> StageRecord:  # Any: JSON
-    """The record of a stage that ran."""
-    return StageRecord(stage=stage, fingerprint="0123", run_dir=f"/s/{stage}", how="ran", seconds=1.0, result=result)
 
 
 def test_a_run_directory_is_named_after_the_stage_and_its_identity(config: Config, scope: RunScope, node: Node) -> None:

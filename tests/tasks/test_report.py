@@ -13,7 +13,7 @@ import pytest
 from rollouts.tasks.records import RunScope, StageRecord
 from rollouts.tasks.report_input import build_report_input, judge_training
 from rollouts_core.config import Config
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 
 def record(stage: str, result: dict[str, Any]) -> StageRecord:  # Any: JSON

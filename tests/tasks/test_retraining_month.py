@@ -31,9 +31,9 @@ from rollouts.infra.supervisor.status import is_supervised
 from rollouts.tasks.prune import plan_prune, remove_folders
 from rollouts.tasks.retraining import Answer, Compared, Rules, retrain_once
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_checkpoint
-from tests.flows.conftest import processes_of
 from tests.infra.shell_jobs import shell_spec
-from tests.waiting import wait_until
+from tests.kit.commands import processes_of
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from rollouts.tasks import salvage as salvages
 from rollouts.tasks.records import RunScope
 from rollouts.tasks.salvage import salvage
 from tests.infra.shell_jobs import shell_spec
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from rollouts.tasks.provision import give_back
 from rollouts.tasks.records import How, RunScope, Stage
 from rollouts.tasks.upload_inputs import Placement, bring_earlier_work
 from tests.infra.shell_jobs import shell_spec
-from tests.tasks.test_plan import checkpoint
+from tests.kit.waiting import wait_until
+from tests.tasks.finished_stages import checkpoint
 from tests.tasks.test_stage import with_ranks
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -36,7 +36,7 @@ from rollouts.tasks.stage import follow_until_finished, run_until_it_fits
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tests.infra.shell_jobs import shell_spec
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **deployment: tuple[int, ...]) -> Stage:

@@ -30,7 +30,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
 from tests.infra.shell_jobs import is_alive
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 WANDB_HEADER_BYTES, BLOCK_BYTES = 7, 32768
 RECORD_HEADER = struct.Struct("<IHB")

@@ -24,7 +24,7 @@ from rollouts.tasks.trainer_nodes import ALONE, start_in_turn, trainers_beside
 from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfig
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tests.infra.shell_jobs import shell_spec
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -41,9 +41,9 @@ from rollouts_core.job import InputFile, InputModel
 from rollouts_core.stages.planning import base_model, input_file
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.stores.s3_server import S3Server
+from tests.kit.waiting import wait_until
+from tests.tasks.finished_stages import checkpoint, config_at, finished
 from tests.tasks.planned import plan_rl, plan_sft
-from tests.tasks.test_plan import checkpoint, config_at, finished
-from tests.waiting import wait_until
 
 
 class CountingSession(LocalSession):

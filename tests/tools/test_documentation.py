@@ -18,9 +18,9 @@ import pytest
 import rollouts_core
 from rollouts.flows.form import load_pipeline
 from rollouts.flows.shown_settings import settings_of
-from tests.chromium import chromium
 from tests.flows.test_cli import SURFACE
-from tests.small_pipeline import write_small_pipeline
+from tests.kit.chromium import chromium
+from tests.kit.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

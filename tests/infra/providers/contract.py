@@ -18,7 +18,7 @@ import yaml
 from openapi_core import Config, OpenAPI
 from openapi_core.testing import MockRequest, MockResponse
 
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 
 SPECS_VARIABLE = "ROLLOUTS_PROVIDER_SPECS"
 

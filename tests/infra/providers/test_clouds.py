@@ -34,7 +34,7 @@ from rollouts.infra.renting.release import release_machine
 from rollouts.infra.renting.rentals import RentalState
 from rollouts.infra.renting.request import Renting
 from tests.infra.fake_cloud import KEY, FakeCloud, Machine, reply
-from tests.infra.renting.test_provision import PACE, REQUEST, usable
+from tests.kit.renting import PACE, REQUEST, usable
 
 ROOT = Path(__file__).resolve().parents[3]
 TOY = Path(__file__).with_name("toy_cloud.py")

@@ -48,7 +48,7 @@ from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.fake_vast import ASK, FakeVast
 from tests.infra.providers.test_cloud_contracts import PROVIDERS, PUBLIC_KEY
-from tests.infra.renting.test_provision import PACE, REQUEST, usable
+from tests.kit.renting import PACE, REQUEST, usable
 
 WANTED = replace(REQUEST, query=GPUQuery(gpu_types=("H100",)), public_key=PUBLIC_KEY)
 

@@ -36,7 +36,7 @@ from tests.infra.fake_cloud import KEY, FakeCloud, Machine
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer
-from tests.processes import Watch
+from tests.kit.processes import Watch
 
 SAYS_ALL = "LogLevel DEBUG1\n"
 AUTHENTICATION = "userauth-request"

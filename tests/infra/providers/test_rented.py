@@ -27,7 +27,7 @@ from rollouts.infra.renting.rentals import RentalState, add_rental, all_rentals,
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer, make_key, running_server
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}

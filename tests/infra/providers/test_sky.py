@@ -48,8 +48,8 @@ from rollouts.infra.renting.request import Renting
 from rollouts.infra.ssh.openssh import login_command
 from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.providers.fake_sky import UNHEALTHY
-from tests.infra.renting.test_provision import PACE, REQUEST, usable
 from tests.infra.ssh_server import SSHServer
+from tests.kit.renting import PACE, REQUEST, usable
 
 QUERY = GPUQuery(gpu_types=("H100",), max_usd_per_gpu_hour=10.0)
 WANTED = replace(REQUEST, query=QUERY, public_key="ssh-ed25519 AAAA it's me", max_usd=100.0)

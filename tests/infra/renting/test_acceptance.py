@@ -20,9 +20,9 @@ from rollouts.infra.renting import acceptance
 from rollouts.infra.renting.acceptance import require_gpus, require_peers, require_speed
 from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.supervisor.processes import JOB_VARIABLE, find_processes
-from tests.excuses import ExcusedSkip
-from tests.nvidia_smi import install_nvidia_smi
-from tests.waiting import wait_until
+from tests.kit.excuses import ExcusedSkip
+from tests.kit.nvidia_smi import install_nvidia_smi
+from tests.kit.waiting import wait_until
 
 
 def test_what_is_fast_enough_is_measured_and_leaves_nothing(session: Session, tmp_path: Path) -> None:

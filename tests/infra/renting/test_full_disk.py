@@ -21,9 +21,9 @@ from rollouts.infra.renting.release import release_machine, release_machines
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import PACE, REQUEST, World, usable
 from tests.infra.renting.test_reaper import BODY, reap_now, rent_and_die
-from tests.mounts import fill
+from tests.kit.mounts import fill
+from tests.kit.renting import PACE, REQUEST, World, usable
 
 UNNOTED = "at runpod is given back, but the ledger still has it as rented"
 

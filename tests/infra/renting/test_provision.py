@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from rollouts.infra.cloud import Cloud, Pace
+from rollouts.infra.cloud import Cloud
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import (
     LoginError,
@@ -39,57 +39,18 @@ from rollouts.infra.renting.release import release_machine
 from rollouts.infra.renting.rentals import (
     Rental,
     RentalState,
-    all_rentals,
     change_rental,
     find_rental,
     rentals_of,
     usd_spent,
 )
-from rollouts.infra.renting.request import Check, Renting, RentRequest
+from rollouts.infra.renting.request import Renting
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_runpod import FakeRunPod
+from tests.kit.renting import PACE, REQUEST, World, usable
 
 pytestmark = pytest.mark.slow
-
-PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.2, 0.4, 0.6), gone_within_s=20.0)
-REQUEST = RentRequest(
-    run_id="7f3c0c7e-run",
-    query=GPUQuery(gpu_types=("H100",), regions=("EU", "US"), security="any"),
-    public_key="ssh-ed25519 AAAA me",
-    purpose="p",
-    max_usd=10.0,
-    max_hours=2.0,
-    usable_within_s=20.0,
-)
-
-
-def usable(rental: Rental, instance: Instance) -> str:
-    return "SHA256:key"
-
-
-@dataclass
-class World:
-    """A provider, our account there, and our ledger."""
-
-    fake: FakeRunPod
-    cloud: RunPod
-    path: Path
-    url: str = ""
-    """Where the provider answers other processes."""
-
-    def rent(self, request: RentRequest = REQUEST, check: Check = usable) -> Rental:
-        with Ledger(self.path) as ledger:
-            [rental] = rent_machines(Renting(request, ledger, {"runpod": self.cloud}, check=check, pace=PACE))
-        return rental
-
-    def release(self, rental: Rental, pace: Pace = PACE) -> Rental:
-        with Ledger(self.path) as ledger:
-            return release_machine(rental, ledger, self.cloud, pace=pace)
-
-    def rows(self) -> list[Rental]:
-        with Ledger(self.path) as ledger:
-            return all_rentals(ledger)
 
 
 @pytest.fixture

@@ -42,8 +42,8 @@ from tests.infra.fake_cloud import KEY, FakeCloud, Faults
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.providers.test_cloud_contracts import PROVIDERS
 from tests.infra.renting import renting_run
-from tests.infra.renting.test_provision import PACE, REQUEST, World
-from tests.waiting import wait_until
+from tests.kit.renting import PACE, REQUEST, World
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from rollouts.infra.renting.rentals import Rental, RentalState, add_rental, all_
 from rollouts.infra.renting.request import Check, Renting
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.renting.test_provision import PACE, REQUEST, usable
+from tests.kit.renting import PACE, REQUEST, usable
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, running_server
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from rollouts.infra.ssh.proxy_jump import proxy_command
 from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, make_key, running_server
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,

@@ -36,7 +36,7 @@ from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, find_sshd, running_server
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

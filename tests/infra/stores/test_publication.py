@@ -26,7 +26,7 @@ from rollouts.infra.stores.download import download, find_wanted
 from rollouts.infra.stores.object_store import PART_BYTES, ObjectStore
 from rollouts.infra.stores.publication import PUBLICATION, publish_run, read_publication
 from tests.infra.stores.s3_server import CuttablePort, S3Server, write_model
-from tests.threads import join_threads
+from tests.kit.threads import join_threads
 
 LARGE_BYTES = 2 * PART_BYTES + 12345
 

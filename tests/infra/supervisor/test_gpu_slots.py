@@ -32,8 +32,8 @@ from rollouts.infra.supervisor.files import internal_path, read_json
 from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE, find_gpu_slots
 from rollouts.infra.supervisor.processes import find_processes
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
-from tests.nvidia_smi import install_nvidia_smi
-from tests.waiting import wait_until
+from tests.kit.nvidia_smi import install_nvidia_smi
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from rollouts.infra.sync import receiver
 from rollouts.infra.sync.push import publish_directory
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.noting import NotingSession, NotingSSHSession, session_on
-from tests.mounts import fill, mounted_tmpfs
-from tests.waiting import wait_until
+from tests.kit.mounts import fill, mounted_tmpfs
+from tests.kit.waiting import wait_until
 
 SIZE = 2 * CHUNK_BYTES + 12_345
 

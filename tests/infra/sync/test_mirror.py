@@ -30,7 +30,7 @@ from rollouts.infra.sync.mirror import is_job_file, mirrored
 from rollouts.infra.sync.receiver import hash_file
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.pulling import pull_run
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from rollouts.infra.sync import sender
 from rollouts.infra.sync.mirror import pull_run
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.noting import NotingSession, Said, session_on
-from tests.mounts import fill, mounted_tmpfs
+from tests.kit.mounts import fill, mounted_tmpfs
 
 SIZE = 2 * CHUNK_BYTES + 12_345
 LITTLE = 64 << 10

@@ -28,7 +28,7 @@ from tests.infra.delay_proxy import delayed_port
 from tests.infra.separate_node import separate_node
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.resuming import NUM_CHUNKS, SIZE, assert_copied, write_source
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.sync.push import publish_directory, publish_files
 from rollouts.infra.sync.receiver import CopyError, check_name
 from tests.infra.shell_jobs import shell_spec
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.sync import receiver
 from rollouts.infra.sync.push import MAX_VAIN_ATTEMPTS, publish_directory
 from tests.infra.sync.resuming import LAST_BYTES, NUM_CHUNKS, SIZE, assert_copied, write_source
-from tests.mounts import mounted_tmpfs
-from tests.waiting import wait_until
+from tests.kit.mounts import mounted_tmpfs
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -40,8 +40,8 @@ from rollouts_core.jobs.training_job import run_training_job
 from rollouts_core.metrics import EventLog, read_json_lines, read_metrics
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import TrainingStop
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.kill_rewards import grade_even_digits
-from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 90.0

@@ -34,6 +34,7 @@ from rollouts_core.job import FurtherTrainer, InputModel, SFTJob
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from rollouts_core.less_memory import FULL_GPU_CODE
 from rollouts_core.metrics import read_json_lines
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.backends.test_launch import (
     ENDLESS,
     SFT,
@@ -46,7 +47,6 @@ from tests.rollouts_core.backends.test_launch import (
     write_job,
 )
 from tests.rollouts_core.small_gpu import lowered_in, use_small_gpu
-from tests.waiting import wait_until
 
 KEY = "known-to-all-machines"
 ONE_EACH = TWO.model_copy(update={"trainer_processes": 1})

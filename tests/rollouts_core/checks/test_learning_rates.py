@@ -11,7 +11,7 @@ import pytest
 from rollouts_core.checks.learning_rates import check_learning_rates, largest_usual_lr
 from rollouts_core.config import Config
 from rollouts_core.findings import Caution
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 LORA = {"lora": {"rank": 8}}
 

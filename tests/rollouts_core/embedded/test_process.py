@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.server import PortInUseError, bind_port, serve
 from rollouts_core.errors import EngineError, NoMemoryError
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.embedded.test_server import TIMEOUT_S, TRAP, add_tokenizer
 from tests.rollouts_core.embedded.tiny_models import save_model
-from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -22,7 +22,7 @@ from rollouts_core.embedded.protocol import (
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, WeightSpan
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 
 SPEC = Path(__file__).parents[3].parent / "shared" / "specs" / "sglang-0.5.23.openapi.json"
 

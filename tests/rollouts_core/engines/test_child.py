@@ -38,8 +38,8 @@ from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EvalJob, InputFile, InputModel
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.quickstart import build_untrained_model
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.make import TINY_SIZE
-from tests.waiting import wait_until
 
 if sys.platform != "linux":
     pytest.skip("processes that end with the one that started them are Linux's", allow_module_level=True)

@@ -35,8 +35,8 @@ from rollouts_core.engines import (
 from rollouts_core.engines.canary import checkpoint_canary
 from rollouts_core.errors import EngineError, EngineUnavailableError, NoNumbersError, WeightSyncError
 from rollouts_core.types import Sample, Status
+from tests.kit.threads import join_threads
 from tests.rollouts_core.served_engine import served_engine
-from tests.threads import join_threads
 
 EngineType = type[SGLangEngine] | type[VLLMEngine]
 Answer = Callable[[httpx.Request], httpx.Response]

@@ -28,7 +28,7 @@ from rollouts_core.engines.checksums import write_untied
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_launch
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.job import InputModel, ServeJob
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 def job_of(engine: dict[str, Any], **deployment: Any) -> ServeJob:  # Any: settings of every type

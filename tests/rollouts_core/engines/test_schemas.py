@@ -38,7 +38,7 @@ from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import RewardError
 from rollouts_core.reward_services import create_judge_reward
 from rollouts_core.types import Sample
-from tests.excuses import ExcusedSkip
+from tests.kit.excuses import ExcusedSkip
 from tests.rollouts_core.scripted_service import Service
 
 SPECS = Path(__file__).parents[3].parent / "shared" / "specs"

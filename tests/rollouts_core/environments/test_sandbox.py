@@ -26,9 +26,9 @@ from rollouts_core.environments import sandbox
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError
-from tests.excuses import ExcusedSkip
-from tests.mounts import mounted_tmpfs
-from tests.waiting import wait_until
+from tests.kit.excuses import ExcusedSkip
+from tests.kit.mounts import mounted_tmpfs
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 SOMEBODY = 12345

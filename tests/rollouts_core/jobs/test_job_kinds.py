@@ -59,7 +59,7 @@ from rollouts_core.jobs.job_inputs import checked_file
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Sample, sample_from_json
-from tests.nvidia_smi import install_nvidia_smi
+from tests.kit.nvidia_smi import install_nvidia_smi
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.served_engine import engine_url

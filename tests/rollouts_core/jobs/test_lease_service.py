@@ -28,7 +28,7 @@ from rollouts_core.jobs.job_engines import keep_leases, open_engines, renew_leas
 from rollouts_core.jobs.serve_job import offer_renewals
 from rollouts_core.run_directory import RunDirectory
 from tests.infra.shell_jobs import shell_spec, wait_for_end
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -41,10 +41,10 @@ from rollouts_core.less_memory import (
 )
 from rollouts_core.metrics import EventLog, read_json_lines, read_metrics
 from rollouts_core.run_directory import RunDirectory
+from tests.kit.waiting import wait_until
 from tests.rollouts_core.backends.test_launch import TWO, find_processes, finish, started, write_job
 from tests.rollouts_core.make import make_groups
 from tests.rollouts_core.small_gpu import lowered_in, use_small_gpu
-from tests.waiting import wait_until
 
 ROUNDING = 2e-5
 """Largest difference of weights after ten steps of AdamW in float32 that differ in the order of sums."""

@@ -32,7 +32,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.job import EngineAddress, InputDataset, InputModel, SFTJob
 from rollouts_core.metrics import read_json_lines
-from tests.mounts import fill, mounted_tmpfs
+from tests.kit.mounts import fill, mounted_tmpfs
 from tests.rollouts_core.jobs import test_kill_points
 from tests.rollouts_core.jobs.test_kill_points import (
     FINISH_TIMEOUT_S,

@@ -13,7 +13,7 @@ import pytest
 from rollouts.flows.commands.compare import load_compared
 from rollouts_core.report.compared import compare_runs
 from rollouts_core.report.compared_page import render_comparison_page
-from tests.chromium import Open, chromium, views_of
+from tests.kit.chromium import Open, chromium, views_of
 from tests.rollouts_core.report.made_run import ATTACK
 from tests.tasks.stored_run import PROMPTS, SCORES, write_stored_run
 

@@ -14,7 +14,7 @@ import pytest
 
 from rollouts_core.config import ReportConfig
 from rollouts_core.report import ReportInput, render_report
-from tests.chromium import TIMEOUT_MS, Open, chromium, views_of
+from tests.kit.chromium import TIMEOUT_MS, Open, chromium, views_of
 from tests.rollouts_core.report.made_run import ATTACK, write_rollouts
 from tests.rollouts_core.report.test_report import full_report  # noqa: F401
 

@@ -28,7 +28,7 @@ from rollouts_core.stages import (
 )
 from rollouts_core.stages.kind import load
 from rollouts_core.stages.sft import SFT
-from tests.small_pipeline import small_settings
+from tests.kit.small_pipeline import small_settings
 
 
 def config_of(mode: str) -> Config:

@@ -15,7 +15,7 @@ from rollouts_core.system.files import (
     write_atomically,
     write_json,
 )
-from tests.mounts import mounted_tmpfs
+from tests.kit.mounts import mounted_tmpfs
 
 
 class CrashError(Exception):

@@ -17,7 +17,7 @@ from rollouts_core.metrics import read_json_lines
 from rollouts_core.report.charts import CHART_BOTTOM
 from rollouts_core.report.curves import draw_gpu_use
 from rollouts_core.system.gpu_use import gpus_in_use, parse_gpu_use, sampled_gpu_use
-from tests.nvidia_smi import install_nvidia_smi
+from tests.kit.nvidia_smi import install_nvidia_smi
 
 MODEL = InputModel(name="base", model=ModelConfig(path="base"), digest="m")
 ROWS = InputFile(path="rows.jsonl", digest="d")

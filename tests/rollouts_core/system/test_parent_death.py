@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rollouts_core.system import parent_death
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 PARENT = """
 import subprocess, sys, time

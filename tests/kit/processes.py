@@ -9,7 +9,7 @@ import subprocess
 import threading
 from pathlib import Path
 
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 CONTROL = "control-of-a-watch-"
 """Begins the name of a process that shows what a watch looks for, so that it is known to see it."""
