@@ -20,6 +20,7 @@ import pytest
 from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from rollouts.infra.locks import locked
+from tests.infra.ssh_server import SSHServer, running_server
 from tests.kit.commands import Rollouts, copy_home, join_home, pids_of, processes_of
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
@@ -114,3 +115,16 @@ def served(rollouts_alone: Rollouts, quickstart_files: Path) -> Iterator[Rollout
         if pid in pids_of(rollouts.store):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+
+
+@pytest.fixture
+def ssh_server(tmp_path: Path) -> Iterator[SSHServer]:
+    """A real SSH server of this machine."""
+    with running_server(tmp_path / "sshd") as server:
+        yield server
+
+
+@pytest.fixture
+def node_root(tmp_path: Path) -> Path:
+    """The folder of a node on this machine."""
+    return tmp_path / "node"

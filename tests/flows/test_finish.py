@@ -25,7 +25,7 @@ from tests.kit.commands import Rollouts
 from tests.kit.runs import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
 from tests.kit.serving import api, logs_of, trigger, up, wait_for_checkpoint, wait_for_state
 from tests.kit.small_pipeline import write_small_pipeline
-from tests.kit.ssh_nodes import node_root, node_settings, server  # noqa: F401
+from tests.kit.ssh_nodes import node_settings
 from tests.kit.waiting import wait_until
 from tests.rollouts_core.histories import without_times
 
@@ -143,11 +143,11 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
 @pytest.mark.matrix
 def test_a_training_on_another_machine_is_finished_there_and_the_next_run_trains_the_rest_there(
     rollouts: Rollouts,
-    server: SSHServer,  # noqa: F811
-    node_root: Path,  # noqa: F811
+    ssh_server: SSHServer,
+    node_root: Path,
     tmp_path: Path,
 ) -> None:
-    config = write_config(tmp_path / "small", "sft", node=node_settings(server, node_root))
+    config = write_config(tmp_path / "small", "sft", node=node_settings(ssh_server, node_root))
     process = rollouts.start("run", str(config))
     wait_until(
         lambda: (

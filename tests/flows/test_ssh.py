@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.matrix
 def test_the_pipeline_over_ssh_ends_as_on_this_machine(
-    rollouts: Rollouts, served_home: Path, server: SSHServer, node_root: Path, tmp_path: Path
+    rollouts: Rollouts, served_home: Path, ssh_server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
     """Its rewards are those of a module beside the configuration, which is on no path of Python's."""
     settings = {**SHORTER, "rollout__reward_fn": OWN_REWARD}
-    config = write_small_pipeline(tmp_path / "small", node=node_settings(server, node_root), **settings)
+    config = write_small_pipeline(tmp_path / "small", node=node_settings(ssh_server, node_root), **settings)
     write_own_reward(tmp_path / "small")
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
@@ -64,7 +64,7 @@ def test_the_pipeline_over_ssh_ends_as_on_this_machine(
 
 
 def test_a_module_of_the_users_that_the_machine_cannot_import_is_told_before_anything_is_trained(
-    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+    rollouts: Rollouts, ssh_server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
     own = tmp_path / "own" / "graders_of_a_test"
     own.mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_a_module_of_the_users_that_the_machine_cannot_import_is_told_before_any
     (own / "score.py").write_text("from graders_of_a_test.words import WORDS\n\n\ndef score(sample): return 1.0\n")
     config = write_small_pipeline(
         tmp_path / "small",
-        node=node_settings(server, node_root),
+        node=node_settings(ssh_server, node_root),
         rollout__reward_fn="graders_of_a_test.score:score",
     )
     ended = subprocess.run(
@@ -94,11 +94,11 @@ def test_a_module_of_the_users_that_the_machine_cannot_import_is_told_before_any
 
 @pytest.mark.matrix
 def test_a_run_on_a_node_is_cancelled_saves_its_last_step_there_and_goes_on_from_it(
-    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+    rollouts: Rollouts, ssh_server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
     rare = SHORTER | {"training__sft__num_steps": 400, "training__sft__checkpoint_every": 400}
     rare["training__sft__log_every"] = 1
-    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(server, node_root), **rare)
+    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(ssh_server, node_root), **rare)
     process = rollouts.start("run", str(config))
 
     def has_steps() -> bool:
@@ -124,13 +124,13 @@ def test_a_run_on_a_node_is_cancelled_saves_its_last_step_there_and_goes_on_from
 
 @pytest.mark.matrix
 def test_a_run_survives_cuts_of_its_connections(
-    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+    rollouts: Rollouts, ssh_server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(server, node_root), **SHORTER)
+    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(ssh_server, node_root), **SHORTER)
     process = rollouts.start("run", str(config))
     for sentence in ("sft            started", "select-sft     started"):
         rollouts.wait_until_said(sentence, process)
-        assert server.signal_sessions(signal.SIGKILL) > 0
+        assert ssh_server.signal_sessions(signal.SIGKILL) > 0
     assert process.wait(240) == 0, rollouts.said()
     (run,) = (rollouts.store / "runs").iterdir()
     verify_checkpoint(run / "checkpoint")

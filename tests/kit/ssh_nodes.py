@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.ssh_server import SSHServer
 
 SHORTER = {
     "training__sft__num_steps": 20,
@@ -19,18 +16,8 @@ SHORTER = {
 }
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[SSHServer]:
-    with running_server(tmp_path / "sshd") as server:
-        yield server
-
-
-@pytest.fixture
-def node_root(tmp_path: Path) -> Path:
-    return tmp_path / "node"
-
-
 def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
+    """The section `node` for a node with this root folder."""
     access = server.access
     return {
         "kind": "ssh",
@@ -44,4 +31,5 @@ def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
 
 
 def stages_of(store: Path) -> dict[str, Path]:
+    """The run directories of a store or node by their stage."""
     return {path.name.rpartition("-")[0]: path for path in (store / "stages").iterdir()}
