@@ -73,7 +73,7 @@ class NoSignalError(InputError):
 
 
 class StoppedByRuleError(InputError):
-    """RL ended because of a warning whose rule `training.rl.stop_on` names."""
+    """The training ended because of a warning whose rule its setting `stop_on` names."""
 
 
 class EngineError(RolloutsError):

@@ -26,6 +26,7 @@ from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import Sample
 from rollouts_core.update import SkipCounter, update_policy
+from rollouts_core.warning_rules import SFT_RULES, WarningWatch
 
 
 async def run_sft_training(
@@ -60,6 +61,7 @@ async def run_sft_training(
         DataError: a stream ended before the last step.
         NonFiniteError: a loss or gradient is NaN or infinite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
+        StoppedByRuleError: a rule in `config.stop_on` raised its warning. The step is saved.
         StoppedError: a stop was requested with `stop`.
     """
     known_inputs = dict(inputs or {})
@@ -82,6 +84,7 @@ async def run_sft_training(
         state: TrainingState = await checkpoints.resume() or {"step": 0}
         evaluate = partial(compute_eval_loss, backend, eval_samples, config, pad_id=pad_id)
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0))
+        watch = WarningWatch(None, config.stop_on, rules=SFT_RULES, section="training.sft")
         steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state["step"] else None)
 
         def read_cursors() -> dict[str, object]:
@@ -96,7 +99,11 @@ async def run_sft_training(
             is_logged = step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics
             if metrics_logger and is_logged:
                 metrics_logger.log(metrics, step)
-            return await checkpoints.after_step(step, metrics, read_cursors)
+            watch.after_step(step, metrics, events)
+            ends_here = await checkpoints.after_step(step, metrics, read_cursors, is_over=watch.is_over)
+            if ends_here:
+                watch.check()
+            return ends_here
 
         await checkpoints.begin()
         if "pending" in state and await conclude(state["step"], dict(state["pending"])):

@@ -1,4 +1,4 @@
-"""Warnings about an RL run while it trains: one table of rules over the metrics of its steps.
+"""Warnings about a training while it runs: a table of rules over the metrics of its steps, one for RL and one for SFT.
 
 Other modules: checks/ warns before a run, and signal_watch.py counts the steps without learning signal.
 
@@ -16,7 +16,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollouts_core.engines.rounding import ARRIVED, CHANGED, FEW_ARRIVED, ROUNDING_REMEDY, describe_loss
 from rollouts_core.errors import StoppedByRuleError
@@ -36,8 +36,9 @@ MIN_KNOWN = 20
 """Smallest number of known gradient norms at which a norm can count as a spike."""
 MAX_MISMATCH = 0.05
 MAX_STALENESS = 4.0
+MAX_LOSS_RISE = 1.5
 NOISE = 4.0
-"""A fall of the reward by less than this number of standard errors may be noise."""
+"""A change of a mean by less than this number of standard errors may be noise."""
 Line = Mapping[str, float]
 
 
@@ -80,15 +81,29 @@ def _values(lines: Sequence[Line], name: str) -> list[float]:
 def find_halved_reward(series: Series) -> str:
     """Compare the mean reward of the last steps with the best earlier mean over the same number of steps."""
     name = "reward_unfiltered" if "reward_unfiltered" in series.last[-1] else "reward"
-    values = series.values(name)
-    means = [statistics.fmean(values[end - MEAN_STEPS : end]) for end in range(MEAN_STEPS, len(values) + 1)]
-    if len(means) <= MEAN_STEPS:
-        return ""
-    best, last = max(means[:-MEAN_STEPS]), means[-1]
-    noise = statistics.stdev(values[-MEAN_STEPS:]) / math.sqrt(MEAN_STEPS)
-    if best <= 0 or last >= best / 2 or best - last < NOISE * noise:
+    earlier, last, noise = _compare_means(series.values(name))
+    if not earlier or (best := max(earlier)) <= 0 or last >= best / 2 or best - last < NOISE * noise:
         return ""
     return f"the mean reward of {MEAN_STEPS} steps fell from {best:.3g} to {last:.3g}"
+
+
+def find_risen_loss(series: Series) -> str:
+    """Compare the mean loss of the last steps with the lowest earlier mean over the same number of steps."""
+    earlier, last, noise = _compare_means(series.values("loss"))
+    if not earlier or last <= MAX_LOSS_RISE * (best := min(earlier)) or last - best < NOISE * noise:
+        return ""
+    return f"the mean loss of {MEAN_STEPS} steps rose from {best:.3g} to {last:.3g}"
+
+
+def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
+    """Means over MEAN_STEPS values in a row: those of earlier steps, that of the last steps, and its standard error.
+
+    No earlier mean shares a step with the last one. Without enough values the list of earlier means is empty.
+    """
+    means = [statistics.fmean(values[end - MEAN_STEPS : end]) for end in range(MEAN_STEPS, len(values) + 1)]
+    if len(means) <= MEAN_STEPS:
+        return [], math.nan, math.nan
+    return means[:-MEAN_STEPS], means[-1], statistics.stdev(values[-MEAN_STEPS:]) / math.sqrt(MEAN_STEPS)
 
 
 def find_entropy_collapse(series: Series) -> str:
@@ -154,7 +169,14 @@ NO_SIGNAL_RULE = Rule(
     remedy="use prompts that the model solves sometimes, raise rollout.n_samples_per_prompt, or change the reward",
     find=lambda _: "",  # signal_watch.py counts these steps instead, because its count continues in resumed runs
 )
-RULES = (
+SPIKES_RULE = Rule(
+    name="gradient_spikes",
+    measures=f"gradient norms of {MEAN_STEPS} steps, against the median of the last {WINDOW}",
+    bound=f"{IN_A_ROW} are {SPIKE:g} times as large",
+    remedy="lower training.rl.optim.lr or training.rl.optim.max_grad_norm",
+    find=find_gradient_spikes,
+)
+RL_RULES = (
     NO_SIGNAL_RULE,
     Rule(
         name="reward_halved",
@@ -177,13 +199,7 @@ RULES = (
         remedy="raise rollout.sampling.max_new_tokens, or reward shorter completions",
         find=find_truncation,
     ),
-    Rule(
-        name="gradient_spikes",
-        measures=f"gradient norms of {MEAN_STEPS} steps, against the median of the last {WINDOW}",
-        bound=f"{IN_A_ROW} are {SPIKE:g} times as large",
-        remedy="lower training.rl.optim.lr or training.rl.optim.max_grad_norm",
-        find=find_gradient_spikes,
-    ),
+    SPIKES_RULE,
     Rule(
         name="engine_mismatch",
         measures=f"KL between engine and trainer, mean of {MEAN_STEPS} steps",
@@ -213,19 +229,40 @@ RULES = (
         find=find_rounding,
     ),
 )
-"""All rules. Each can warn; a rule that `training.rl.stop_on` names also ends the run."""
+"""The rules of RL. Each can warn; a rule that `training.rl.stop_on` names also ends the run."""
+SFT_RULES = (
+    Rule(
+        name="loss_risen",
+        measures=f"mean loss of {MEAN_STEPS} steps, against the lowest of the last {WINDOW}",
+        bound=f"above {MAX_LOSS_RISE:g} times, and by more than noise",
+        remedy=(
+            "lower training.sft.optim.lr, or raise training.sft.optim.num_warmup_steps; earlier checkpoints are kept"
+        ),
+        find=find_risen_loss,
+    ),
+    replace(SPIKES_RULE, remedy="lower training.sft.optim.lr or training.sft.optim.max_grad_norm"),
+)
+"""The rules of SFT. Each can warn; a rule that `training.sft.stop_on` names also ends the run."""
 
 
 class WarningWatch:
     """Applies the rules to the metrics of each step.
 
     Args:
-        signal: counts the steps without learning signal and has its own limit.
+        signal: counts the steps without learning signal and has its own limit. None for SFT.
         stop_on: names of the rules that end the training.
+        section: the section of the settings with `stop_on`.
     """
 
-    def __init__(self, signal: SignalWatch, stop_on: Collection[str] = ()) -> None:
-        self.signal, self.stop_on = signal, stop_on
+    def __init__(
+        self,
+        signal: SignalWatch | None,
+        stop_on: Collection[str] = (),
+        *,
+        rules: Sequence[Rule] = RL_RULES,
+        section: str = "training.rl",
+    ) -> None:
+        self.signal, self.stop_on, self.rules, self.section = signal, stop_on, rules, section
         self._first: list[Line] = []
         self._last: deque[Line] = deque(maxlen=WINDOW)
         self._crossed: set[str] = set()
@@ -234,17 +271,17 @@ class WarningWatch:
     @property
     def is_over(self) -> bool:
         """True if the training ends after this step."""
-        return bool(self._end) or self.signal.is_over
+        return bool(self._end) or (self.signal is not None and self.signal.is_over)
 
     def after_step(self, step: int, metrics: Line, events: EventLog | None = None) -> None:
         """Apply the rules to a step. Each warning is logged and written to `events`."""
-        if told := self.signal.after_step(step, metrics):
+        if self.signal and (told := self.signal.after_step(step, metrics)):
             warn(step, NO_SIGNAL_RULE.name, told, events)
         self._last.append(metrics)
         if len(self._first) < MEAN_STEPS:
             self._first.append(metrics)
         series = Series(first=self._first, last=tuple(self._last))
-        for rule in RULES:
+        for rule in self.rules:
             found = rule.find(series)
             if found and rule.name not in self._crossed:
                 sentence = f"step {step}: {found}: {rule.remedy}"
@@ -252,7 +289,7 @@ class WarningWatch:
                 if rule.name in self.stop_on:
                     self._end = (
                         f"{sentence}. The training ended here, by the rule {rule.name}, and the step is saved. To "
-                        f"resume, take {rule.name} out of training.rl.stop_on"
+                        f"resume, take {rule.name} out of {self.section}.stop_on"
                     )
             (self._crossed.add if found else self._crossed.discard)(rule.name)
 
@@ -263,7 +300,8 @@ class WarningWatch:
             NoSignalError: too many steps in a row had no learning signal.
             StoppedByRuleError: a rule in `stop_on` raised its warning.
         """
-        self.signal.check()
+        if self.signal:
+            self.signal.check()
         if self._end:
             raise StoppedByRuleError(self._end)
 

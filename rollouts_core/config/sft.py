@@ -11,6 +11,9 @@ from rollouts_core.config.optim import OptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, Record
 
+StopRule = Literal["loss_risen", "gradient_spikes"]
+"""Names of the rules of SFT in warning_rules.py."""
+
 
 class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
@@ -40,6 +43,9 @@ class SFTTrainingConfig(Record):
     """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
     """Largest number of skipped updates in a row; after one more, the run ends. 0: no limit."""
+    stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
+    """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run starts to
+    measure again."""
     log_every: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """Number of steps from one line of metrics to the next."""
     checkpoint_every: int = Field(default=200, ge=1, json_schema_extra=SELECTION)

@@ -24,7 +24,7 @@ from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.config import DatasetConfig, ModelConfig, OptimConfig, SFTTrainingConfig
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, open_datasets, sample_rules
 from rollouts_core.data.steps import Samples
-from rollouts_core.errors import DataError, NonFiniteError
+from rollouts_core.errors import DataError, NonFiniteError, StoppedByRuleError
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.sft import prepare_sft_batch, run_sft_training
 from rollouts_core.types import Sample
@@ -220,6 +220,31 @@ def test_every_micro_batch_knows_the_totals_of_its_step() -> None:
     assert [len(batch.inputs_BT) for batch in batches] == [2, 2]
     assert {batch.num_loss_tokens for batch in batches} == {total}
     assert {batch.num_samples for batch in batches} == {4}
+
+
+def test_a_loss_that_rises_is_warned_of_and_ends_the_training_if_the_settings_say_so(
+    base_model: ModelConfig, demonstrations: list[Sample], tmp_path: Path
+) -> None:
+    """The learning rate rises until the training diverges."""
+    config = CONFIG.model_copy(update={"num_steps": 100, "checkpoint_every": 100, "stop_on": ("loss_risen",)})
+    optim = OptimConfig(lr=3.0, num_warmup_steps=100, max_grad_norm=1e9)
+
+    def train_on(config: SFTTrainingConfig) -> list[Metrics]:
+        loss = create_cross_entropy_loss()
+        backend = create_pytorch_backend(base_model, optim, loss, num_steps=100, device="cpu")
+        with EventLog(tmp_path / "events.jsonl") as events:
+            return asyncio.run(
+                run_sft_training(backend, demonstrations, config, checkpoint_dir=tmp_path / "run", events=events)
+            )
+
+    with pytest.raises(StoppedByRuleError, match=r"mean loss of 10 steps rose from .* out of training\.sft\.stop_on"):
+        train_on(config)
+    [warning] = [line for line in read_json_lines(tmp_path / "events.jsonl") if line["event"] == "warning"]
+    assert warning["rule"] == "loss_risen" and 20 <= warning["step"] < 100
+    [saved] = list_checkpoints(tmp_path / "run")
+    assert saved.name == f"step_{warning['step']:06d}"
+    rest = train_on(config.model_copy(update={"stop_on": ()}))
+    assert len(rest) == 100 - warning["step"], "a resumed training continues with the rule taken out"
 
 
 def never_finite(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, LossMetrics]:

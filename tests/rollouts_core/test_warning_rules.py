@@ -7,15 +7,16 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import get_args
 
 import pytest
 
-from rollouts_core.config.rl import StopRule
+from rollouts_core.config import rl, sft
 from rollouts_core.errors import NoSignalError, StoppedByRuleError
 from rollouts_core.metrics import EventLog, read_json_lines
 from rollouts_core.signal_watch import SignalWatch
-from rollouts_core.warning_rules import NO_SIGNAL_RULE, RULES, WarningWatch
+from rollouts_core.warning_rules import NO_SIGNAL_RULE, RL_RULES, SFT_RULES, Rule, WarningWatch
 
 RECORDED = Path(__file__).parent / "recorded/quickstart_rl.jsonl"
 """The metrics of RL in a run of the quickstart."""
@@ -70,14 +71,14 @@ def warnings_of(steps: list[dict[str, float]], folder: Path, *, stop_on: tuple[s
     return [(line["rule"], line["step"]) for line in read_json_lines(folder / "events.jsonl")]
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+@pytest.mark.parametrize("name", [rule.name for rule in RL_RULES])
 def test_each_rule_warns_of_its_trouble_and_no_other_rule_does(name: str, tmp_path: Path) -> None:
     told = warnings_of(collapsing(name), tmp_path)
     assert {rule for rule, _ in told} == {name}
     assert 60 < told[0][1] <= 72, "within twelve steps"
     message = read_json_lines(tmp_path / "events.jsonl")[0]["message"]
     assert message.startswith(f"step {told[0][1]}: ")
-    rule = next(rule for rule in RULES if rule.name == name)
+    rule = next(rule for rule in RL_RULES if rule.name == name)
     assert ("more completions per prompt" if name == NO_SIGNAL_RULE.name else rule.remedy) in message
 
 
@@ -129,8 +130,38 @@ def test_steps_without_signal_end_a_run_by_their_own_limit() -> None:
         watch.check()
 
 
-def test_the_settings_and_the_page_have_the_rules_of_the_table() -> None:
-    assert {*get_args(StopRule), NO_SIGNAL_RULE.name} == {rule.name for rule in RULES}
+def sft_steps(**late: float) -> list[dict[str, float]]:
+    """120 steps of SFT whose loss falls with noise; after step 60 with the trouble of a rule."""
+    draw = random.Random(0)
+    steps = [
+        {"loss": 2.0 * 0.99**step + abs(draw.gauss(0, 0.3)), "grad_norm": draw.lognormvariate(0, 0.5)}
+        for step in range(120)
+    ]
+    return [{**line, **late} if step >= 60 else line for step, line in enumerate(steps)]
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [({}, set()), ({"loss": 4.0}, {"loss_risen"}), ({"grad_norm": 50.0}, {"gradient_spikes"})],
+)
+def test_sft_is_warned_of_a_loss_that_rose_and_of_gradient_spikes(
+    late: dict[str, float], told: set[str], tmp_path: Path
+) -> None:
+    watch = WarningWatch(None, tuple(told), rules=SFT_RULES, section="training.sft")
+    with EventLog(tmp_path / "events.jsonl") as events:
+        for step, metrics in enumerate(sft_steps(**late), start=1):
+            watch.after_step(step, metrics, events)
+    lines = read_json_lines(tmp_path / "events.jsonl")
+    assert {line["rule"] for line in lines} == told and all(60 < line["step"] <= 72 for line in lines)
+    assert watch.is_over == bool(told)
+    if told:
+        with pytest.raises(StoppedByRuleError, match=r"take \w+ out of training\.sft\.stop_on"):
+            watch.check()
+
+
+@pytest.mark.parametrize(("rules", "config"), [(RL_RULES, rl), (SFT_RULES, sft)])
+def test_the_settings_and_the_page_have_the_rules_of_the_table(rules: tuple[Rule, ...], config: ModuleType) -> None:
+    assert {*get_args(config.StopRule)} == {rule.name for rule in rules} - {NO_SIGNAL_RULE.name}
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    for rule in RULES:
+    for rule in rules:
         assert f"| `{rule.name}` | {rule.measures} | {rule.bound} | {rule.remedy} |" in page
