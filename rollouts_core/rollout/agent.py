@@ -107,7 +107,7 @@ def _check_interleaved(trajectory: Trajectory, pending: Sample) -> None:
 
 
 def _fill_in_tokens(sample: Sample, turns: Sequence[AgentTurn]) -> Sample:
-    """Fill in tokens, masks, log-probs and versions of the turns. Each turn's input must begin with the previous turn."""
+    """Fill in tokens, masks, log-probs and versions of the turns. Each turn's input must begin with the turn before."""
     tokens: list[int] = []
     loss_mask: list[float] = []
     log_probs: list[float] = []

@@ -122,7 +122,7 @@ class CompletionGenerator:
         ]
 
     async def break_off(self) -> None:
-        """Interrupt running requests; their samples keep the tokens generated so far. New requests wait until `go_on`."""
+        """Interrupt running requests; their samples keep the tokens so far. New requests wait until `go_on`."""
         await _break_off(self.engines)
 
     def go_on(self) -> None:
@@ -243,7 +243,7 @@ def _go_on(engines: Sequence[InferenceEngine]) -> None:
 
 
 async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
-    """Hold a conversation; start it again if the environment was unavailable, at most `max_environment_retries` times."""
+    """Hold a conversation; restart it while the environment is unavailable, at most `max_environment_retries` times."""
     for attempt in itertools.count(1):
         try:
             return await hold()
@@ -311,7 +311,7 @@ async def complete_request(
 
 
 def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
-    """A request that continues a partial completion with these tokens: they join the prompt and reduce the token limit."""
+    """A request that continues a partial completion: its tokens join the prompt and reduce the token limit."""
     if not tokens:
         return request
     num_left = request.sampling.max_new_tokens - len(tokens)

@@ -393,7 +393,8 @@ class AsyncRolloutManager:
         return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
 
     def _take_given_up(self, num_wanted: int) -> list[Group]:
-        """Remove and return the cancelled groups that the buffer filter selects (all of them without a buffer filter)."""
+        """Remove and return the cancelled groups that the buffer filter selects; without a buffer filter, all of
+        them."""
         given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
         chosen = given_up if self.buffer_filter_fn is None else self._choose(given_up, num_wanted)
         taken = {group[0].group_index for group in chosen}

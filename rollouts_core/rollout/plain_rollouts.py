@@ -1,4 +1,4 @@
-"""Build rollout batches by calling a user's synchronous generate function once per batch, without engines or filters."""
+"""Build rollout batches by calling a user's synchronous generate function, without engines and filters."""
 
 from __future__ import annotations
 

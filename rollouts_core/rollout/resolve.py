@@ -53,10 +53,10 @@ class Interruptible(Protocol):
     """A generate function that can interrupt running groups without losing their tokens."""
 
     async def break_off(self) -> None:
-        """Stop generating. Calls that wait for this group type return or are cancelled; new calls wait until `go_on`.
+        """Stop generating without losing tokens. New calls wait until `go_on`.
 
-        A running call may return its samples as `Status.ABORTED` with their tokens. Otherwise the caller cancels it,
-        and the function keeps the tokens for the next request of the same samples.
+        A running call may return its samples as `Status.ABORTED` with their tokens. Otherwise the manager cancels the
+        call, and the function keeps the tokens for the next request of the same samples.
         """
         ...
 
@@ -90,7 +90,7 @@ def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
 
 
 class NoEnvironment:
-    """Environment of a run without `rollout.environment`: it has no replies and no tools, and grading raises an error."""
+    """Environment of a run without `rollout.environment`. It has no replies and no tools, and its grading fails."""
 
     def grade(self, sample: Sample) -> float:
         """Always raise ConfigError with a hint how to configure a reward."""

@@ -34,7 +34,8 @@ class TurnLog:
         self._earlier: dict[Place, list[AgentTurn]] = {}
 
     def begin(self, pending: Sample) -> ConversationLog:
-        """Start the log of a sample's conversation. Turns that an earlier run logged for the sample move into this log."""
+        """Start the log of a sample's conversation. Turns logged for the sample in an earlier run move into this
+        log."""
         place = (pending.group_index, pending.index)
         log = self._under_way[place] = ConversationLog(self._earlier.pop(place, []))
         return log

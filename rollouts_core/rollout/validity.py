@@ -25,7 +25,7 @@ MIN_WINDOW = 40
 
 
 def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
-    """Mark the sample as invalid if the policy sampled a token id of at least `num_tokens`. None accepts all token ids."""
+    """Mark the sample as invalid if the policy sampled a token id of at least `num_tokens`. None accepts all ids."""
     if num_tokens is None or max(sample.tokens, default=0) < num_tokens:
         return sample
     sampled = zip(sample.tokens, sample.loss_mask, strict=True)
@@ -57,7 +57,8 @@ class InvalidWatch:
         self._were_invalid: deque[bool] = deque(maxlen=window)
 
     def note(self, samples: Iterable[Sample]) -> DataError | None:
-        """Count finished samples. Returns an error if more than `MAX_INVALID_SHARE` of the recent samples are invalid."""
+        """Count finished samples. Returns an error if the share of invalid recent samples exceeds
+        `MAX_INVALID_SHARE`."""
         problem = ""
         for sample in samples:
             is_invalid = sample.status is Status.INVALID
