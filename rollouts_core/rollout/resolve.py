@@ -90,7 +90,8 @@ def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
 
 
 class NoEnvironment:
-    """Environment of a run without `rollout.environment`. It has no replies and no tools, and its grading fails."""
+    """Environment of a run without `rollout.environment`. It has no replies and no tools, and grading raises an
+    error."""
 
     def grade(self, sample: Sample) -> float:
         """Always raise ConfigError with a hint how to configure a reward."""
