@@ -336,7 +336,7 @@ def test_a_model_of_the_hub_that_cannot_be_downloaded_is_named(folder: Path) -> 
     assert_refused(
         write_config(folder, model__path="some_org/some_model"),
         "the model some_org/some_model cannot be downloaded (",
-        "name a folder as model.path, or a mirror that can be reached as hub.url",
+        "set model.path to a local folder, set hub.url to a mirror that is reachable",
     )
 
 
