@@ -354,7 +354,9 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
 
     Source: arXiv:1811.02553 sec. 3; verl, OpenRLHF and SkyRL do the same.
     """
-    assert batch.returns_BT is not None and batch.old_values_BT is not None, "a value loss needs returns and old values"
+    assert batch.returns_BT is not None and batch.old_values_BT is not None, (
+        "a value loss needs returns_BT and old_values_BT"
+    )
     assert scores.values_BT is not None, "the estimator gae needs a policy with a value head: with_values=True"
     values_BT, returns_BT = _trained(scores.values_BT, batch), _trained(batch.returns_BT, batch)
     old_BT = _trained(batch.old_values_BT, batch)

@@ -311,7 +311,7 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
         if len(spans) != num_turns:
             raise DataError(
                 f"the chat template's generation markers give {len(spans)} spans for {num_turns} assistant turns, so "
-                "the last turn cannot be told apart; use train_on = all_assistant"
+                "the last turn cannot be identified; use train_on = all_assistant"
             )
         spans = spans[-1:]
     return [_Text(text, spans)]
@@ -389,8 +389,8 @@ def _encode_between_borders(tokenizer: PreTrainedTokenizerBase, text: _Text) -> 
     for span, prefix in zip(itertools.pairwise(borders), prefixes, strict=True):
         if tokens[: len(prefix)] != prefix:
             raise DataError(
-                "a token belongs to two turns, and the tokenizer does not report the characters of tokens: use a fast "
-                "tokenizer"
+                "a token has characters of two turns, but this slow tokenizer does not report the characters of "
+                "each token: use a fast tokenizer"
             )
         offsets += [span] * (len(prefix) - len(offsets))
     return tokens, offsets

@@ -216,7 +216,7 @@ def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
         raise DataError(f"a tool call of message {number} must name a `function`, found {_show(call)}")
     what = f"`arguments` of a tool call of message {number}"
     if "arguments" not in function and (other := next((key for key in OTHER_ARGUMENTS if key in function), "")):
-        raise DataError(f"{what} are missing, found `{other}`: rename it")
+        raise DataError(f"{what} are missing, found `{other}`: rename it to `arguments`")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, what) if arguments.strip() else {}

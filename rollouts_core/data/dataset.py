@@ -219,7 +219,7 @@ class SFTDataset:
         if len(self.first_dropped) < MAX_LOGGED_DROPS:
             self.first_dropped.append(number)
         if self.num_dropped <= MAX_LOGGED_DROPS:
-            logger.warning("left out %s: longer than max_length %d", row, self._rules.max_length)
+            logger.warning("left out %s: it has more tokens than max_length %d", row, self._rules.max_length)
 
 
 class _CompactSamples:
@@ -283,7 +283,7 @@ def load_prompts_from_jsonl(
             with noted.at(number):
                 prompt = build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
                 if prompt.id in row_of_id:
-                    raise DataError(f"id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
+                    raise DataError(f"id {prompt.id!r} also occurs in row {row_of_id[prompt.id]}: ids must be unique")
                 row_of_id[prompt.id] = number
                 prompts.append(prompt)
     return prompts

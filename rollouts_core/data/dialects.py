@@ -243,9 +243,9 @@ def _find_dialect(tokenizer: PreTrainedTokenizerBase, _templates: str, setting: 
         if any(_reads_probe(dialect, text) for text in texts):
             whole = replace(candidate, prefix=_cut_prefix(candidate, probe.generation_prompt))
             return _with_end(tokenizer, whole, dialect, probe)
-    tried = f"{candidates[0].name} does not read" if setting else f"none of the dialects {', '.join(DIALECTS)} reads"
+    tried = f"{candidates[0].name} cannot parse" if setting else f"none of the dialects {', '.join(DIALECTS)} can parse"
     raise DataError(
-        f"the chat template writes a tool call as {probe.text!r}, which {tried} back, so the policy's calls would be "
+        f"the chat template writes a tool call as {probe.text!r}, which {tried}, so the policy's calls would be "
         "missed: set rollout.multi_turn.response_template to the model's response template as JSON, or to the name "
         "of a dialect"
     )
@@ -416,7 +416,7 @@ class TurnReader:
         except (ValueError, RecursionError) as error:
             raise CallError(f"the tool call is not valid JSON: {error.__cause__ or error}") from error
         except KeyError as error:  # the opening text of the call has no tool name
-            raise CallError("the tool call has no name, or not where this model's calls have it") from error
+            raise CallError("the tool call has no name, or the name is in the wrong place") from error
 
     def finish(self) -> list[Piece]:
         """End the turn. Returns the remaining pieces.
@@ -432,7 +432,7 @@ class TurnReader:
             reason = f"the tool call is not valid JSON: {error.__cause__ or error}"
             raise CallError(reason if is_closed else _say_unclosed(self._calls)) from error
         except KeyError as error:
-            raise CallError("the tool call has no name, or not where this model's calls have it") from error
+            raise CallError("the tool call has no name, or the name is in the wrong place") from error
         if any(_is_call(event) for event in events) and not is_closed:
             raise CallError(_say_unclosed(self._calls))
         return pieces + self._pieces(events)
@@ -459,7 +459,7 @@ class TurnReader:
         if self._calls.content == "xml-inline":
             pattern = self._calls.content_args["tag_pattern"]
             if rest := regex.sub(pattern, "", self._body, flags=regex.DOTALL).strip():
-                raise CallError(f"the tool call has {rest[:80]!r} beside its arguments")
+                raise CallError(f"the tool call has {rest[:80]!r} in addition to its arguments")
         values = event["value"] if isinstance(event["value"], list) else [event["value"]]
         functions = [value.get("function", value) if isinstance(value, dict) else value for value in values]
         return [ToolCall(**call) for function in functions for call in _as_calls(function)]
@@ -475,18 +475,18 @@ def _ends_with(pattern: Any, text: str) -> bool:  # Any: a pattern of the packag
 
 def _say_unclosed(field: Any) -> str:  # Any: a field of transformers' response templates
     if field.open_literals and field.close_literals:
-        return f"a {field.open_literals[0]} has no {field.close_literals[0]}"
-    return "the tool call has no end"
+        return f"a {field.open_literals[0]} has no closing {field.close_literals[0]}"
+    return "the tool call is not closed"
 
 
 def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the policy wrote
     if isinstance(function, dict) and set(function) == {"python"}:
         return _read_python(function["python"])
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError('a tool call is an object with "name" and "arguments"')
+        raise CallError('a tool call must be an object with "name" and "arguments"')
     arguments = function.get("arguments", function.get("parameters", {}))
     if not isinstance(arguments, dict):
-        raise CallError('the "arguments" of a tool call are an object')
+        raise CallError('the "arguments" of a tool call must be an object')
     try:  # NaN is not valid JSON, and half of a surrogate pair cannot be tokenized
         json.dumps(function, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:

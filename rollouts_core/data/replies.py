@@ -175,8 +175,8 @@ def _check_seen(replies: Sequence[Message], text: str) -> None:
         forms = (said, *(json.dumps(said, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
         if not any(_fold(form) in written for form in forms):
             raise UnseenReplyError(
-                f"the chat template drops text of the role {reply['role']!r}, so the policy would not see its reply: "
-                "use another template, or reply in a role that it writes"
+                f"the chat template drops text of the role {reply['role']!r}, so the policy would not see this "
+                "reply: use another template, or reply in a role that the template writes"
             )
 
 

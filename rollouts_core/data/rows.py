@@ -194,8 +194,8 @@ class TableRows:
             columns = self._table[list(indices)]
         except (ImportError, OSError) as error:
             raise DataError(
-                f"{self.path} has images or audio inside a column that cannot be read here ({first_line(error)}): "
-                "write the rows without them"
+                f"{self.path} has images or audio nested inside a column, which cannot be read here "
+                f"({first_line(error)}): write the rows without them"
             ) from error
         for name, kind in self._media.items():
             columns[name] = [None if value is None else kind for value in columns[name]]
@@ -239,7 +239,9 @@ def open_rows(
     if _is_plain_jsonl(Path(path)):
         return JsonlRows(Path(path))
     if Path(path, "config.json").is_file() and not _is_saved(Path(path)):
-        raise DataError(f"{path} holds a model, not a dataset: give a data file, or a folder of `save_to_disk`")
+        raise DataError(
+            f"{path} contains a model, not a dataset: give a data file, or a folder written by `save_to_disk`"
+        )
     watch = _Watch(Path(path))
     digest = digest_path(path, revision=revision)
     source = _Source(Path(path), digest, split, subset, revision, columns or {})
@@ -415,12 +417,13 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
     elif path.is_file():
         raise DataError(
             f"{path} has an unknown file type: its name must end in {', '.join(SUFFIXES)} (optionally followed by "
-            f"{', '.join(OPENERS)}) or .parquet. Other types must be alone in a folder, which "
-            "`datasets.load_dataset` reads"
+            f"{', '.join(OPENERS)}) or .parquet. Put files of other types into a folder of their own, which "
+            "`datasets.load_dataset` can read"
         )
     elif path.is_absolute() and not path.is_dir():
         raise DataError(
-            f"{path} {describe_missing(path)}: give a data file, or a folder of data files or of `save_to_disk`"
+            f"{path} {describe_missing(path)}: give a data file, a folder of data files, or a folder written by "
+            "`save_to_disk`"
         )
     is_saved = _is_saved(path)
     if path.is_dir() and not is_saved and glob.has_magic(str(path)):
@@ -437,7 +440,7 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
     if isinstance(found, dict) and source.split not in found:
         raise DataError(
             f"{path} has the splits {', '.join(sorted(found))}, not {source.split}: give the folder of one split, "
-            f"{path / min(found)}, or set `split` if the section has it"
+            f"{path / min(found)}, or set `split` if the section has this setting"
         )
     return found[source.split] if isinstance(found, dict) else found
 
@@ -537,9 +540,9 @@ def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
     if cause.startswith("Unknown split"):
         return DataError(
             f"{path} has no split {source.split} ({cause}): give the file of another split, or set `split` if the "
-            "section has it"
+            "section has this setting"
         )
-    return DataError(f"{path} is not a dataset ({cause}): give a data file, or a folder of `save_to_disk`")
+    return DataError(f"{path} is not a dataset ({cause}): give a data file, or a folder written by `save_to_disk`")
 
 
 def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: datasets has no types
@@ -575,7 +578,7 @@ class _NoLinesError(DataError):
 
 def _is_array(path: str) -> DataError:
     return _NoLinesError(
-        f"{path} is one JSON array: expected one JSON object per line, which `jq -c '.[]' FILE` makes of an array"
+        f"{path} is one JSON array: expected one JSON object per line; `jq -c '.[]' FILE` converts an array"
     )
 
 
@@ -632,7 +635,7 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
             raise _is_array(path) from error
         if number == 1 and line.strip().removeprefix(b"\xef\xbb\xbf") == b"{":
             raise _NoLinesError(
-                f"{path} has JSON over several lines: expected one JSON object per line, which `jq -c . FILE` makes"
+                f"{path} has JSON over several lines: expected one JSON object per line; `jq -c . FILE` converts it"
             ) from error
         raise DataError(f"{path}, row {number}: not valid JSON: {_describe_broken(error)}") from error
     if number == 1 and isinstance(row, list):
@@ -652,7 +655,7 @@ def _describe_broken(error: ValueError | RecursionError) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
-        return "it ends inside an object: expected a whole JSON object in each line"
+        return "the line ends inside an object: expected a whole JSON object in each line"
     return f"{error.msg} at column {error.colno}"
 
 
@@ -661,7 +664,8 @@ def _check_text(row: Row, path: str, number: int) -> None:
     store it."""
     if half := find_half_character(row):
         raise DataError(
-            f"{path}, row {number}: {half} is half of a character, as in truncated text: repair it or remove it"
+            f"{path}, row {number}: {half} is half of a character (an unpaired surrogate), as in truncated text: "
+            "repair or remove it"
         )
 
 

@@ -195,7 +195,7 @@ def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, i
         if text[place : place + 1] == "]":
             return
         if text[place : place + 1] != ",":
-            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] after it")
+            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] after the row")
         place = _skip_space(text, place + 1)
         number += 1
 
@@ -278,7 +278,7 @@ def _check_header(file: TextFile, header: list[str], columns: Mapping[str, Colum
     for name in columns:
         if name not in header:
             raise DataError(
-                f"{file.name} has no column {name!r}, whose type `columns` gives{closest_name(name, header)}"
+                f"{file.name} has no column {name!r}, but `columns` sets its type{closest_name(name, header)}"
             )
 
 

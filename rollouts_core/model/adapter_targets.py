@@ -81,8 +81,8 @@ def check_target_modules(
     shown = ", ".join(known[:MAX_SHOWN]) + ", ..." * (len(known) > MAX_SHOWN)
     these = "this name" if len(unknown) == 1 else "these names"
     raise ConfigError(
-        f"{setting} {', '.join(unknown)}: the model has no linear layer with {these} that adapters support; it has "
-        f"{shown}: name some of these, or remove the setting to adapt all"
+        f"{setting} {', '.join(unknown)}: the model has no linear layer with {these} that supports adapters; it has "
+        f"{shown}: use some of these names, or remove the setting to adapt all layers"
     )
 
 

@@ -39,7 +39,7 @@ def attend_written_out(
     assert attention_mask is not None, "transformers creates a mask if the caller gives none"
     queries = (query_BHTD * (D**-0.5 if scaling is None else scaling)).reshape(B, K, -1, D)
     scores = (queries @ key_BKTD.transpose(-1, -2)).view(B, K, H // K, T, -1)
-    num_batches, num_masks, *axes = attention_mask.shape  # one mask for all query heads, or one for each
+    num_batches, num_masks, *axes = attention_mask.shape  # one mask for all query heads, or one mask per query head
     mask = attention_mask.view(num_batches, *((K, H // K) if num_masks == H else (1, 1)), *axes)
     weights = scores.add_(mask.to(scores.dtype)).softmax(dim=-1)
     if dropout:

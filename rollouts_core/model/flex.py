@@ -99,7 +99,7 @@ def why_unfit(hf_model: PreTrainedModel) -> str:
     """Reason why this kernel cannot compute the model's attention, as a clause; "" if it can."""
     settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flex_attn:
-        return f"{name} models are not known to work with it"
+        return f"{name} models are not known to work with FlexAttention"
     if kind := find_unmasked_layers(hf_model.config):
         return f"{name} has {kind} layers"
     if getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0):

@@ -100,7 +100,7 @@ def load_hf_model(
     except (*UNLOADABLE, *BAD_SETTINGS, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     if missing := sorted(loading["missing_keys"]):
-        raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
+        raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, for example {missing[0]}")
     for name, found, expected in sorted(loading["mismatched_keys"])[:1]:
         raise CheckpointError(describe_other_shape(config.path, name, found, expected))
     check_tied_head(model, config.path)
@@ -154,7 +154,8 @@ def describe_own_head(path: str) -> str:
     """Sentence for an error: the weights have an output head that config.json ties to the embedding."""
     return (
         f"the weights at {path} have an output head that differs from the embedding, but its config.json ties them: "
-        "engines would ignore the head. Set tie_word_embeddings = false there, or remove the head if it is unused"
+        "engines would ignore the head. Set tie_word_embeddings = false in config.json, or remove the head if it is "
+        "unused"
     )
 
 
@@ -203,7 +204,7 @@ def check_logits(hf_model: PreTrainedModel) -> None:
     if head is None:
         raise _unknown_logits(hf_model, "it has no output head")
     if hf_model.base_model is hf_model:
-        raise _unknown_logits(hf_model, "it has no decoder under its class's name")
+        raise _unknown_logits(hf_model, "its class does not name the attribute with its decoder")
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return
     hf_model.eval()

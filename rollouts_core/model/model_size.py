@@ -84,7 +84,7 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
         return ModelSize(problem=f"the hub did not answer within {timeout_s:g} s")
     if done.returncode != 0:
         last_line = done.stderr.strip().rpartition("\n")[2]
-        return ModelSize(problem=f"the hub gave no size: {last_line.rstrip('.')}")
+        return ModelSize(problem=f"the hub could not tell the size: {last_line.rstrip('.')}")
     told = json.loads(done.stdout)
     return ModelSize(
         tensors={name: tuple(shape) for name, shape in told["tensors"].items()},

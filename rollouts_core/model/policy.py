@@ -250,7 +250,8 @@ def recompute_activations(hf_model: PreTrainedModel) -> None:
     except ValueError as error:
         raise ConfigError(
             f"{hf_model.config.model_type} models do not support activation checkpointing: set "
-            'policy.activation_checkpointing = false, or policy.on_out_of_memory = "stop" if the run set it itself'
+            'policy.activation_checkpointing = false, or policy.on_out_of_memory = "stop" if the run switched it on '
+            "itself"
         ) from error
 
 

@@ -34,12 +34,13 @@ def check_code_of_start(checkpoint: Path, start: Path) -> None:
         if _digest(path) not in trusted:
             raise CheckpointError(
                 f"{path} differs from the code of the start model at {start}, so loading the checkpoint would run "
-                "code that you have not read (model.trust_remote_code): delete the stage, and train it elsewhere"
+                "code that you have not read (model.trust_remote_code): delete the stage, and train it again on "
+                "another machine"
             )
     if other := sorted(name for name in _classes_of(checkpoint) - _classes_of(start) if "--" in name):
         raise CheckpointError(
-            f"{checkpoint} names {other[0]} in auto_map, code that the start model at {start} does not name "
-            "(model.trust_remote_code): delete the stage, and train it elsewhere"
+            f"{checkpoint} names {other[0]} in auto_map, but the start model at {start} does not name this code "
+            "(model.trust_remote_code): delete the stage, and train it again on another machine"
         )
 
 

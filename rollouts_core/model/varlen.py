@@ -120,7 +120,9 @@ def attend_varlen(
 
 def _refuse_unknown_terms(dropout: float, others: Mapping[str, Any]) -> None:
     if dropout or any(others.get(term) is not None for term in UNKNOWN_TERMS) or others.get("is_causal") is False:
-        raise ConfigError('policy.attention "varlen" does not support this model\'s attention terms: set "auto"')
+        raise ConfigError(
+            'policy.attention "varlen" does not support how this model changes attention scores: set "auto"'
+        )
 
 
 def half_precision(value: Tensor) -> torch.dtype:
@@ -151,7 +153,7 @@ def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
     """Reason why this kernel cannot train the model on this machine, as a clause; "" if it can."""
     if find_varlen_attn() is None:
-        return f"torch {torch.__version__} has no varlen_attn with windows"
+        return f"torch {torch.__version__} has no varlen_attn that supports sliding windows"
     if device_type != "cuda":
         return "it needs an NVIDIA GPU"
     if torch.version.hip or torch.cuda.get_device_capability() < MIN_CAPABILITY:
@@ -193,7 +195,7 @@ def _why_no_bounds(hf_model: PreTrainedModel) -> str:
     enough."""
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
-        return f"{name} models are not known to have plain attention"
+        return f"{name} models are not known to have standard attention"
     if kind := find_unmasked_layers(hf_model.config):
         return f"{name} has {kind} layers"
     has_sinks = any(parameter.endswith("sinks") for parameter, _ in hf_model.named_parameters())
@@ -232,9 +234,9 @@ def _why_trial_fails(hf_model: PreTrainedModel) -> str:
             max_length_k=2,
         )
     except Exception:  # noqa: BLE001 - models raise any error on the meta device; sdpa may still train them
-        return f"{hf_model.config.model_type} models have further terms in their attention"
+        return f"{hf_model.config.model_type} models change attention scores in a way that varlen does not support"
     finally:
         AttentionInterface.register(VARLEN, attend_varlen)
     if not widths:
-        return f"{hf_model.config.model_type} models do not use exchangeable attention kernels"
+        return f"{hf_model.config.model_type} models do not let transformers choose their attention kernel"
     return f"its heads have width {max(widths)}, the limit is {MAX_HEAD_DIM}" if max(widths) > MAX_HEAD_DIM else ""

@@ -99,9 +99,9 @@ def _check_interleaved(trajectory: Trajectory, pending: Sample) -> None:
         if read != before:
             place = next((i for i, pair in enumerate(zip(read, before, strict=False)) if len(set(pair)) > 1), len(read))
             raise DataError(
-                f"prompt {pending.metadata.get('prompt_id', '?')!r}: the input of turn {number} differs from the "
-                f"previous turns from token {place} on: the agent must keep token ids instead of tokenizing text "
-                'again. An agent that rewrites its history needs the form "branching"'
+                f"prompt {pending.metadata.get('prompt_id', '?')!r}: the input of turn {number} must begin with the "
+                f"tokens of the previous turns, but differs at token {place}: let the agent keep token ids instead "
+                'of tokenizing text again. An agent that rewrites its history needs the form "branching"'
             )
         before = [*turn.prompt_tokens, *turn.completion.tokens]
 

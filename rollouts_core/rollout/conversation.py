@@ -149,7 +149,7 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
     try:
         reply = await call_within(timeout_s, environment.respond, conversation)
     except BlockedError as error:
-        raise RewardError(f"{where} blocked all other conversations while computing: {error}") from error
+        raise RewardError(f"{where} blocked the event loop, and so all other conversations: {error}") from error
     except OutOfTimeError as error:
         raise EnvironmentUnavailableError(f"{where} did not answer within {timeout_s:g} s") from error
     except MACHINERY_ERRORS as error:
@@ -177,7 +177,7 @@ async def _close(environment: MultiTurnEnvironment, conversation: Conversation) 
         with anyio.CancelScope(shield=True):
             await call_within(CLOSE_TIMEOUT_S, close, conversation)
     except OutOfTimeError as error:
-        logger.warning("%s was not closed, and may keep resources open: %s", where, error)
+        logger.warning("%s was not closed in time, so its resources may stay open: %s", where, error)
     except MACHINERY_ERRORS as error:
         logger.warning("%s could not be closed: %s", where, first_line(error))
 

@@ -73,7 +73,7 @@ class GroupFinisher:
     async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
         """Generate the completions of a group. Interrupted completions are continued from their tokens."""
         if all(sample.status not in UNFINISHED for sample in group):
-            return group  # a call that was cancelled during grading already generated the completions
+            return group  # the group is generated already: an earlier call was cancelled while grading it
 
         async def generate(group: Group) -> Group:
             return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]

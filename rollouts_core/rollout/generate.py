@@ -250,7 +250,9 @@ async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: 
         except EnvironmentUnavailableError as error:
             if attempt > config.max_environment_retries:
                 raise
-            logger.warning("restarted a conversation (attempt %d failed: %s)", attempt, error)
+            logger.warning(
+                "restarting a conversation, because its environment was unavailable in attempt %d: %s", attempt, error
+            )
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
     raise AssertionError("the loop only ends by returning or raising")
 
@@ -276,7 +278,9 @@ async def generate_whole(
         if all(sample.status is not Status.ABORTED for sample in generated):
             return generated
     index = group[0].group_index
-    raise EngineError(f"group {index} was interrupted {MAX_INTERRUPTIONS} times: check the engine's log")
+    raise EngineError(
+        f"the completions of group {index} were interrupted {MAX_INTERRUPTIONS} times: check the engine's log"
+    )
 
 
 async def complete_request(
@@ -307,7 +311,7 @@ async def complete_request(
         note(completion)
         if completion.status is not Status.ABORTED:
             return completion
-    raise EngineError(f"{engine.name} interrupted a completion {MAX_INTERRUPTIONS} times: check its log")
+    raise EngineError(f"{engine.name} interrupted a completion {MAX_INTERRUPTIONS} times: check the log of the engine")
 
 
 def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:

@@ -186,7 +186,7 @@ class AsyncRolloutManager:
             self._grade = reward_fn or self.reward_fn
             if self.config.max_staleness:
                 assert self._tasks, (
-                    "with max_staleness groups are generated between the calls: use `async with manager`"
+                    "with max_staleness, groups are generated between calls of generate_batch: use `async with manager`"
                 )
                 return self._take_batch(await self._wait_for_batch())
             await self._start()
@@ -296,7 +296,7 @@ class AsyncRolloutManager:
         self._num_wanted = ahead + self.config.batch_size
         self._ask_for_groups()
         self._look_at_finished()  # also considers groups that finished between the last failure and this call
-        # group tasks can start their requests before the trainer continues, even if a batch is ready
+        # lets group tasks start their requests before the trainer continues, even if a batch is ready
         await anyio.lowlevel.checkpoint()
         while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
             if self._failure is not None:
@@ -412,7 +412,7 @@ class AsyncRolloutManager:
         except Exception as error:
             raise RewardError(
                 f"buffer filter {name_of_function(self.buffer_filter_fn)} on {len(given_up)} groups "
-                f"{describe_raised(error)}: return some of the given groups"
+                f"{describe_raised(error)}: it must return some of the given groups"
             ) from error
 
     def _renewed_if_stale(self, group: Group) -> Group:
@@ -437,7 +437,7 @@ class AsyncRolloutManager:
             self._under_way[index] = generated
 
         if index in self._order.unavailable:
-            finished = dropped_for_outage(group, "the replayed schedule dropped it")
+            finished = dropped_for_outage(group, "an outage dropped this group in the recorded schedule")
         else:
             finished = await self._finisher.finish(group, grade, version=self._newest_version, note=note)
         self._order.add(finished)
@@ -499,7 +499,7 @@ class AsyncRolloutManager:
     def _note_outage(self, finished: FinishedGroup) -> RolloutsError | None:
         """The error that ends the run if too many recent groups were unavailable; None otherwise."""
         if finished.index in self._order.unavailable:
-            return None  # the replayed schedule dropped this group; its outage is over
+            return None  # an outage of the recorded run dropped this group; it says nothing about the present
         return self._outage.note_group(finished.unavailable)
 
     async def _end_pause(self, pause_s: float) -> None:

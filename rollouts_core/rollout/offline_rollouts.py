@@ -98,8 +98,9 @@ def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
     for recorded in {record.get("temperature", temperature) for record in records}:
         if recorded != temperature:
             raise DataError(
-                f"{path} was sampled at temperature {recorded}, but rollout.sampling.temperature is {temperature}: the "
-                "log-probs would belong to two distributions. Set it to the temperature of the recording"
+                f"{path} was sampled at temperature {recorded}, but rollout.sampling.temperature is {temperature}: "
+                "recorded and computed log-probs would belong to different distributions. Set it to the temperature "
+                "of the recording"
             )
     return samples
 
@@ -122,14 +123,14 @@ def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_
         largest = max(max(sample.tokens, default=0) for sample in samples)
         if largest >= vocab_size:
             raise DataError(
-                f"{path} has the token {largest}, but the model embeds {vocab_size}: it was recorded with another "
-                "tokenizer"
+                f"{path} has the token id {largest}, but the model has only {vocab_size} embeddings: it was recorded "
+                "with another tokenizer"
             )
         longest = max(len(sample.tokens) for sample in samples)
         if max_tokens is not None and longest > max_tokens:
             raise DataError(
-                f"{path} has a sample of {longest} tokens, but the model has positions for {max_tokens}: it was "
-                "recorded with another model"
+                f"{path} has a sample of {longest} tokens, but the model supports at most {max_tokens} tokens: it "
+                "was recorded with another model"
             )
         num_groups += len(group_samples(samples))
         num_samples += len(samples)

@@ -153,6 +153,6 @@ class OutagePauses:
         pauses = f", also after pauses of {minutes:.1f} minutes" if minutes else ""
         return EnvironmentOutageError(
             f"an environment or a reward was unavailable{pauses} (rollout.max_outage_minutes "
-            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair the cause, then start "
-            f"the run again. The last problem: {error}"
+            f"{self.config.max_outage_minutes:g}), and an evaluation needs a result for every prompt. Repair the "
+            f"cause, then start the run again. The last problem: {error}"
         )

@@ -76,7 +76,9 @@ def _generate_whole(
         generated = check_generated(answered, generate.func, pending)
         if all(sample.status is not Status.ABORTED for sample in generated):
             return generated
-    raise EngineError(f"{name_of_function(generate.func)} left a batch unfinished {MAX_INTERRUPTIONS} times")
+    raise EngineError(
+        f"{name_of_function(generate.func)} returned interrupted samples for one batch {MAX_INTERRUPTIONS} times"
+    )
 
 
 def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:

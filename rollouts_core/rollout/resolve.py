@@ -120,7 +120,7 @@ def resolve_environment(config: RolloutConfig) -> Environment:
             return environment
     except TypeError as error:
         problem = first_line(error)
-    except RolloutsError:  # already explains itself
+    except RolloutsError:  # its message needs no addition
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"rollout.environment: {name} cannot be created: it {describe_raised(error)}") from error

@@ -347,8 +347,8 @@ def test_a_failure_of_the_machinery_is_no_sample(
         (lambda conversation: "1", "EchoEnvironment on prompt 'p7' answered '1': expected a Reply"),
         (
             lambda conversation: block(),
-            "EchoEnvironment on prompt 'p7' blocked all other conversations while computing: it did not return within "
-            "0.1 s; it was in block, test_conversation.py line",
+            "EchoEnvironment on prompt 'p7' blocked the event loop, and so all other conversations: it did not "
+            "return within 0.1 s; it was in block, test_conversation.py line",
         ),
     ],
 )
@@ -471,8 +471,11 @@ async def fail_to_close(error: Exception) -> None:
         (lambda: fail_to_close(OSError("gone")), "on prompt 'p7' could not be closed: gone"),
         (lambda: fail_to_close(httpx.ConnectError("no route")), "on prompt 'p7' could not be closed: no route"),
         (lambda: fail_to_close(EnvironmentUnavailableError("no box")), "on prompt 'p7' could not be closed: no box"),
-        (never_close, "on prompt 'p7' was not closed, and may keep resources open: it did not return within"),
-        (block, "on prompt 'p7' was not closed, and may keep resources open: it did not return within"),
+        (
+            never_close,
+            "on prompt 'p7' was not closed in time, so its resources may stay open: it did not return within",
+        ),
+        (block, "on prompt 'p7' was not closed in time, so its resources may stay open: it did not return within"),
     ],
 )
 def test_an_environment_that_cannot_be_closed_is_a_warning_and_the_conversation_stays(
