@@ -57,13 +57,16 @@ GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversation(NamedTuple):
-    """A conversation to tokenize: its messages, the schemas of its tools, and the part that is only context."""
+    """A conversation to tokenize: its messages, and the schemas of its tools.
+
+    The first `num_given` messages are only context and never trained on.
+    """
 
     messages: Sequence[Message]
     tools: Tools = None
     num_given: int = 0
     prefill: str = ""
-    """Beginning of message `num_given` that is only context: training starts after this text."""
+    """Beginning of message number `num_given` that is also only context: training starts after this text."""
 
 
 class Turn(NamedTuple):
@@ -113,7 +116,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def is_prefill(messages: Sequence[Message]) -> bool:
-    """True if the last message is an assistant message without tool calls: the policy is to continue it."""
+    """True if the last message is an assistant message without tool calls, which the policy is to continue."""
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 

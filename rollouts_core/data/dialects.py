@@ -164,13 +164,13 @@ class ToolCall:
 
 
 class Thought(NamedTuple):
-    """A piece of the thoughts in a turn."""
+    """A piece of the model's thoughts in a turn."""
 
     text: str
 
 
 class Said(NamedTuple):
-    """A piece of the answer in a turn."""
+    """A piece of the model's answer in a turn."""
 
     text: str
 
@@ -264,13 +264,14 @@ class Probe:
     """The test call as the chat template renders it."""
 
     text: str
-    """The rendered turn, after the generation prompt."""
+    """The assistant turn with the test call, as rendered after the generation prompt."""
     prefix: str
     """The end of the generation prompt, as far as the rendered turn repeats it."""
     generation_prompt: str
     """The text that the template writes before a turn of the policy."""
     behind: str
-    """The text after the turn if a tool's answer follows; "" if the answer changes how the turn itself is written."""
+    """Text after the turn with the test call if a tool's answer follows; "" if the answer changes how the turn is
+    written."""
 
 
 def count_shared(first: Sequence[object], second: Sequence[object]) -> int:
@@ -438,7 +439,7 @@ class TurnReader:
         return pieces + self._pieces(events)
 
     def unread(self) -> str:
-        """The text from the last call to the end of the turn. Used if that call cannot be parsed."""
+        """The text from the last tool call to the end of the turn. Used if this call cannot be parsed."""
         starts = [found.start() for found in self._calls.open_re.finditer(self._fed)] if self._calls else []
         return self._fed[starts[-1] :] if starts else ""
 

@@ -52,13 +52,13 @@ class MessageForm(NamedTuple):
     """The form in which a chat template expects messages."""
 
     has_user_parts: bool = False
-    """The content of all roles except the assistant is a list of parts."""
+    """True if the content of all roles except the assistant must be a list of parts."""
     has_assistant_parts: bool = False
-    """The content of assistant messages is a list of parts."""
+    """True if the content of assistant messages must be a list of parts."""
     has_null_content: bool = False
-    """The content of an assistant message that only calls tools is null."""
+    """True if the content of an assistant message that only calls tools must be null."""
     has_text_arguments: bool = False
-    """The arguments of tool calls are JSON text instead of an object."""
+    """True if the arguments of tool calls must be JSON text instead of an object."""
 
 
 def render_text(

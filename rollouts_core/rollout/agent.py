@@ -30,10 +30,10 @@ TrajectoryForm = Literal["interleaved", "branching"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTurn:
-    """One call of the policy."""
+    """One call of the policy (the model in training) by an agent."""
 
     prompt_tokens: list[int]
-    """Token ids that the policy got as input."""
+    """Token ids of the policy's input."""
     completion: Completion
     """Token ids that the policy sampled, with their log-probs and weight versions."""
     outcome: Outcome = Outcome.OK
@@ -42,15 +42,15 @@ class AgentTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """All policy calls of an agent for one prompt."""
+    """All calls of the policy that an agent made for one prompt."""
 
     turns: tuple[AgentTurn, ...]
-    """At least one turn."""
+    """The calls of the policy, in order; at least one."""
     messages: tuple[Message, ...]
     """The conversation as text messages, beginning with the prompt. Rewards and reports use it; training uses `turns`.
     """
     status: Status
-    """How the trajectory ended."""
+    """Status of the whole trajectory, for example completed or truncated."""
     finish_reason: str
     """The engine's finish reason of the last turn, or the name of the exhausted budget."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON

@@ -111,8 +111,7 @@ def dropped_for_outage(group: Group, reason: str) -> FinishedGroup:
 
 
 def _claim_version(sample: Sample, version: int | None) -> Sample:
-    """If the generate function reported no weight versions, tag the sampled tokens with `version`, which is a lower
-    bound."""
+    """If a sample has no weight versions, tag its sampled tokens with `version`. The actual version may be newer."""
     if version is None or sample.policy_versions or not any(sample.loss_mask):
         return sample  # a request interrupted before its first token has no sampled token to tag
     first = next(place for place, weight in enumerate(sample.loss_mask) if weight)

@@ -417,5 +417,6 @@ def check_prompt_lengths(
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """A seed below 2**31 that depends only on the arguments, so that a sample's seed does not depend on timing."""
+    """Seed below 2**31 for one turn of a sample. It depends only on the arguments, so timing does not change
+    samples."""
     return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

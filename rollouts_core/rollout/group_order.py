@@ -36,7 +36,7 @@ class FinishedGroup:
 
     @property
     def index(self) -> int:
-        """Index of the group's prompt in the run."""
+        """Number of the group in the run, counted from 0."""
         return self.group[0].group_index
 
 

@@ -68,7 +68,9 @@ from rollouts_core.user_code.failures import describe_raised
 logger = logging.getLogger(__name__)
 
 BREAK_OFF_TIMEOUT_S = 30.0
-"""Time limit for engines to interrupt their requests, seconds. Tokens of requests that take longer are lost."""
+"""Time limit for engines to interrupt running requests at the end of a batch, seconds.
+
+Tokens of requests that take longer are lost."""
 STALE = "stale"
 """Drop reason of a group whose tokens were too old to train on. The group is generated again."""
 

@@ -27,7 +27,7 @@ Place = tuple[int, int]
 
 
 class TurnLog:
-    """The policy's turns in all unfinished conversations. The key is the sample's place."""
+    """The policy's turns in all unfinished conversations, by group index and sample index."""
 
     def __init__(self) -> None:
         self._under_way: dict[Place, ConversationLog] = {}
@@ -82,8 +82,10 @@ class TurnLog:
 
 
 class ConversationLog:
-    """The policy's turns in one conversation: turns of this run, then turns of an earlier run that this run has not
-    reached."""
+    """The policy's turns in one conversation.
+
+    Turns of this run come first, followed by turns of an earlier run that this run has not reached yet.
+    """
 
     def __init__(self, earlier: Sequence[AgentTurn] = ()) -> None:
         self.turns = list(earlier)
