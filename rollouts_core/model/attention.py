@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 WRITTEN_OUT = "written_out"
-"""Name of this kernel in transformers."""
+"""Name under which transformers knows this attention kernel."""
 
 
 def attend_written_out(
@@ -49,7 +49,7 @@ def attend_written_out(
 
 
 def use_written_out_attention(hf_model: Any) -> None:  # Any: transformers has no types for it
-    """Switch the model to this kernel."""
+    """Switch the model to the attention kernel `WRITTEN_OUT`."""
     AttentionInterface.register(WRITTEN_OUT, attend_written_out)
     AttentionMaskInterface.register(WRITTEN_OUT, eager_mask)
     hf_model.set_attn_implementation(WRITTEN_OUT)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLEX = "flex"
-"""Name of this kernel in transformers and in `policy.attention`."""
+"""Name of the FlexAttention kernel in transformers and in `policy.attention`."""
 
 
 def attend_flex(
@@ -50,7 +50,7 @@ def attend_flex(
 
 
 def use_flex_attention(hf_model: PreTrainedModel) -> None:
-    """Switch a model to this kernel. First check with `why_not_flex` that the model and machine support it."""
+    """Switch a model to FlexAttention. First check with `why_not_flex` that the model and machine support it."""
     # No mask function is registered, because transformers would then test for packed rows and wait for the GPU.
     AttentionInterface.register(FLEX, attend_flex)
     hf_model.set_attn_implementation(FLEX)
@@ -82,7 +82,7 @@ def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
 
 
 def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
-    """Reason why this kernel cannot train the model on this machine, as a clause; "" if it can."""
+    """Reason why FlexAttention cannot train the model on this machine, as a clause; "" if it can."""
     if not is_torch_flex_attn_available():
         return f"torch {torch.__version__} has no FlexAttention"
     if device_type != "cuda":
@@ -96,7 +96,7 @@ def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(hf_model: PreTrainedModel) -> str:
-    """Reason why this kernel cannot compute the model's attention, as a clause; "" if it can."""
+    """Reason why FlexAttention cannot compute the model's attention, as a clause; "" if it can."""
     settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flex_attn:
         return f"{name} models are not known to work with FlexAttention"

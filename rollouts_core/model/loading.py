@@ -60,7 +60,7 @@ class Positions(NamedTuple):
 
     num: int
     are_all: bool
-    """True if longer sequences are impossible, because positions are rows of a table."""
+    """True if longer sequences are impossible, because the model stores one vector per position in a table."""
 
 
 def load_hf_model(
@@ -137,9 +137,9 @@ def describe_other_shape(path: str, name: str, found: Sequence[int], expected: S
 
 
 def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
-    """Check that the output head equals the embedding if config.json ties them.
+    """Check that the weights have no output head of their own if config.json ties it to the embedding.
 
-    Otherwise transformers would train both tensors, but engines would use the embedding as output head.
+    transformers would train both tensors, but engines would use the embedding as output head.
 
     Raises:
         CheckpointError: the weights contain a different output head.
@@ -165,7 +165,7 @@ def count_gpus() -> int:
 
 
 def default_device() -> str:
-    """ "cuda" if torch can use a GPU, otherwise "cpu"."""
+    """Device for a model: "cuda" if torch can use a GPU, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     """An attention mask: for each position, the positions that it may read."""
 
 KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
-"""Attention kernels that get the bounds of the samples in a row instead of a mask."""
+"""Attention kernels that get the bounds (start and end) of each sample in a row instead of a mask."""
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
 """Relative change of hidden states above which samples in a row are considered to affect each other.
 
@@ -135,7 +135,7 @@ def create_policy(
 
     Args:
         num_tokens: the softmax covers only token ids below this number.
-        with_start_sample: fill `Policy.start_sample`, which copies once per tensor from the device.
+        with_start_sample: fill `Policy.start_sample`. This copies a part of each tensor from the device.
 
     Raises:
         CheckpointError: the path has no loadable model.
@@ -174,10 +174,10 @@ def create_policy(
 
 
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
-    """The attention kernel for a device: the one that `policy.attention` names, or the choice for "auto".
+    """The attention kernel for a device: the kernel that `policy.attention` names, or the choice for "auto".
 
-    For "auto", this function never chooses flash-attn, because batches for "auto" may share prompts, which needs a mask
-    and flash-attn has none. A job resolves "auto" before it makes batches, so a job can choose flash-attn.
+    For "auto", this function never chooses flash-attn. Batches for "auto" may share prompts through a mask, which
+    flash-attn does not support. A job resolves "auto" before it makes batches, so a job can choose flash-attn.
 
     Raises:
         ConfigError: the named kernel (`varlen` or `flex`) cannot train this model on this device.

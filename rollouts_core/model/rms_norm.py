@@ -73,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
-    """Replace the model's RMS norms by this version if a test shows that they compute the same. Weights are kept."""
+    """Replace the model's RMS norms by `RMSNorm`, unless a test shows different results. The weights are kept."""
     for module in list(hf_model.modules()):
         for name, norm in list(module.named_children()):
             if type(norm).__name__.endswith("RMSNorm") and (replacement := _find_replacement(norm)) is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VARLEN = "varlen"
-"""Name of this kernel in transformers and in `policy.attention`."""
+"""Name of the `varlen_attn` kernel in transformers and in `policy.attention`."""
 SDPA_BY_ROWS = "sdpa_by_rows"
 """Name in transformers of an sdpa kernel that uses only the masks of the caller.
 
@@ -37,9 +37,10 @@ transformers' own sdpa kernel creates a mask if it gets none. To do so, it tests
 GPU."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Largest supported head width, and the multiple that head widths must have. Other widths are padded with zeros."""
+"""Largest head width that `varlen_attn` supports, and the multiple that widths must have. Narrower heads are padded
+with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments by which models change attention scores in ways that this kernel does not support."""
+"""Arguments by which models change attention scores in ways that `varlen_attn` does not support."""
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
@@ -137,7 +138,7 @@ def _fill_up(tensor: Tensor, width: int) -> Tensor:
 
 
 def use_varlen_attention(hf_model: PreTrainedModel) -> None:
-    """Switch a model to this kernel. First check with `why_not_varlen` that the model and machine support it."""
+    """Switch a model to `varlen_attn`. First check with `why_not_varlen` that the model and machine support it."""
     # No mask function is registered, because transformers would then test for packed rows and wait for the GPU.
     AttentionInterface.register(VARLEN, attend_varlen)
     hf_model.set_attn_implementation(VARLEN)
@@ -151,7 +152,7 @@ def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
 
 
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
-    """Reason why this kernel cannot train the model on this machine, as a clause; "" if it can."""
+    """Reason why `varlen_attn` cannot train the model on this machine, as a clause; "" if it can."""
     if find_varlen_attn() is None:
         return f"torch {torch.__version__} has no varlen_attn that supports sliding windows"
     if device_type != "cuda":
@@ -162,7 +163,7 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(model: ModelConfig) -> str:
-    """Reason why this kernel cannot compute the model's attention, as a clause; "" if it can.
+    """Reason why `varlen_attn` cannot compute the model's attention, as a clause; "" if it can.
 
     The model's settings do not show every kind of attention. Therefore the model also runs once without values, on
     torch's meta device.
@@ -191,8 +192,10 @@ def takes_flash_attention(model: ModelConfig) -> bool:
 
 
 def _why_no_bounds(hf_model: PreTrainedModel) -> str:
-    """Reason why the bounds of the samples are not enough for the model's attention, as a clause; "" if they are
-    enough."""
+    """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause.
+
+    "" if such a kernel can.
+    """
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
         return f"{name} models are not known to have standard attention"
