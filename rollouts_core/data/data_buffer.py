@@ -42,8 +42,9 @@ class DataBuffer:
         """Number of prompts drawn since the start. It is also the index of the next group."""
         self._order = self._shuffled(0)
         self._other_order: dict[int, list[int]] = {}
-        """Order of one other epoch. Usually this is the previous epoch, because some of its groups may be
-        unfinished."""
+        """Order of the prompts in one other epoch.
+
+        Usually this is the previous epoch, because some of its groups may be unfinished."""
         self._digest = _digest_prompts(self.prompts)
 
     def get_prompts(self, n: int) -> list[Prompt]:

@@ -69,7 +69,7 @@ class RowTable(Protocol):
     path: str
     """Origin of the rows, for error messages."""
     digest: str
-    """Result of `digest_path` when the data were opened."""
+    """Hash of the data's content when they were opened (`digest_path`)."""
 
     def __len__(self) -> int: ...
 
@@ -382,7 +382,7 @@ class _Source(NamedTuple):
 
     @property
     def copy(self) -> Path:
-        """Path of the JSONL copy in the cache."""
+        """Path of the JSONL copy of these rows in the cache."""
         chosen = json.dumps([COPY_VERSION, self.split, self.subset, sorted(self.columns.items())])
         return self.cache / f"rows-{hashlib.sha256(chosen.encode()).hexdigest()[:16]}.jsonl"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNCUT = 1 << 40
-"""Length limit that no row reaches."""
+"""Number of tokens used as length limit to show rows without cutting them."""
 OPEN, CLOSE = "[[", "]]"
 """Marks around trained text."""
 

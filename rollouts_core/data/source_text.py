@@ -20,13 +20,13 @@ TEXT_FIELDS = ("answer", "id")
 
 
 class SpelledNumber(str):
-    """A number of a JSON file, spelled as in the file."""
+    """A number as it is spelled in a JSON file, for example 1.50."""
 
     __slots__ = ()
 
 
 class JsonText(str):
-    """The text of a JSON list or object."""
+    """JSON text of an answer or id that is a list or object in the source file."""
 
     __slots__ = ()
 

@@ -45,7 +45,7 @@ class TurnForm(NamedTuple):
     """How a chat template begins and ends an assistant turn."""
 
     is_known: bool = False
-    """True if the template writes the assistant's text, which the tests need."""
+    """True if the template writes the assistant's text. Otherwise the form of turns cannot be detected."""
     cue: str = ""
     """The end of the generation prompt, if turns inside a conversation are rendered without this text."""
     rest: str = ""
@@ -201,7 +201,12 @@ def _render_beginning(tokenizer: PreTrainedTokenizerBase, tools: Tools, written:
 
 
 def _not_behind(before: str, written: str) -> DataError:
-    """Error for a template that renders other text before a turn than the generation prompt."""
+    """Error for a template that renders other text before a turn than its generation prompt.
+
+    Args:
+        before: the rendered generation prompt.
+        written: the rendered conversation with the turn.
+    """
     place = len(_common_prefix(before, written))
     shown, found = (repr(text[place : place + 60]) for text in (before, written))
     return DataError(
