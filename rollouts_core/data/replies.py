@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT_IN_JSON = json.dumps(SPLIT)[1:-1]
-"""SPLIT as ASCII JSON writes it. Some chat templates write replies as JSON."""
+"""The character SPLIT as ASCII JSON writes it, because some chat templates write replies as JSON."""
 
 
 class UnseenReplyError(DataError):

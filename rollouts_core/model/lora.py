@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """Name that peft gives to an adapter without a name."""
 LINEAR_BY_NAME_ALONE = ("Router", "GroupedLinear")
-"""Endings of class names in transformers that inherit from a linear layer but compute something else (Phi-MoE,
+"""Name endings of transformers classes that inherit from a linear layer but compute something else (Phi-MoE,
 DeepSeek 4)."""
 BASE_LAYER = ".base_layer."
 """Text that peft inserts into the name of an adapted layer's weight."""
@@ -119,14 +119,14 @@ def scaled_adapters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def replace_weights(hf_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replace the frozen weights by `weights`, and reset the adapters so that they change nothing."""
+    """Replace the model's frozen weights by `weights`, and reset the adapters so that they change nothing."""
     for name, tensor in base_weights(hf_model).items():
         tensor.copy_(weights[name])
     reset_adapters(hf_model)
 
 
 def base_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by Hugging Face name, without the adapters. Tied weights occur once."""
+    """The model's weights by Hugging Face name, without the adapters. Tied weights occur once."""
     named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
     return {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
 

@@ -319,9 +319,12 @@ class AsyncRolloutManager:
         return chosen if is_full and self._failure is None else None
 
     def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
-        """Request those of the groups again that are too old to train on. Returns False if all groups are fresh enough.
+        """Request ready groups again if their tokens are too old to train on. Returns False if no group was too old.
 
         Groups that finished after the batch was full replace the removed groups.
+
+        Args:
+            indices: indices of the groups for the next batch.
         """
         stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_token_age]
         for index in stale:
@@ -484,7 +487,8 @@ class AsyncRolloutManager:
             self._tally.drops[finished.decision.reason] += 1
 
     def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
-        """Decide whether an unavailable group is generated again after a pause (True) or dropped (False)."""
+        """True if the finished group was unavailable and is generated again after a pause; False if it is kept or
+        dropped now."""
         assert self._tasks, "the manager must be open"
         if not finished.unavailable or finished.index in self._order.unavailable:
             return False
