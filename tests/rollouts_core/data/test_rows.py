@@ -428,7 +428,7 @@ def test_pictures_within_a_column_that_cannot_be_decoded_are_one_sentence(tmp_pa
 
     picture = {"bytes": b"\x89PNG, and no more", "path": None}
     folder = save_pictures(tmp_path / "d", "pictures", [[picture]], several)
-    with pytest.raises(DataError, match=r"d has images or audio nested inside a column .*cannot identify image file"):
+    with pytest.raises(DataError, match=r"d has images or audio nested inside a column, .*cannot identify image file"):
         list(load_rows(folder))
 
 
