@@ -207,7 +207,7 @@ def test_an_agent_that_tokenizes_its_text_again_is_refused_with_the_place(
         AgentTurn(prompt_tokens=read_again, completion=completion([2, 4])),
     )
     trajectory = Trajectory(turns=turns, messages=(), status=Status.COMPLETED, finish_reason="stop")
-    with pytest.raises(DataError, match=r"prompt 'p1'.*turn 1 differs from .*from token 4 on.*branching"):
+    with pytest.raises(DataError, match=r"prompt 'p1'.*turn 1 must begin .*differs at token 4:.*branching"):
         agent_integration(trajectory, Sample(metadata={"prompt_id": "p1"}))
     branches = agent_integration(trajectory, form="branching")
     assert [branch.tokens[-3:] for branch in branches] == [[0, 1, 4], [5, 2, 4]]
