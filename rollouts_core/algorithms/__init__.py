@@ -1,1 +1,1 @@
-"""The mathematics of training: advantages, losses, corrections for mismatch, presets of other systems' algorithms."""
+"""The mathematics of training: advantages, losses, corrections for engine-trainer mismatch, and algorithm presets."""

@@ -1,8 +1,8 @@
-"""Turn rewards into advantages, which multiply a completion's log-ratios.
+r"""Convert rewards to advantages, which weight the tokens of a completion in the loss.
 
-Plain numbers are used instead of tensors, because groups are small and GAE visits tokens one after the other.
+Plain Python numbers are used instead of tensors, because groups are small and GAE visits tokens one after another.
 
-    rewards by group             -> batch_advantages -> one number per completion \\
+    rewards by group             -> batch_advantages -> one number per completion \
                                                                                    -> whiten, if configured
     rewards and values per token -> gae_advantages   -> one number per token      /
 """
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from rollouts_core.config import AdvantageConfig
 
 WHITEN_EPS = 1e-8
-"""Added to the variance of a batch's advantages before dividing by its root, as in verl."""
+"""Added to the variance of the advantages before taking its square root, as in verl."""
 
 
 def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
-    """Each reward minus a constant baseline."""
+    """Each reward minus the constant `baseline`."""
     return [reward - baseline for reward in rewards]
 
 
@@ -28,10 +28,10 @@ def group_advantages(rewards: Sequence[float], config: AdvantageConfig | str = "
     """The advantages of one group's rewards.
 
     Args:
-        config: settings, or only an estimator's name. An estimator over the batch treats the group as the batch.
+        config: settings, or only the name of an estimator. An estimator over the batch treats the group as the batch.
 
     Raises:
-        ValueError: a reward is infinite, or NaN while the settings do not exclude unscored samples.
+        ValueError: a reward is infinite, or is NaN and the settings do not exclude samples without a reward.
     """
     [advantages] = batch_advantages([rewards], config)
     return advantages
@@ -40,15 +40,16 @@ def group_advantages(rewards: Sequence[float], config: AdvantageConfig | str = "
 def batch_advantages(
     groups: Sequence[Sequence[float]], config: AdvantageConfig | str = "group_mean_std"
 ) -> list[list[float]]:
-    """The advantages of all groups of a batch, in the shape of `groups`.
+    """The advantages of all groups in a batch, in the shape of `groups`.
 
-    Equal rewards carry no signal and give exactly 0, except with the estimator `constant`.
+    If all rewards to compare are equal, the advantages are exactly 0, except with the estimator `constant`.
 
     Args:
-        config: settings, or only an estimator's name.
+        groups: the rewards of each group.
+        config: settings, or only the name of an estimator.
 
     Raises:
-        ValueError: a reward is infinite, or NaN while the settings do not exclude unscored samples.
+        ValueError: a reward is infinite, or is NaN and the settings do not exclude samples without a reward.
     """
     settings = AdvantageConfig.model_validate({"estimator": config}) if isinstance(config, str) else config
     assert settings.estimator != "gae", "the estimator gae needs values: call gae_advantages"
@@ -88,7 +89,8 @@ def leave_one_out(rewards: Sequence[float], config: AdvantageConfig) -> list[flo
 
 
 def leave_one_out_std(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """r minus the mean of the other rewards, divided by (their std + eps) unless that std is 0."""
+    """r minus the mean of the other rewards, divided by (std of the other rewards + eps). Not divided if that std is
+    0."""
     advantages = []
     for i, advantage in enumerate(leave_one_out(rewards, config)):
         others = [*rewards[:i], *rewards[i + 1 :]]
@@ -98,7 +100,7 @@ def leave_one_out_std(rewards: Sequence[float], config: AdvantageConfig) -> list
 
 
 def max_rl(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """(r - mean) / (mean + eps) for rewards >= 0; no signal if the mean is not positive.
+    """(r - mean) / (mean + eps) for rewards >= 0. All advantages are 0 if the mean is not positive.
 
     Source: arXiv:2602.02710.
     """
@@ -111,16 +113,18 @@ def max_rl(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
 def gae_advantages(
     rewards: Sequence[float], values: Sequence[float], *, gamma: float = 1.0, gae_lambda: float = 1.0
 ) -> tuple[list[float], list[float]]:
-    """Advantages and returns of the sampled tokens of one completion, in order.
+    """Generalized advantage estimation (GAE): advantages and returns of the sampled tokens of one completion, in order.
 
     delta_t = r_t + gamma * v_{t+1} - v_t;  A_t = delta_t + gamma * lambda * A_{t+1};  return_t = A_t + v_t
 
-    Args:
-        rewards: per sampled token. Tokens of the environment are left out of both lists, so the token before an
-            observation uses the value after it.
-        values: the value head's prediction before each token.
+    Tokens of an environment's reply are left out of both lists. The token before a reply is therefore followed by the
+    first sampled token after it.
 
-    Source: arXiv:1506.02438 eq. 16; observations as in verl's multi-turn estimator.
+    Args:
+        rewards: reward of each sampled token.
+        values: the value head's prediction before each sampled token.
+
+    Source: arXiv:1506.02438 eq. 16; replies as in verl's multi-turn estimator.
     """
     assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
     advantages = [0.0] * len(rewards)
@@ -134,10 +138,11 @@ def gae_advantages(
 
 
 def whiten(values: Sequence[float], weights: Sequence[float], std: str = "sample") -> list[float]:
-    """Shift and scale `values` to mean 0 and deviation 1 under `weights`. Values of weight 0 are also transformed.
+    """Shift and scale `values` to mean 0 and standard deviation 1 under `weights`. Values of weight 0 are transformed
+    too.
 
     Args:
-        weights: number of tokens with this value.
+        weights: number of tokens that have this value.
         std: "sample" divides the sum of squares by (sum of weights - 1), "population" by the sum of weights.
     """
     total = math.fsum(weights)
@@ -158,20 +163,25 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "leave_one_out_std": leave_one_out_std,
     "max_rl": max_rl,
 }
-"""Estimators over one group. Each is called with at least two rewards that are not all equal."""
+"""Estimators over one group. They are called with at least two rewards that are not all equal."""
 
 
 def _group_estimate(rewards: Sequence[float], estimate: GroupEstimator, config: AdvantageConfig) -> list[float]:
     if len(rewards) == 1 and config.singleton == "reward":
-        # Systems that keep the reward of a group of one use mean 0 and deviation 1 for such a group.
+        # Systems that use the reward itself for a group of one sample set mean 0 and deviation 1 for such a group.
         return _divided(rewards, 1 + config.eps if estimate is group_mean_std else 1.0)
     if not rewards or max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # exactly 0: rounding must not create a signal
+        # exactly 0, because rounding errors divided by a tiny deviation would look like a signal
+        return [0.0] * len(rewards)
     return estimate(rewards, config)
 
 
 def _scored(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
-    """The rewards without NaN."""
+    """The rewards that are not NaN.
+
+    Raises:
+        ValueError: a reward is infinite, or is NaN and `config.unscored` is "error".
+    """
     for reward in rewards:
         if math.isinf(reward) or (math.isnan(reward) and config.unscored == "error"):
             raise ValueError(f"a group has the reward {reward}: rewards must be finite numbers")
@@ -179,13 +189,13 @@ def _scored(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
 
 
 def _fill_unscored(rewards: Sequence[float], advantages: Sequence[float]) -> list[float]:
-    """The advantages of the scored rewards, with 0 inserted for NaN."""
+    """The advantages of a group, with 0 for each reward that is NaN."""
     remaining = iter(advantages)
     return [0.0 if math.isnan(reward) else next(remaining) for reward in rewards]
 
 
 def _deviation(rewards: Sequence[float], std: str) -> float:
-    """The standard deviation; 0 for fewer than two rewards."""
+    """The standard deviation of the rewards; 0 for fewer than two rewards."""
     if len(rewards) < 2:
         return 0.0
     return statistics.stdev(rewards) if std == "sample" else statistics.pstdev(rewards)

@@ -1,9 +1,9 @@
-"""Compute from graded samples how strongly each token is reinforced: shaped rewards, KL penalties, advantages.
+"""Compute how strongly training reinforces each token: shaped rewards, KL penalties, and advantages.
 
     rewards - overlong penalty -+- KL penalty -> one reward per trajectory -> advantages among its group -+-> whitened
                                 +- values and KL penalties, token by token -> GAE: advantages, returns ----+
 
-The estimators are in `advantages.py`. T: positions of one sample; each predicts the next token.
+The estimators are in `advantages.py`. T: positions of one sample; position t predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from rollouts_core.types import Sample, Status, trajectory_places
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutScores:
-    """Scores from before the first update: for the index of a sample in the batch, one number per position."""
+    """Log-probs and values of a batch before its first update: sample index in the batch -> one number per position."""
 
     old_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
-    """log p(target) by the trainer, nats."""
+    """Log-probs of the sampled tokens by the trainer, nats."""
     ref_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
-    """log p(target) by the model that training started from, nats."""
+    """Log-probs of the sampled tokens by the start model of the training (reference model), nats."""
     values: Mapping[int, Tensor] = field(default_factory=dict)
-    """The value head's predictions."""
+    """Returns that the value head predicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """How strongly each sample of a batch is reinforced."""
+    """How strongly training reinforces each sample of a batch."""
 
     advantages: list[Tensor | float]
-    """Per sample: a tensor with one number per position, or one number for all positions."""
+    """Per sample: a tensor with one advantage per position, or one advantage for all positions."""
     returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """Targets of the value head; empty without one."""
+    """Targets of the value head by sample index. Empty without a value head."""
 
 
 def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
-    """The samples as they enter the loss. Invalid samples, with `mask_truncated` also truncated ones, get mask 0."""
+    """The samples with the loss masks that training uses.
+
+    The mask is 0 for all tokens of invalid samples, and with `mask_truncated` also of truncated samples.
+    """
     untrained = (Status.INVALID, Status.TRUNCATED) if shaping.mask_truncated else (Status.INVALID,)
     return [
         replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status in untrained else sample
@@ -67,10 +70,12 @@ def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShap
 def assign_credit(
     samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig, scores: RolloutScores
 ) -> Credit:
-    """The advantages of every sample, and the returns with a value head.
+    """Compute the advantages of every sample, and the returns if there is a value head.
 
     Args:
-        samples: the original samples instead of `trained_samples`, because their loss masks count the sampled tokens.
+        samples: the samples before `trained_samples`, because their loss masks count the sampled tokens.
+        rewards: one reward per sample.
+        scores: log-probs and values before the first update.
     """
     shaping = config.reward_shaping
     trajectories = trajectory_places(samples)
@@ -82,7 +87,8 @@ def assign_credit(
     if shaping.kl_credit == "completion":
         shaped = _penalize_completions(shaped, penalties, trajectories, masks)
     estimation = config.advantage
-    if any(sample.status is Status.INVALID for sample in samples):  # invalid samples have no reward
+    # invalid samples have no reward, so they are excluded
+    if any(sample.status is Status.INVALID for sample in samples):
         estimation = estimation.model_copy(update={"unscored": "exclude"})
     advantages: list[Tensor | float] = [*_estimate_advantages(samples, shaped, trajectories, estimation)]
     if shaping.kl_credit == "token":
@@ -95,7 +101,7 @@ def assign_credit(
 def _shape_rewards(
     samples: Sequence[Sample], rewards: Sequence[float], trajectories: Sequence[list[int]], shaping: RewardShapingConfig
 ) -> list[float]:
-    """Shape each sample's reward by the number of sampled tokens in its whole trajectory."""
+    """Apply `shape_reward` to each sample, with the number of sampled tokens in its whole trajectory."""
     shaped = [0.0] * len(samples)
     for trajectory in trajectories:
         num_tokens = sum(sum(map(bool, samples[place].loss_mask)) for place in trajectory)
@@ -105,7 +111,7 @@ def _shape_rewards(
 
 
 def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[int, Tensor]:
-    """By index of a sample, each token's penalty for its distance from the reference model; {} if `kl_coef` is 0."""
+    """Sample index -> each token's penalty for its distance from the reference model. Empty if `kl_coef` is 0."""
     if not shaping.kl_coef:
         return {}
     return {
@@ -115,9 +121,9 @@ def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[i
 
 
 def _trained_tokens(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[Tensor]:
-    """Per sample, the loss weight of each position; empty if no later step needs the weights."""
+    """Per sample, the loss mask of each position. Empty if no later computation needs the masks."""
     if not (config.with_values or config.reward_shaping.kl_coef or config.advantage.whiten):
-        return []  # building the masks would dominate the run time here
+        return []  # not needed, and building the masks would take most of the time
     leaves_out = config.advantage.unscored == "exclude"
     return [
         torch.tensor(sample.loss_mask[1:]) * (not (leaves_out and math.isnan(reward)))
@@ -131,7 +137,7 @@ def _penalize_completions(
     trajectories: Sequence[list[int]],
     masks: Sequence[Tensor],
 ) -> list[float]:
-    """Subtract from each reward the penalties of all trained tokens of its trajectory."""
+    """Subtract from each reward the sum of the KL penalties over all trained tokens of its trajectory."""
     penalized = list(shaped)
     for trajectory in trajectories:
         of_samples = (penalties[place] * (masks[place] != 0) for place in trajectory if place in penalties)
@@ -144,7 +150,7 @@ def _penalize_completions(
 def _estimate_advantages(
     samples: Sequence[Sample], shaped: Sequence[float], trajectories: Sequence[list[int]], config: AdvantageConfig
 ) -> list[float]:
-    """Per sample, the advantage of its trajectory within its group."""
+    """Per sample, the advantage of its trajectory compared with the other trajectories of its group."""
     groups: dict[int, list[list[int]]] = {}
     for trajectory in trajectories:
         groups.setdefault(samples[trajectory[0]].group_index, []).append(trajectory)
@@ -160,7 +166,7 @@ def _estimate_advantages(
 def whiten_tokens(
     advantages: Sequence[Tensor | float], masks: Sequence[Tensor], config: AdvantageConfig
 ) -> list[Tensor | float]:
-    """Whiten the advantages over all trained tokens if configured; samples without trained tokens get 0."""
+    """Whiten the advantages over all trained tokens, if configured. Samples without trained tokens get 0."""
     if not config.whiten:
         return list(advantages)
     numbers = [advantage for advantage in advantages if not isinstance(advantage, Tensor)]
@@ -181,7 +187,10 @@ def _credit_tokens(
     values: Mapping[int, Tensor],
     config: AdvantageConfig,
 ) -> Credit:
-    """Credit token by token with GAE: a sample's last trained token gets the reward; observations are skipped."""
+    """Compute advantages and returns per token with GAE. Only the last trained token of a sample gets the reward.
+
+    Tokens of observations are left out of the computation and get advantage 0.
+    """
     advantages, returns = [torch.zeros(len(mask_T)) for mask_T in masks], {}
     for place, values_T in values.items():
         is_trained_T = masks[place] != 0

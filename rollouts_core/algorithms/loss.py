@@ -1,7 +1,7 @@
-"""The losses: functions of the targets' log-probs and the batch, normalised by the step's totals.
+"""Loss functions: from the log-probs of the targets and the batch to the loss of a micro-batch.
 
-The loss of a micro-batch is a summand: over all micro-batches of a step the losses add up to the step's mean, because
-the divisor counts the whole step. Metrics are summands too.
+Losses are divided by totals of the whole step, so the losses of a step's micro-batches add up to the step's mean loss.
+Metrics add up in the same way.
 
 B rows of a micro-batch, T token positions, V vocabulary.
 """
@@ -28,19 +28,19 @@ from rollouts_core.user_code.functions import resolve_function
 
 Metrics = dict[str, float]
 LossMetrics = Mapping[str, float | Tensor]
-"""Metrics of a loss function. A tensor of one element may still be computed by a GPU."""
+"""Metrics of a loss function by name. A tensor of one element may still be in computation on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """The policy's scores of a batch's targets; 0 at positions outside the loss mask."""
+    """The policy's results for the target of each position; 0 at positions outside the loss mask."""
 
     logprobs_BT: Tensor
-    """log p(target), nats."""
+    """Log-prob of each target, nats."""
     entropies_BT: Tensor | None = None
-    """Entropy of the distribution that the target was drawn from, nats; None unless the policy computes it."""
+    """Entropy of the policy's distribution at each position, nats. None if the policy does not compute it."""
     values_BT: Tensor | None = None
-    """The value head's expected return before the target is drawn; None without a value head."""
+    """Return that the value head predicts before the target is sampled. None without a value head."""
 
     def to(self, device: torch.device) -> TokenScores:
         return TokenScores(
@@ -51,24 +51,25 @@ class TokenScores:
 
 
 ObjectiveFn = Callable[[Tensor, Tensor, TrainBatch, LossConfig], tuple[Tensor, Tensor]]
-"""(logprobs_BT, log_ratio_BT, batch, config) -> each token's loss, and whether its gradient was limited."""
+"""(logprobs_BT, log_ratio_BT, batch, config) -> (B, T) loss of each token, (B, T) whether the token's gradient was
+limited."""
 LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
-"""(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
+"""(scores, batch) -> the micro-batch's share of the step's loss, and metrics.
 
-The share is a tensor of one element with a gradient. The metrics are numbers or tensors of one element by name; with a
-tensor the caller need not wait for the GPU. Metrics include `"loss"`, the share, and have the same names for every
-micro-batch. Over a step's micro-batches metrics are summed; names ending in `_max` take the maximum. `call_loss` checks
-this contract."""
+The share is a tensor of one element with a gradient. Metrics are numbers or tensors of one element, by name; tensors
+avoid waiting for the GPU. Metrics include `"loss"`, the share, and have the same names in every micro-batch. Over
+the micro-batches of a step, metrics are summed; for names ending in `_max`, the maximum is taken. `call_loss` checks
+these rules."""
 
 MAX_LOG_RATIO = 20.0
-"""|log ratio| is clamped to this before exp, so that an outlier gives a large number instead of infinity."""
+"""Limit of |log ratio| before exp. An outlier then gives a large number instead of infinity."""
 
 
 def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
-    """Call a loss function and check the form of its result without reading tensor values.
+    """Call a loss function and check the types and shapes of its result, without waiting for tensor values.
 
     Raises:
-        ConfigError: the result does not match `LossFn`; the message describes the result.
+        ConfigError: the result does not follow `LossFn`. The message describes the result.
     """
     returned: object = loss_fn(scores, batch)  # object: a user's function may return anything
     name = name_of_function(loss_fn.func if isinstance(loss_fn, partial) else loss_fn)
@@ -101,7 +102,7 @@ def _as_metric(value: Any) -> float | Tensor:  # Any: from a user's function
 
 
 def read_metrics(metrics: Sequence[LossMetrics]) -> list[Metrics]:
-    """The metrics as numbers. All tensors of a device are read in one transfer, which waits for the device."""
+    """Convert metrics to numbers. All tensors of a device are read in one transfer, which waits for the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in (value for each in metrics for value in each.values() if isinstance(value, Tensor)):
         by_device.setdefault(value.device, []).append(value)
@@ -113,7 +114,7 @@ def read_metrics(metrics: Sequence[LossMetrics]) -> list[Metrics]:
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
-    """Stack scalars into one tensor, in a dtype that holds all of them."""
+    """Stack scalar tensors into one tensor: float32 if all are float32, otherwise float64."""
     is_plain = all(scalar.dtype == torch.float32 for scalar in scalars)
     return torch.stack([scalar if is_plain else scalar.double() for scalar in scalars])
 
@@ -127,7 +128,7 @@ def _describe(value: object) -> str:
 def token_logprobs(logits_BTV: Tensor, targets_BT: Tensor, *, temperature: float = 1.0) -> Tensor:
     """(B, T) log p(target) under softmax(logits / temperature), in float32.
 
-    Index t of the logits scores index t of the targets: nothing is shifted here.
+    The logits at index t belong to the target at index t: the function does not shift them.
     """
     assert logits_BTV.shape[:-1] == targets_BT.shape, f"{logits_BTV.shape} against {targets_BT.shape}"
     scaled = logits_BTV.float() if temperature == 1.0 else logits_BTV.float() / temperature
@@ -140,13 +141,14 @@ def create_cross_entropy_loss() -> LossFn:
 
 
 def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn:
-    """The RL loss with these settings.
+    """The RL loss function with the settings `config`.
 
     Args:
-        loss_fn: a user's function to use instead of `policy_loss`. A parameter `config` receives the settings.
+        loss_fn: name of a user's function that replaces `policy_loss`. If it has a parameter `config`, it gets the
+            settings.
 
     Raises:
-        ConfigError: the function does not exist.
+        ConfigError: the user's function does not exist.
     """
     if loss_fn == "":
         return partial(policy_loss, config=config)
@@ -155,7 +157,7 @@ def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn
 
 
 def takes_config(loss_fn: Callable[..., Any]) -> bool:  # Any: a user's function
-    """True if a user's loss has a keyword `config` for the settings of `training.rl.loss`."""
+    """True if a user's loss function has a parameter `config`, which gets the settings of `training.rl.loss`."""
     try:
         parameter = inspect.signature(loss_fn).parameters.get("config")
     except (TypeError, ValueError):  # a compiled function without a signature
@@ -166,7 +168,7 @@ def takes_config(loss_fn: Callable[..., Any]) -> bool:  # Any: a user's function
 def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """Mean negative log-likelihood of the trained targets, weighted by the loss mask."""
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
-    # Masked positions may hold -inf, and 0 * -inf would be NaN.
+    # Masked positions may have the log-prob -inf, and 0 * -inf would be NaN.
     scored_BT = torch.where(batch.loss_mask_BT > 0, scores.logprobs_BT, 0.0)
     loss = -(scored_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
     return loss, {"loss": loss.detach()}
@@ -175,15 +177,16 @@ def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, 
 def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, LossMetrics]:
     """The policy-gradient loss with all configured terms.
 
-    A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy. The tokens are
-    averaged by `config.aggregation`. The value head's loss is added if the batch has returns.
+    A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy.
+    `config.aggregation` selects how tokens are averaged. If the batch has returns, the value head's loss is added.
 
     Args:
-        scores: under the current weights at the rollout's temperature, with entropies and values if needed.
+        scores: results of the current weights at the rollout's temperature, with entropies and values if terms need
+            them.
 
     Returns:
-        The micro-batch's share of the loss, and metrics for `sum_metrics`: means over the scored tokens, as tensors of
-        one element.
+        The micro-batch's share of the step's loss, and metrics for `sum_metrics`. Metrics are means over the scored
+            tokens, as tensors of one element.
     """
     assert scores.logprobs_BT.shape == batch.loss_mask_BT.shape, (
         f"{scores.logprobs_BT.shape} != {batch.loss_mask_BT.shape}"
@@ -212,7 +215,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         shares["kl_reference"] = kl_BT
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
-        if config.entropy_coef:  # a product with 0 would still cost a backward pass through every entropy
+        if config.entropy_coef:  # with entropy_coef 0, the product would still cost a backward pass
             per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
     counts_BT = token_weights(batch, config)
     loss = (per_token_BT * counts_BT).sum()
@@ -226,7 +229,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
 def policy_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) each token's contribution to the loss by `config.objective`, and whether its gradient was limited."""
+    """(B, T) loss of each token by `config.objective`, and (B, T) whether the token's gradient was limited."""
     objective: ObjectiveFn = resolve_function(
         ALL_OBJECTIVES[config.objective].loss, {}, setting="training.rl.loss.objective"
     )
@@ -236,7 +239,7 @@ def policy_objective(
 def ppo_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """-min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| where A < 0.
+    """PPO: -min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| for tokens with A < 0.
 
     Source: arXiv:1707.06347 eq. 7, asymmetric clip arXiv:2503.14476, dual clip arXiv:1912.09729 eq. 5.
     """
@@ -253,14 +256,15 @@ def ppo_objective(
 def gspo_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """`ppo_objective` with the geometric mean of the ratio over the completion. Source: arXiv:2507.18071 eq. 5."""
+    """GSPO: `ppo_objective` with the geometric mean of the ratio over the completion. Source: arXiv:2507.18071 eq.
+    5."""
     return ppo_objective(logprobs_BT, mean_per_sample(log_ratio_BT, batch), batch, config)
 
 
 def cispo_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """-clip(ratio) x A x logprob, without a gradient of the ratio. Source: arXiv:2506.13585 eq. 4."""
+    """CISPO: -clip(ratio) x A x logprob, without a gradient through the ratio. Source: arXiv:2506.13585 eq. 4."""
     ratio_BT = ratio_of(log_ratio_BT)
     clipped_BT = _clipped(ratio_BT, config)
     return -clipped_BT.detach() * batch.advantages_BT * logprobs_BT, clipped_BT != ratio_BT
@@ -269,10 +273,10 @@ def cispo_objective(
 def dppo_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """-ratio x A; 0 if the probability rose by more than clip_high while A > 0, or fell by more than clip_low while
-    A <= 0.
+    """DPPO: -ratio x A, but 0 for tokens whose probability moved too far in the direction of the advantage.
 
-    Source: arXiv:2602.04879, as in prime-rl.
+    Too far: p rose by more than clip_high (A > 0), or fell by more than clip_low (A <= 0). Source: arXiv:2602.04879, as
+    in prime-rl.
     """
     moved_BT = logprobs_BT.detach().exp() - (logprobs_BT - log_ratio_BT).detach().exp()
     is_far_BT = torch.where(batch.advantages_BT > 0, moved_BT > config.clip_high, moved_BT < -config.clip_low)
@@ -282,12 +286,12 @@ def dppo_objective(
 def reinforce_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """-A x logprob."""
+    """REINFORCE: -A x logprob."""
     return -batch.advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT)
 
 
 def ratio_of(log_ratio_BT: Tensor) -> Tensor:
-    """(B, T) exp of a log-ratio, clamped by MAX_LOG_RATIO."""
+    """(B, T) exp of log-ratios that are clamped to +-`MAX_LOG_RATIO`."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -297,7 +301,8 @@ def _clipped(ratio_BT: Tensor, config: LossConfig) -> Tensor:
 
 @torch.no_grad()
 def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
-    """(B, T) 0 for tokens of negative advantage whose completion became less likely by more than `limit`, else 1.
+    """(B, T) 0 for tokens with negative advantage in completions whose mean log-prob fell by more than `limit`;
+    otherwise 1.
 
     Source: off-policy sequence masking, arXiv:2512.02556 sec. 3.1.
     """
@@ -306,7 +311,7 @@ def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
 
 
 def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig) -> Tensor:
-    """(B, T) estimates of KL(policy || reference) with the settings' limits and weights.
+    """(B, T) estimates of KL(policy || reference model), with the limits and weights of the settings.
 
     Source: estimators joschu.net/blog/kl-approx.html; weights arXiv:2512.02556 sec. 3.1, arXiv:2506.09477.
     """
@@ -323,7 +328,14 @@ def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, c
 
 
 def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
-    """KL(p || q) from tokens sampled by p; `difference` is log p - log q of each token. Source: see reference_kl."""
+    """Estimate KL(p || q) at each token sampled by p.
+
+    Args:
+        difference: log p - log q of the token.
+        estimator: "k1", "k2", "k3" or "abs".
+
+    Source: see `reference_kl`.
+    """
     if estimator == "k1":
         return difference
     if estimator == "abs":
@@ -335,14 +347,16 @@ def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
 
 
 def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float) -> Tensor:
-    """(B, T) half the squared error of the value head.
+    """(B, T) half the squared error of the value head's predictions.
 
-    The larger of two errors counts: the prediction's, and that of the prediction clipped to at most `value_clip` from
-    the old prediction.
+    The larger of two errors counts: the error of the prediction, and the error of the prediction after clipping it to
+    at most `value_clip` from the old prediction.
 
     Source: arXiv:1811.02553 sec. 3; verl, OpenRLHF and SkyRL do the same.
     """
-    assert batch.returns_BT is not None and batch.old_values_BT is not None, "a value loss needs returns and old values"
+    assert batch.returns_BT is not None and batch.old_values_BT is not None, (
+        "a value loss needs returns_BT and old_values_BT"
+    )
     assert scores.values_BT is not None, "the estimator gae needs a policy with a value head: with_values=True"
     values_BT, returns_BT = _trained(scores.values_BT, batch), _trained(batch.returns_BT, batch)
     old_BT = _trained(batch.old_values_BT, batch)
@@ -351,9 +365,9 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
 
 
 def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:
-    """(B, T) the weight of each token in the loss; over all micro-batches and ranks of a step the weights sum to 1.
+    """(B, T) weight of each token in the loss. Over all micro-batches and ranks of a step, the weights sum to 1.
 
-    Exception: with `constant_length` they sum to the mean length divided by the constant.
+    Exception: with `constant_length` they sum to the samples' mean length divided by `constant_length`.
 
     Source: token_mean arXiv:2503.14476; sequence_mean arXiv:2402.03300; constant_length arXiv:2503.20783.
     """
@@ -377,16 +391,16 @@ def grpo_loss(
     old_log_probs: Tensor | None = None,
     clip_range: float = 0.2,
 ) -> Tensor:
-    """The policy loss over full logits: scalar mean over all tokens of the mask.
+    """The GRPO loss from full logits: a scalar, the mean over all tokens of the loss mask.
 
     Args:
-        logits: (B, T, V); index t scores `labels[:, t]`: the batch must already be shifted.
+        logits: (B, T, V); index t belongs to `labels[:, t]`, so the batch must already be shifted.
         labels: (B, T) token ids.
-        loss_mask: (B, T), 1 where a token is trained on.
+        loss_mask: (B, T), 1 for trained tokens.
         advantages: (B,) one per row, or (B, T) one per token.
-        old_log_probs: (B, T) log-probs when sampled; None uses the current log-probs, so that the ratio is 1.
+        old_log_probs: (B, T) log-probs at sampling time. None uses the current log-probs, so that the ratio is 1.
 
-    Source: arXiv:2402.03300 sec. 4.1, without its KL term.
+    Source: arXiv:2402.03300 sec. 4.1, without the KL term.
     """
     policy_logprobs_BT = token_logprobs(logits, labels)
     behaviour_BT = policy_logprobs_BT.detach() if old_log_probs is None else old_log_probs
@@ -426,7 +440,7 @@ def ppo_loss(
 
 
 def _trained(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """`values_BT` at trained targets, else 0: other positions may be infinite, and 0 x inf would be NaN."""
+    """`values_BT` at trained tokens, 0 elsewhere: other positions may be infinite, and 0 x inf would be NaN."""
     return torch.where(batch.loss_mask_BT != 0, values_BT, 0.0)
 
 
@@ -435,7 +449,7 @@ def _limited(values: Tensor, limit: float) -> Tensor:
 
 
 def _to_scalars(shares: Mapping[str, Tensor], batch: TrainBatch, **totals: Tensor) -> LossMetrics:
-    """Metrics as scalars on the device; (B, T) metrics become means over the scored tokens."""
+    """Convert metrics to scalars on the device. A (B, T) metric becomes its mean over the scored tokens."""
     share_BT = batch.loss_mask_BT / batch.num_scored_tokens
     metrics = {name: value.detach().float() for name, value in {**totals, **shares}.items()}
     return {name: value if value.ndim == 0 else (value * share_BT).sum() for name, value in metrics.items()}

@@ -1,7 +1,8 @@
-"""Correct for, and measure, an engine whose log-probs differ from the trainer's for the same weights.
+"""Measure and correct the difference between the log-probs of engine and trainer (engine-trainer mismatch).
 
-The engine computes in another number format, with other kernels, and sometimes with older weights. w is the trainer's
-probability of a sampled token before the update, divided by the engine's probability when sampling.
+Engine and trainer compute different log-probs for the same token, because the engine uses another number format, other
+kernels, and sometimes older weights. The weight w of a sampled token is its probability by the trainer before the
+update, divided by its probability by the engine when it was sampled.
 
 B rows of a micro-batch, T token positions.
 """
@@ -20,24 +21,26 @@ if TYPE_CHECKING:
     from rollouts_core.config import MismatchConfig
 
 MAX_LOG_WEIGHT = 20.0
-"""|log w| is clamped to this before exp, so that an outlier gives a large number instead of infinity."""
+"""Limit of |log w| before exp. An outlier then gives a large number instead of infinity."""
 LARGE_GAP_NATS = 0.1
-"""Log-probs of engine and trainer that differ by more are far apart: number formats explain a tenth of that."""
+"""A larger |log w| counts as a large gap, nats. Different number formats explain only a tenth of this."""
 HIGH_QUANTILE = 0.99
 
 MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max", "mismatch_mean", "mismatch_p99_max", "mismatch_beyond_share")
-"""Metrics of every update that compare engine and trainer. In a step's later updates they are valid only if the
-trainer's log-probs from before the first update are known."""
+"""Metrics of every update that compare engine and trainer.
+
+In the second and later updates of a step, they are valid only if the trainer's log-probs before the first update are
+known."""
 ENGINE_METRICS = ("kl_rollout_policy", *MISMATCH_METRICS)
 """Metrics that need the engine's log-probs."""
 
 
 @torch.no_grad()
 def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchConfig) -> Tensor:
-    """(B, T) factors for the policy loss of each token: 1 without a correction, 0 if masked.
+    """(B, T) factors for the tokens' policy loss: 1 if no correction is configured, 0 for masked tokens.
 
     Args:
-        log_weight_BT: log w, 0 at untrained tokens.
+        log_weight_BT: log w of each token; 0 at untrained tokens.
 
     Source: truncated importance sampling fengyao.notion.site/off-policy-rl; IcePop arXiv:2510.18855; sequence masks
     yingru.notion.site (When Speed Kills Stability).
@@ -61,12 +64,16 @@ def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchC
 def describe_mismatch(
     log_weight_BT: Tensor, weights_BT: Tensor, batch: TrainBatch, config: MismatchConfig
 ) -> dict[str, Tensor]:
-    """How far trainer and engine differ: (B, T) tensors to average over tokens, and scalars named `.._max`.
+    """Metrics of the difference between trainer and engine: (B, T) tensors to average over tokens, and scalars.
 
-    mismatch_kl: the k3 estimate of KL(engine || trainer). mismatch_ratio_max: the maximum of w and 1/w over tokens.
+    mismatch_kl: k3 estimate of KL(engine || trainer). mismatch_ratio_max: maximum of w and 1/w over all tokens.
     mismatch_mean, mismatch_p99_max: mean and 99th percentile of |log w|. mismatch_beyond_share: share of tokens with
-    |log w| above `LARGE_GAP_NATS`.
-    mismatch_masked_share, mismatch_clamped_share: share of tokens whose weight is 0, or was moved to a limit.
+    |log w| above `LARGE_GAP_NATS`. mismatch_masked_share: share of tokens with factor 0. mismatch_clamped_share: share
+    of tokens whose factor was moved to a limit.
+
+    Args:
+        log_weight_BT: log w of each token; 0 at untrained tokens.
+        weights_BT: the result of `mismatch_weights`.
     """
     limited_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     described = {
@@ -85,7 +92,7 @@ def describe_mismatch(
 
 
 def _high_quantile(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """The value that a share of `HIGH_QUANTILE` of the trained tokens do not exceed; does not wait for a GPU."""
+    """Scalar: the `HIGH_QUANTILE` quantile of the values at trained tokens. Computed without waiting for the GPU."""
     is_trained_BT = batch.loss_mask_BT > 0
     rising = torch.where(is_trained_BT, values_BT, -1.0).flatten().sort().values
     num_above = (is_trained_BT.sum() * (1 - HIGH_QUANTILE)).long()
@@ -93,7 +100,7 @@ def _high_quantile(values_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def sum_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """(B, T) the sum of `values_BT` over each position's own sample."""
+    """(B, T) at each position, the sum of `values_BT` over the sample to which the position belongs."""
     if not batch.is_packed:
         return values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
     num_segments = batch.layout.num_segments
@@ -102,13 +109,14 @@ def sum_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def mean_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """(B, T) the mean of `values_BT` over each position's own sample, weighted by the loss mask."""
+    """(B, T) at each position, the mean of `values_BT` over its sample, weighted by the loss mask."""
     sums_BT = sum_per_sample(values_BT * batch.loss_mask_BT, batch)
     return sums_BT / sum_per_sample(batch.loss_mask_BT, batch).clamp(min=1e-9)
 
 
 def _weight_of(log_weight_BT: Tensor, batch: TrainBatch, level: str) -> Tensor:
-    """(B, T) w of each token, or of its sample: the product or the geometric mean."""
+    """(B, T) w at the configured level: of the token, or of its sample as product or geometric mean over the
+    sample's tokens."""
     if level == "geometric":
         log_weight_BT = mean_per_sample(log_weight_BT, batch)
     elif level in ("sequence", "product"):

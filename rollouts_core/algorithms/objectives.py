@@ -1,7 +1,8 @@
-"""The objectives of RL: one record each, with the loss function and the facts that settings and checks need.
+"""The objectives of RL: for each, its loss function and the properties that settings and checks need.
 
-To add an objective, write a function like those in `algorithms/loss.py` and add a row here, or provide an `Objective`
-in an installed package (`plugins.py`). No other file may test for an objective's name. torch is not imported.
+To add an objective, write a function like those in `algorithms/loss.py` and add an entry here, or provide an
+`Objective` in an installed package (`plugins.py`). No other file may compare an objective's name. This file does not
+import torch.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ from rollouts_core.plugins import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """One value of `training.rl.loss.objective`: how a token's loss follows from its advantage and log-prob."""
+    """A value of `training.rl.loss.objective`: how a token's loss follows from its advantage and log-prob."""
 
     loss: str
-    """`package.module:function` of (logprobs_BT, log_ratio_BT, batch, config). The function returns two (B, T) tensors:
-    each token's loss, and whether the token's gradient was limited."""
+    """Name `package.module:function` of the loss function, called with (logprobs_BT, log_ratio_BT, batch, config).
+
+    It returns two (B, T) tensors: each token's loss, and whether the token's gradient was limited."""
     help: str
-    """The objective's part of the setting's help text."""
+    """Description of the objective in the setting's help text."""
     has_ratio: bool
-    """True if a token is weighted by its current probability divided by its probability under `ratio_base`. This ratio
-    corrects for older weights."""
+    """True if the objective multiplies by the ratio of a token's current probability to its probability under
+    `ratio_base`.
+
+    The ratio corrects for tokens that were sampled by older weights."""
     is_clipped: bool
     """True if the objective reads `clip_low` and `clip_high`."""
     is_capped: bool = False
     """True if the objective reads `dual_clip`."""
     needs_rollout_logprobs: bool = False
-    """True if the objective reads the engine's log-probs with every `ratio_base`."""
+    """True if the objective reads the engine's log-probs whatever `ratio_base` is."""
     needs_reference: bool = False
-    """True if the objective reads the log-probs of the start model even if `kl_coef` is 0."""
+    """True if the objective reads the log-probs of the start model, even if `kl_coef` is 0."""
     follows_advantage: bool = True
-    """True if the gradient is 0 at advantage 0, so that completions with advantage 0 need no forward pass."""
+    """True if the gradient is 0 for advantage 0. Completions with advantage 0 then need no forward pass."""
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -78,7 +82,7 @@ def _find_fault(name: str, value: object) -> str:
 
 
 ALL_OBJECTIVES = Registry[Objective]("rollouts.objectives", OBJECTIVES, _find_fault)
-"""The built-in objectives and those of installed packages."""
+"""The built-in objectives, and those of installed packages."""
 
 OWN_LOSS = Objective(
     loss="",
@@ -88,10 +92,12 @@ OWN_LOSS = Objective(
     is_capped=True,
     follows_advantage=False,
 )
-"""Record for `training.rl.loss_fn`, which may read every setting. `reads_rollout_logprobs` of `checks/loss_checks.py`
-calls the function to find out if it reads the engine's log-probs."""
+"""Properties of a user's `training.rl.loss_fn`: it may read every setting.
+
+`reads_rollout_logprobs` in `checks/loss_checks.py` calls the function to find out if it reads the engine's
+log-probs."""
 
 
 def describe_objectives() -> str:
-    """The help text of the setting."""
+    """Help text of the setting `objective`: a sentence for each built-in objective."""
     return " ".join(f"{name}: {each.help}." for name, each in OBJECTIVES.items())

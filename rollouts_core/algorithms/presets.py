@@ -1,10 +1,11 @@
-"""The algorithms of well-known systems, as settings of `training.rl`.
+"""Algorithms of well-known RL systems, as presets for the settings of `training.rl`.
 
-A setting that equals its default is written out if the system sets it, so that a later change of the default does not
-change the preset. `tests/rollouts_core/algorithms/test_presets.py` compares every preset with numbers from the system's
+A preset also lists settings that equal our defaults if the system sets them, so that changing a default does not change
+the preset. `tests/rollouts_core/algorithms/test_presets.py` compares every preset with numbers computed by the system's
 own functions. docs/algorithms.md explains the settings.
 
-Optimizer, batch sizes and sampling are not part of a preset; `rollout` lists the sampling that the system expects.
+Presets do not set the optimizer, batch sizes or sampling. The field `rollout` documents the sampling settings that a
+system uses.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ Settings = Mapping[str, Any]  # Any: settings of every type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmPreset:
-    """The default algorithm of a system, or a recipe from its documentation."""
+    """The default algorithm of a system, or a recipe from the system's documentation."""
 
     source: str
-    """Repository, commit, and the files with the settings."""
+    """Repository, commit and files from which the settings were taken."""
     settings: Settings
-    """Settings of `training.rl` for this algorithm."""
+    """Values for settings of `training.rl`."""
     rollout: Settings = field(default_factory=dict)
-    """Settings of `rollout` that belong to the recipe; they are not applied automatically."""
+    """Values for settings of `rollout` that the recipe expects. They are documentation and are not applied."""
 
 
 def _ppo(**others: Any) -> dict[str, Any]:  # Any: settings of every type
-    """The common loss: clipped at 0.2 on both sides, against the trainer's own old log-probs."""
+    """PPO loss settings that most systems share: clip range 0.2 on both sides, ratio to the trainer's own old
+    log-probs."""
     usual = {
         "objective": "ppo",
         "ratio_base": "old",

@@ -1,1 +1,2 @@
-"""Turn rows of files into samples in the order of training: reading, chat templates, mixtures, packing, cursors."""
+"""Convert the rows of data files to training samples: file formats, chat templates, dataset mixtures, packing,
+cursors."""

@@ -1,4 +1,4 @@
-"""Collect the invalid rows of one file, so that one error names several of them."""
+"""Collect the errors of invalid rows in a file, so that one exception reports several rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rollouts_core.errors import DataError
 MAX_REASONS = 3
 MAX_NUMBERS = 5
 MAX_KEPT = 1000
-"""Highest number of collected errors: a wrong file may have an error in each of its millions of rows."""
+"""Highest number of errors kept in memory, because a wrong file may have millions of invalid rows."""
 
 
 class BadRows:
-    """The errors of the rows of one file.
+    """Collects the errors of invalid rows in one file.
 
     Args:
-        source: name of the file, for messages.
+        source: name of the file for the error message.
     """
 
     def __init__(self, source: str) -> None:
@@ -25,18 +25,18 @@ class BadRows:
         self._errors: dict[int, DataError] = {}
         self._num_bad = 0
         self.num_rows = 0
-        """Number of the last row that was read."""
+        """Number of the last row that was read. Rows are numbered from 1."""
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Collect a DataError of the block under the row's number."""
+        """Context manager that collects a DataError of its block as the error of row `number`."""
         try:
             yield
         except DataError as error:
             self.note(number, error)
 
     def note(self, number: int, error: DataError) -> None:
-        """Collect the error of a row, if it is the row's first error."""
+        """Record the error of a row. Later errors of the same row are ignored."""
         self.num_rows = max(self.num_rows, number)
         if number in self._errors:
             return
@@ -45,17 +45,18 @@ class BadRows:
             self._errors[number] = error
 
     def has(self, number: int) -> bool:
-        """True if an error of the row was collected."""
+        """True if an error of the row is kept."""
         return number in self._errors
 
     def __bool__(self) -> bool:
         return self._num_bad > 0
 
     def check(self) -> None:
-        """Raise one error with the first distinct reasons, one per line, and the number of invalid rows.
+        """Raise one error that reports all collected errors: the first distinct reasons, and the number of invalid
+        rows.
 
         Raises:
-            DataError: a row was invalid; the type is that of the first row's error.
+            DataError: a row is invalid. The exception has the type of the first invalid row's error.
         """
         if not self._errors:
             return
@@ -76,7 +77,11 @@ class BadRows:
 
 @contextmanager
 def noted_rows(source: str, given: BadRows | None) -> Iterator[BadRows]:
-    """Collect errors in `bad`, which the caller checks later. If `bad` is None, check at the end of the block."""
+    """Context manager that gives a `BadRows` to collect errors of `source`.
+
+    If the caller passes its own `BadRows` as `given`, the caller checks it later. If `given` is None, the end of the
+    block raises the collected errors.
+    """
     noted = BadRows(source) if given is None else given
     yield noted
     if given is None:

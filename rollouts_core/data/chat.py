@@ -1,22 +1,23 @@
-"""Turn conversations into token ids, and find the tokens of each turn.
+"""Tokenize conversations, and find the tokens of each assistant turn.
 
-A template with {% generation %} markers marks the assistant's text itself. For any other template a turn is the text
-after its generation prompt, and a token belongs to the turn if all its characters do.
+If a chat template has {% generation %} markers, the markers define the assistant's text. With other templates, a turn
+is the text after its generation prompt. A token belongs to a turn if all its characters do.
 
     messages         user 1+1=?             assistant 2
     text             <|user|>1+1=?<|end|><|assistant|>2<|end|>
     tokens           3  14 20 14 25 24 1    4         15 1
     Turn(assistant)                                   [8, 10)
 
-One text serves all turns if each turn, with its generation prompt, is a prefix of the whole conversation. Templates of
-reasoning models write earlier turns differently from the last one. Each rewritten turn starts another text:
+One text contains all turns if each turn, with the text before it, is a prefix of the rendered conversation. Templates
+of reasoning models render earlier turns differently from the last turn. Each turn that is rendered differently later
+gets a text of its own:
 
     tokens           <|user|>a<|assistant|><think>x</think>b<|end|>
     Turn                                  [                       )
     then             <|user|>a<|assistant|>b<|end|><|user|>c<|assistant|><think>y</think>d<|end|>
     Turn                                                                [                       )
 
-Many conversations are encoded in one call of the tokenizer, whose fixed cost exceeds that of a short text.
+Many conversations are encoded in one call of the tokenizer, because a call costs more than encoding a short text.
 """
 
 from __future__ import annotations
@@ -50,24 +51,26 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
 Span = tuple[int, int]
-"""Positions of the first character or token and of the one after the last."""
+"""(start, end): positions of the first character or token, and of the first one after the span."""
 CHUNK_TEXTS = 512
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversation(NamedTuple):
-    """Messages, tools that may be called, and the number of leading messages that are only context and never trained
-    on."""
+    """A conversation to tokenize: its messages, and the schemas of its tools.
+
+    The first `num_given` messages are only context and never trained on.
+    """
 
     messages: Sequence[Message]
     tools: Tools = None
     num_given: int = 0
     prefill: str = ""
-    """Beginning of message `num_given` that is also only context."""
+    """Beginning of message number `num_given` that is also only context: training starts after this text."""
 
 
 class Turn(NamedTuple):
-    """The tokens [start, end) that one message of a conversation added."""
+    """Token indices [start, end) of one message in a tokenized conversation."""
 
     role: str
     start: int
@@ -77,9 +80,9 @@ class Turn(NamedTuple):
 
 
 class TokenizedConversation(NamedTuple):
-    """Token ids of a whole conversation, and its assistant turns that `train_on` selects.
+    """Token ids of a whole conversation, and the assistant turns that `train_on` selects.
 
-    If turns need separate texts, `tokens` has all texts one after another; `split_texts` separates them.
+    If turns need separate texts, `tokens` contains the texts one after another. `split_texts` separates them.
     """
 
     tokens: list[int]
@@ -87,9 +90,9 @@ class TokenizedConversation(NamedTuple):
 
 
 def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-    """Token ids of a conversation up to the assistant's next turn.
+    """Token ids of a conversation up to the beginning of the assistant's next turn.
 
-    If the last message is the assistant's, the text ends with this message, so that the policy continues it.
+    If the last message is the assistant's, the tokens end with its content, so that the policy continues this message.
     """
     return encode_texts(tokenizer, [render_prompt(tokenizer, messages, tools)])[0]
 
@@ -97,14 +100,14 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
 def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]], tools: Tools = None
 ) -> Iterator[list[int]]:
-    """`tokenize_prompt` for many conversations, with few calls of the tokenizer."""
+    """Yield the result of `tokenize_prompt` for many conversations, with few calls of the tokenizer."""
     texts = (render_prompt(tokenizer, messages, tools) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> str:
-    """The text of `tokenize_prompt`."""
+    """The text that `tokenize_prompt` encodes."""
     if not is_prefill(messages):
         return render_text(tokenizer, messages, tools, add_generation_prompt=True)
     before, turn = render_turn(tokenizer, messages, len(messages) - 1, tools)
@@ -113,30 +116,31 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def is_prefill(messages: Sequence[Message]) -> bool:
-    """True if the last message is the beginning of an assistant turn that the policy is to continue."""
+    """True if the last message is an assistant message without tool calls, which the policy is to continue."""
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of sequence and the turn ends of the chat template.
+    """Ids of tokens that end a completion: the tokenizer's end-of-sequence token, and the turn ends of the chat
+    template.
 
-    Base models often have an end of sequence that no template writes; SFT teaches them the template's end.
+    Both are needed: a base model's end-of-sequence token often differs from the turn end that SFT teaches.
     """
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *find_turn_ends(tokenizer)]))
 
 
 def leaves_out_role(tokenizer: PreTrainedTokenizerBase, role: str, *, is_first: bool = False) -> bool:
-    """True if the chat template drops messages of a role; False if it refuses the test.
+    """True if the chat template omits messages of this role. False if the template refuses the test conversations.
 
     Args:
-        is_first: test the role at the start of a conversation, instead of after an assistant's answer or call.
+        is_first: test the role at the start of a conversation, instead of after an assistant message or tool call.
     """
     return _leaves_out_role(tokenizer, json.dumps(tokenizer.chat_template), role, is_first)
 
 
 @lru_cache(maxsize=64)
 def _leaves_out_role(tokenizer: PreTrainedTokenizerBase, _template: str, role: str, is_first: bool) -> bool:
-    """Cached: rendering takes longer than tokenizing a reply. The template is part of the cache key."""
+    """Cached, because rendering takes longer than tokenizing a reply. `_template` is only part of the cache key."""
     calls, tool = probe_call({})
     asks: Message = {"role": "user", "content": "?"}
     says: Message = {"role": role, "content": TURN_MARK, "name": "f", "tool_call_id": PROBE_CALL_ID}
@@ -157,10 +161,10 @@ def tokenize_conversation(
     tools: Tools = None,
     train_on: TrainOn = "all_assistant",
 ) -> TokenizedConversation:
-    """Token ids of a whole conversation, and the tokens of the assistant turns that `train_on` selects.
+    """Tokenize a whole conversation, and find the tokens of the assistant turns that `train_on` selects.
 
     Raises:
-        DataError: there is no assistant turn, or the chat template does not separate turns.
+        DataError: there is no assistant turn, or the assistant turns cannot be located in the chat template's text.
     """
     [outcome] = tokenize_conversations(tokenizer, [Conversation(messages, tools)], train_on=train_on)
     if isinstance(outcome, DataError):
@@ -171,8 +175,8 @@ def tokenize_conversation(
 def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, train_on: TrainOn
 ) -> list[TokenizedConversation | DataError]:
-    """`tokenize_conversation` for many conversations, in one call of the tokenizer. A conversation that fails gives its
-    error."""
+    """Tokenize many conversations in one call of the tokenizer. A conversation that fails gives a DataError instead
+    of tokens."""
     if tokenizer.chat_template is None:
         return [DataError(f"{NO_TEMPLATE}, or use rows with a `text` field") for _ in conversations]
     is_marked = train_on != "everything" and has_generation_markers(tokenizer)
@@ -193,7 +197,7 @@ def tokenize_conversations(
 
 
 def split_texts(tokenized: TokenizedConversation) -> list[TokenizedConversation]:
-    """Split a tokenized conversation into its texts, each with its own turns."""
+    """Split a tokenized conversation into its texts, each with the turns inside it."""
     starts = sorted({0, *(turn.text_start for turn in tokenized.turns)})
     ends = [*starts[1:], len(tokenized.tokens)]
     return [
@@ -212,7 +216,7 @@ def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn) -> list[float]:
-    """Per token 1 if it is trained on, else 0; turns beyond `num_tokens` are cut."""
+    """Loss mask of the first `num_tokens` tokens: 1 for trained tokens, 0 for others."""
     if train_on == "everything":
         return [1.0] * num_tokens
     trained = turns[-1:] if train_on == "last_assistant" else turns
@@ -224,7 +228,7 @@ def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn)
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts that already contain every special token."""
+    """Token ids of texts. No special tokens are added, because the texts already contain them."""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -232,7 +236,11 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
 
 
 def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
-    """The indices of the messages to train on."""
+    """Indices of the messages to train on.
+
+    Raises:
+        DataError: the conversation has no assistant message after its context.
+    """
     messages = conversation.messages
     turns = [i for i in range(conversation.num_given, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -242,15 +250,15 @@ def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
 
 
 class _Text(NamedTuple):
-    """A text and its trained spans of characters, one per turn."""
+    """A rendered text, and the character spans of its trained turns."""
 
     text: str
     spans: list[Span]
 
 
 def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
-    """The texts of a conversation: one text, unless the template writes an earlier turn differently from a last
-    turn."""
+    """Render a conversation as one text, or as several texts if the template renders an earlier turn differently
+    later."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
         return [_Text(render_text(tokenizer, messages, tools, add_generation_prompt=False), [])]
@@ -277,13 +285,17 @@ def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 
 
 def _with_headers(tokenizer: PreTrainedTokenizerBase, text: _Text, last: str) -> _Text:
-    """Extend each span by the next turn's header; `last` is appended if the text ends with the turn."""
+    """Extend each turn's span by the header of the next turn, which ends the turn in some templates.
+
+    Args:
+        last: header to append if the text ends with a turn.
+    """
     whole = text.text if text.spans[-1][1] < len(text.text) else text.text + last
     return _Text(whole, [(start, end + len(find_header(tokenizer, whole, end))) for start, end in text.spans])
 
 
 def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
-    """A conversation with the spans of the template's own markers."""
+    """Render a conversation, with the spans inside the template's own generation markers."""
     num_turns = len(trained_turns(conversation, "all_assistant"))
     text, spans = render_marked(tokenizer, conversation.messages, conversation.tools)
     if conversation.num_given:
@@ -302,18 +314,18 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
         if len(spans) != num_turns:
             raise DataError(
                 f"the chat template's generation markers give {len(spans)} spans for {num_turns} assistant turns, so "
-                "the last turn cannot be told apart; use train_on = all_assistant"
+                "the last turn cannot be identified; use train_on = all_assistant"
             )
         spans = spans[-1:]
     return [_Text(text, spans)]
 
 
 def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[Span]) -> list[Span]:
-    """Drop the spans of messages that are only context: by count if there is one span per turn, else by the length of
-    the context's text.
+    """Drop the spans of messages that are only context.
 
-    Templates that drop earlier thoughts keep them at the end of a text, so the context rendered without the rest is
-    longer.
+    If there is one span per assistant message, the spans of context messages are counted off. Otherwise, spans that
+    start within the rendered context are dropped. This may drop too much: a template that removes earlier thoughts
+    keeps them in the last message, so the context rendered alone can be longer.
     """
     given = conversation.messages[: conversation.num_given]
     num_turns, num_in_given = (
@@ -321,13 +333,13 @@ def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
     )
     if len(spans) == num_turns:
         return spans[num_in_given:]
-    # Compare text positions, because the first token of a turn may begin before the turn.
+    # Compare character positions, because the first token of a turn may begin before the turn.
     num_characters = len(render_text(tokenizer, given, conversation.tools, add_generation_prompt=False))
     return [span for span in spans if span[0] >= num_characters]
 
 
 def _join_texts(texts: Sequence[TokenizedConversation]) -> TokenizedConversation:
-    """Concatenate the texts of a conversation."""
+    """Concatenate the tokenized texts of a conversation, and shift the turns accordingly."""
     tokens: list[int] = []
     turns: list[Turn] = []
     for each in texts:
@@ -338,7 +350,7 @@ def _join_texts(texts: Sequence[TokenizedConversation]) -> TokenizedConversation
 
 
 def _locate_spans(tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]) -> list[TokenizedConversation]:
-    """Token ids of each text, with a turn for each span: the tokens that lie completely inside."""
+    """Tokenize texts. Each character span becomes a turn with the tokens that lie completely inside it."""
     if not texts:
         return []
     if not any(each.spans for each in texts):
@@ -355,7 +367,7 @@ def _locate_spans(tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]) ->
 def _encode_with_offsets(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]
 ) -> list[tuple[list[int], list[Span]]]:
-    """Token ids of texts, and the characters of each token."""
+    """Token ids of texts, and the character span of each token."""
     if not tokenizer.is_fast:
         return [_encode_between_borders(tokenizer, each) for each in texts]
     whole = [each.text for each in texts]
@@ -367,25 +379,31 @@ def _encode_with_offsets(
 
 
 def _encode_between_borders(tokenizer: PreTrainedTokenizerBase, text: _Text) -> tuple[list[int], list[Span]]:
-    """`_encode` for a tokenizer without offsets: the text is split at the borders of spans, and each token gets the
-    characters of its part."""
+    """Encode a text with a tokenizer that does not report character positions (a slow tokenizer).
+
+    The text is cut at the borders of its spans. Each token gets the character span of its part.
+
+    Raises:
+        DataError: a token crosses a border.
+    """
     borders = sorted({0, *itertools.chain(*text.spans), len(text.text)})
     prefixes = encode_texts(tokenizer, [text.text[:border] for border in borders[1:]])
     tokens, offsets = prefixes[-1], list[Span]()
     for span, prefix in zip(itertools.pairwise(borders), prefixes, strict=True):
         if tokens[: len(prefix)] != prefix:
             raise DataError(
-                "a token belongs to two turns, and the tokenizer does not report the characters of tokens: use a fast "
-                "tokenizer"
+                "a token has characters of two turns, but this slow tokenizer does not report the characters of "
+                "each token: use a fast tokenizer"
             )
         offsets += [span] * (len(prefix) - len(offsets))
     return tokens, offsets
 
 
 def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """A copy of a tokenizer that trims spaces from offsets, without the trimming; None if it does not trim.
+    """A copy of the tokenizer that includes spaces in the reported character positions; None if the tokenizer already
+    does.
 
-    With trimmed offsets, a token of two line breaks looks like a token of the second one only.
+    A tokenizer that trims spaces would report a token of two line breaks as if it contained only the second line break.
     """
     processor = tokenizer.backend_tokenizer.post_processor
     if processor is None or b'"trim_offsets":true' not in processor.__getstate__():

@@ -1,10 +1,10 @@
-"""Read a row of demonstrations: its messages, tools and text, checked.
+"""Read and check a row of demonstrations: its messages, tools or text.
 
     {"messages": [...], "tools": [...]}                     conversation; every assistant turn may be trained on
-    {"prompt": text or [...], "completion": text or [...]}  the prompt is given and never trained on
-    {"text": ...}                                           plain text, trained on whole
+    {"prompt": text or [...], "completion": text or [...]}  the prompt is context and never trained on
+    {"text": ...}                                           plain text; all of it is trained on
 
-A null field counts as absent, because tables with rows of several shapes fill gaps with nulls.
+A field with the value null counts as missing, because tables fill missing fields with null.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ Row = Mapping[str, Any]  # Any: JSON values of a user's file
 COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
 PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
-"""Names of the field for the prompt in other datasets, the most likely name first."""
+"""Names of the prompt field in other datasets, most likely first."""
 ALPACA_PROMPT = {"instruction", "input"}
-"""Alpaca's two prompt fields, which belong together."""
+"""The two fields of an Alpaca row that together form the prompt."""
 PREFERENCE = {"chosen", "rejected"}
 ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
-"""Names of the field for the answer in other datasets."""
+"""Names of the answer field in other datasets."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
-"""Names of the field for the completion in other datasets, besides Alpaca's."""
+"""Names of the completion field in other datasets, Alpaca's excluded."""
 SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
-"""Parts of a turn besides text."""
+"""Message keys for parts of an assistant message other than its text."""
 SYSTEM_FIELDS = ("system", "system_prompt")
-"""Fields of other datasets for the system message."""
+"""Names of the row field for the system message in other datasets."""
 TEMPLATE_FIELD = "chat_template_kwargs"
-"""TRL's field of a row with values for the chat template."""
+"""Row field in which TRL stores values for the chat template."""
 UNTRAINED_MARKS = ("weight", "train")
-"""Keys of a message with which OpenAI's and Axolotl's rows exclude a turn from the loss (by 0 or false)."""
+"""Message keys with which OpenAI's and Axolotl's rows exclude a message from the loss (by 0 or false)."""
 OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
-"""Other names for the arguments of a tool call. An unknown name would train an empty call."""
+"""Wrong names for the `arguments` of a tool call. They are rejected, because the call would be trained without
+arguments."""
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_KEYS = 20
 
 
 def read_demonstration(row: Row) -> Conversation | str:
-    """The conversation of a row, or its plain text.
+    """Read the conversation of a row, or its plain text.
 
     Raises:
-        DataError: no known field is present, or a field has a wrong type.
+        DataError: the row has no known field, or a field has a wrong type.
     """
     completion = next((key for key in COMPLETION_KEYS if row.get(key) is not None), None)
     if row.get("messages") is not None:
@@ -65,13 +66,16 @@ def read_demonstration(row: Row) -> Conversation | str:
 
 
 def read_messages(messages: object, *, key: str = "messages") -> list[Message]:
-    """Check a row's list of messages: role and content are text, tool calls are objects.
+    """Check the messages of a row: role and content must be text, tool calls must be objects.
 
-    Null content next to tool calls becomes an empty text, and a list of text parts is joined. Other keys of a message
-    are kept for the template.
+    Null content in a message with tool calls becomes "". A list of text parts is joined to one text. Other keys of a
+    message are kept for the chat template.
+
+    Args:
+        key: name of the row field, for error messages.
 
     Raises:
-        DataError: the list is invalid; names the message.
+        DataError: the list is invalid. The error names the message.
     """
     if not isinstance(messages, list) or not messages:
         found = ", found text: if it is JSON, parse it when writing the file" if isinstance(messages, str) else ""
@@ -80,7 +84,8 @@ def read_messages(messages: object, *, key: str = "messages") -> list[Message]:
 
 
 def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
-    """The tools of a row, given as a list of JSON schemas or as JSON text; None without tools."""
+    """The tools of a row, given as a list of JSON schemas or as JSON text of such a list. None if the row has no
+    tools."""
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _parse_json(tools, "`tools`") if tools.strip() else None
@@ -94,32 +99,36 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
 
 
 def find_said(turns: Sequence[Message]) -> set[str]:
-    """The keys of non-empty parts of the assistant's turns, and `END_OF_THOUGHTS` if a turn's text contains
-    thoughts."""
+    """Keys of the non-empty parts of assistant messages.
+
+    The result also contains `END_OF_THOUGHTS` if the text of a message contains thoughts.
+    """
     found = {key for key in ("content", *SAID_BESIDE_CONTENT) if any(turn.get(key) for turn in turns)}
     return found | ({END_OF_THOUGHTS} if any(END_OF_THOUGHTS in turn["content"] for turn in turns) else set())
 
 
 def says_nothing(turn: Message) -> bool:
-    """True if an assistant turn has no text, no thoughts and no tool calls."""
+    """True if an assistant message has no text, no thoughts and no tool calls."""
     return not turn["content"].strip() and not any(map(turn.get, SAID_BESIDE_CONTENT))
 
 
 def find_unread(fields: Mapping[str, Any], messages: Sequence[Message]) -> set[str]:  # Any: JSON
-    """Fields of a row that other systems read, but this project does not; without system fields if messages contain a
-    system message."""
+    """Row fields that other systems would use but this project ignores.
+
+    A field for the system message does not count if the messages already contain a system message.
+    """
     has_system = any(message["role"] == "system" for message in messages)
     told = set() if has_system else {name for name in SYSTEM_FIELDS if isinstance(fields.get(name), str)}
     return {name for name in (*told, TEMPLATE_FIELD) if fields.get(name)}
 
 
 def find_unheeded_marks(turns: Sequence[Mapping[str, Any]]) -> set[str]:  # Any: JSON
-    """The keys of `UNTRAINED_MARKS` with which other systems would exclude some of these turns from the loss."""
+    """Keys of `UNTRAINED_MARKS` with which other systems would exclude one of these messages from the loss."""
     return {key for key in UNTRAINED_MARKS if any(key in turn and not turn[key] for turn in turns)}
 
 
 def describe_keys(row: Row) -> str:
-    """The non-empty fields of a row, for an error, with a suggestion for a misspelt name."""
+    """Text for an error: the non-empty fields of a row, with a hint about wrong or misspelt names."""
     keys = sorted(key for key, value in row.items() if value is not None)
     nulls = sorted(key for key, value in row.items() if value is None and key in KNOWN_KEYS)
     more = [f"{len(keys) - MAX_SHOWN_KEYS} more"] if len(keys) > MAX_SHOWN_KEYS else []
@@ -144,7 +153,7 @@ def describe_keys(row: Row) -> str:
 
 
 def find_answer_elsewhere(row: Row) -> str:
-    """A hint, for an error, about the field that seems to hold the missing `answer`; "" without such a field."""
+    """Hint for an error: the field that probably contains the missing `answer`; "" if there is no such field."""
     named = next((name for name in ANSWER_ELSEWHERE if row.get(name) is not None), "")
     if not named and isinstance(row.get("reward_model"), Mapping):
         named = "ground_truth of reward_model"
@@ -152,7 +161,7 @@ def find_answer_elsewhere(row: Row) -> str:
 
 
 def _find_completion_elsewhere(row: Row) -> str:
-    """A hint, for an error, about the field that seems to hold the missing `completion`; "" without such a field."""
+    """Hint for an error: the field that probably contains the missing `completion`; "" if there is no such field."""
     is_asked = any(row.get(key) is not None for key in ("prompt", *PROMPT_ELSEWHERE))
     if not is_asked or row.keys() >= ALPACA_PROMPT or row.keys() >= PREFERENCE:
         return ""
@@ -161,7 +170,8 @@ def _find_completion_elsewhere(row: Row) -> str:
 
 
 def _join(prompt: list[Message], completion: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:  # JSON
-    """Join a prompt and its completion. The completion continues an assistant turn at the end of the prompt."""
+    """Join a prompt and its completion. If the prompt ends with an assistant message, the completion continues this
+    message."""
     if not is_prefill(prompt) or completion[0]["role"] != "assistant":
         return Conversation([*prompt, *completion], tools, len(prompt))
     *given, begun = prompt
@@ -189,7 +199,7 @@ def _message(message: object, number: int) -> Message:
         fields["content"] = _join_parts(fields["content"], number)
     if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
         raise DataError(f"message {number} must have `role` and `content`, both text; found {_show(message)}")
-    return cast(Message, fields)  # checked above; other keys are for the template
+    return cast(Message, fields)  # role and content are checked above; other keys are kept for the template
 
 
 def _as_list(calls: object, number: int) -> Sequence[object]:
@@ -199,14 +209,14 @@ def _as_list(calls: object, number: int) -> Sequence[object]:
 
 
 def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
-    """A tool call with its arguments as an object, because chat templates would quote arguments given as text."""
+    """Check a tool call, and parse arguments given as JSON text: a chat template would write them with quotes."""
     call = _without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"a tool call of message {number} must name a `function`, found {_show(call)}")
     what = f"`arguments` of a tool call of message {number}"
     if "arguments" not in function and (other := next((key for key in OTHER_ARGUMENTS if key in function), "")):
-        raise DataError(f"{what} are missing, found `{other}`: rename it")
+        raise DataError(f"{what} are missing, found `{other}`: rename it to `arguments`")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, what) if arguments.strip() else {}
@@ -218,7 +228,7 @@ def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
 
 
 def _without_nulls(value: Any) -> Any:  # Any: JSON
-    """Remove null keys, because a table gives each object the keys of all objects in its column.
+    """Remove keys with the value null. A table gives every object the keys of all objects in its column.
 
     JSON text is left unchanged.
     """

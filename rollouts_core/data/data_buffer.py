@@ -1,4 +1,4 @@
-"""Choose prompts over epochs in a seeded order, with a cursor that checkpoints save."""
+"""Draw RL prompts epoch by epoch in a seeded order, with a cursor that checkpoints save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollouts_core.types import Prompt
 
 
 class DataBufferState(TypedDict):
-    """The cursor of a `DataBuffer`."""
+    """The saved cursor of a `DataBuffer`."""
 
     epoch_id: int
     sample_offset: int
@@ -23,10 +23,10 @@ class DataBufferState(TypedDict):
 
 
 class DataBuffer:
-    """A cursor over prompts: each epoch visits all prompts once, in a seeded order.
+    """Draws prompts. Each epoch draws every prompt once, in a seeded order.
 
     Raises:
-        DataError: there is no prompt.
+        DataError: there are no prompts.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0) -> None:
@@ -35,18 +35,20 @@ class DataBuffer:
         self.prompts = list(prompts)
         self.seed = seed
         self.epoch_id = 0
-        """Finished passes over the prompts."""
+        """Number of finished epochs."""
         self.sample_offset = 0
-        """Prompts handed out in this epoch."""
+        """Number of prompts drawn in this epoch."""
         self.num_drawn = 0
-        """Prompts handed out since the start; the next group's index."""
+        """Number of prompts drawn since the start. It is also the index of the next group."""
         self._order = self._shuffled(0)
         self._other_order: dict[int, list[int]] = {}
-        """Cached order of one other epoch: usually the previous epoch, because its groups may still be generated."""
+        """Order of the prompts in one other epoch.
+
+        Usually this is the previous epoch, because some of its groups may be unfinished."""
         self._digest = _digest_prompts(self.prompts)
 
     def get_prompts(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; a new order is drawn after each epoch."""
+        """Draw the next `n` prompts. Each new epoch has a new order."""
         drawn: list[Prompt] = []
         for _ in range(n):
             if self.sample_offset == len(self.prompts):
@@ -59,7 +61,7 @@ class DataBuffer:
         return drawn
 
     def prompt_of(self, draw: int) -> Prompt:
-        """The prompt of draw number `draw` since the start, past or future."""
+        """The prompt of draw number `draw`, counted from the start of the run. Past and future draws are possible."""
         epoch_id, place = divmod(draw, len(self.prompts))
         if epoch_id == self.epoch_id:
             return self.prompts[self._order[place]]
@@ -81,7 +83,7 @@ class DataBuffer:
         """Restore a saved cursor.
 
         Raises:
-            DataError: the cursor belongs to other prompts or another seed.
+            DataError: the cursor was saved with other prompts or another seed.
         """
         saved = state["prompts_digest"]
         if saved != self._digest and saved != _digest_without_metadata(self.prompts):
@@ -106,7 +108,7 @@ class DataBuffer:
 
 
 def _digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """A digest of the prompts and of all their fields that rewards may read."""
+    """Digest of the prompts, including all fields that rewards may read."""
     total = hashlib.sha256()
     for prompt in prompts:
         content = [prompt.id, prompt.messages, prompt.answer, dict(prompt.metadata)]
@@ -115,7 +117,7 @@ def _digest_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def _digest_without_metadata(prompts: Sequence[Prompt]) -> str:
-    """The digest in checkpoints of earlier versions, which can still be resumed."""
+    """Digest of the prompts as older versions saved it in checkpoints. Such checkpoints can still be resumed."""
     total = hashlib.sha256()
     for prompt in prompts:
         total.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())

@@ -1,9 +1,9 @@
-"""Turn rows into the samples of SFT and the prompts of RL; errors name the row.
+"""Convert rows to samples for SFT and to prompts for RL. Error messages name the row.
 
     demonstrations   {"messages": [...]} | {"prompt": ..., "completion": ...} | {"text": ...}  -> Sample
     prompts          {"prompt": ... | "messages": [...], "answer": ..., "id": ...}             -> Prompt
 
-Rows are tokenized `CHUNK_ROWS` at a time, with one call of the tokenizer per chunk.
+Rows are tokenized in chunks of `CHUNK_ROWS` rows, with one call of the tokenizer per chunk.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ OnOverlong = Literal["cut", "cut_or_drop", "drop"]
 CHUNK_ROWS = 512
 MAX_LOGGED_DROPS = 10
 PROMPT_FIELDS = ("messages", "prompt", *TEXT_FIELDS)
-"""Fields of a row that do not become metadata of its prompt."""
+"""Fields of a row that become fields of its prompt. All other fields become the prompt's metadata."""
 ROLLOUT_FIELDS = ("conversation", "outcomes")
-"""Metadata that a rollout (`rollout/agent.py`) adds to its samples, besides the fields of the prompt's row."""
+"""Metadata keys that a rollout (`rollout/agent.py`) adds to its samples. A row of prompts must not use these names."""
 
 
 RowSamples = tuple[Sample, ...]
-"""The samples of a row: one sample, several if turns need separate texts (chat.py), or empty if the row is left out."""
+"""The samples of a row. Usually one sample; several if turns need separate texts (`chat.py`); empty if the row is
+dropped."""
 
 
 class SampleRules(NamedTuple):
-    """How a row becomes a sample."""
+    """Settings for converting a row to samples."""
 
     max_length: int
-    """Highest number of tokens of a sample."""
+    """Highest number of tokens in a sample."""
     train_on: TrainOn = "all_assistant"
-    """Tokens that enter the loss."""
+    """Which tokens enter the loss."""
     on_overlong: OnOverlong = "cut"
-    """Treatment of a row longer than `max_length` tokens."""
+    """How to treat a sample longer than `max_length` tokens."""
 
 
 def sample_rules(config: SFTTrainingConfig) -> SampleRules:
@@ -85,16 +86,16 @@ def load_sft_dataset(
     max_rows: int | None = None,
     columns: Mapping[str, ColumnType] | None = None,
 ) -> list[Sample]:
-    """Demonstrations as samples of at most `max_length` tokens, in the order of the file.
+    """Read demonstrations and tokenize them to samples of at most `max_length` tokens, in the order of the file.
 
     Args:
-        on_overlong: for longer rows: `cut` truncates, with an error if no trained token remains; `cut_or_drop` drops
-            the row in that case; `drop` drops all longer rows.
+        on_overlong: treatment of longer samples. `cut` truncates, and raises an error if no trained token remains.
+            `cut_or_drop` truncates, and drops the sample if no trained token remains. `drop` drops all longer samples.
         max_rows: highest number of rows to read.
         columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: a row lacks needed fields or has nothing to train on; names the row.
+        DataError: a row lacks required fields or has nothing to train on. The message names the row.
     """
     rules = SampleRules(max_length, train_on, on_overlong)
     rows = iterate_samples(load_rows(path, columns=columns), str(path), tokenizer, rules, max_rows=max_rows)
@@ -110,14 +111,14 @@ def iterate_samples(
     max_rows: int | None = None,
     bad: BadRows | None = None,
 ) -> Iterator[RowSamples]:
-    """The samples of each row in order; one chunk of rows is in memory at a time.
+    """Yield the samples of each row, in order. Only one chunk of rows is in memory at a time.
 
     Args:
-        source: name of the rows' origin, for messages.
-        bad: collects errors of rows, which then give no sample. If None, the first error is raised.
+        source: name of the rows' origin for error messages.
+        bad: collects the errors of invalid rows, which yield no sample. None raises the first error.
 
     Raises:
-        DataError: see `load_sft_dataset`.
+        DataError: a row lacks required fields or has nothing to train on.
     """
     stream = itertools.islice(rows, max_rows)
     while chunk := list(itertools.islice(stream, CHUNK_ROWS)):
@@ -125,7 +126,7 @@ def iterate_samples(
 
 
 def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
-    """Open each dataset, and check that it has rows."""
+    """Open the row table of each dataset. Raises DataError if a dataset is missing or has no rows."""
     return [
         open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision, columns=each.columns)
         for each in datasets
@@ -133,10 +134,10 @@ def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
 
 
 def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
-    """The number of rows used, from the dataset's start.
+    """Number of rows that training uses from the start of the dataset (`max_samples` limits it).
 
     Raises:
-        DataError: an epoch would visit no row.
+        DataError: `repeat` is so small that an epoch would contain no row.
     """
     size = len(table) if dataset.max_samples is None else min(len(table), dataset.max_samples)
     if size * dataset.repeat < 1:
@@ -147,15 +148,16 @@ def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
 class SFTDataset:
     """The samples of several datasets, visited epoch by epoch in a seeded order.
 
-    Tokens are kept after one pass over the rows, 5 bytes each. With `streaming` they are computed at each visit, so
-    only a chunk of rows is in memory. Order and samples are the same.
+    After the constructor has read all rows, all tokens stay in memory (5 bytes per token). With `streaming`, rows are
+    read and tokenized at each visit, and only one chunk of rows is in memory. Both ways give the same samples in the
+    same order.
 
     Args:
-        tables: result of `open_datasets`.
+        tables: the result of `open_datasets`.
 
     Raises:
-        DataError: data cannot be read, `repeat` selects no row, a row has nothing to train on (raised when the row is
-            read: at once, or while streaming), or all rows are left out.
+        DataError: data cannot be read, `repeat` selects no row, a row has nothing to train on, or all rows are dropped.
+            With `streaming`, an invalid row raises the error when it is visited.
     """
 
     def __init__(
@@ -173,9 +175,9 @@ class SFTDataset:
         self._tokenizer = tokenizer
         self._rules = rules
         self.num_dropped = 0
-        """Number of rows that were left out because of their length; while streaming, number of visits to such rows."""
+        """Number of rows dropped because they are too long. With `streaming`, number of visits to such rows."""
         self.first_dropped: list[int] = []
-        """The first dropped rows, numbered from 0 through all datasets."""
+        """Numbers of the first dropped rows. Numbering starts at 0 and continues through all datasets."""
         self._kept: _CompactSamples | None = None
         if not streaming:
             self._kept = _CompactSamples(self._read_chunk(chunk) for chunk in _chunks(range(len(self))))
@@ -183,18 +185,18 @@ class SFTDataset:
                 raise DataError(f"all {len(self)} rows are longer than max_length {rules.max_length}: raise max_length")
 
     def __len__(self) -> int:
-        """Number of rows of all datasets, including rows that are left out."""
+        """Number of rows in all datasets, including dropped rows."""
         return sum(self.sizes)
 
     def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[RowSamples]:
-        """The samples of each visit of an epoch, starting at visit `start`."""
+        """Yield the samples of each visited row of an epoch, starting at visit number `start`."""
         order = epoch_order(self.sizes, self._repeats, seed=seed, epoch=epoch)
         if self._kept is not None:
             return map(self._kept.__getitem__, itertools.islice(order, start, None))
         return itertools.chain.from_iterable(map(self._read_chunk, _chunks(order, start)))
 
     def _read_chunk(self, numbers: Sequence[int]) -> list[RowSamples]:
-        """The samples of rows, numbered over all datasets."""
+        """The samples of the rows with these numbers. Numbering continues through all datasets."""
         samples: dict[int, RowSamples] = {}
         first_row = 0
         for table, size in zip(self._tables, self.sizes, strict=True):
@@ -209,7 +211,7 @@ class SFTDataset:
         return [samples[number] for number in numbers]
 
     def lengths(self) -> list[tuple[int, int]]:
-        """Tokens and trained tokens of each sample; empty while streaming."""
+        """(number of tokens, number of trained tokens) of each sample; empty with `streaming`."""
         return self._kept.lengths() if self._kept else []
 
     def _count_drop(self, row: str, number: int) -> None:
@@ -217,11 +219,11 @@ class SFTDataset:
         if len(self.first_dropped) < MAX_LOGGED_DROPS:
             self.first_dropped.append(number)
         if self.num_dropped <= MAX_LOGGED_DROPS:
-            logger.warning("left out %s: longer than max_length %d", row, self._rules.max_length)
+            logger.warning("left out %s: it has more tokens than max_length %d", row, self._rules.max_length)
 
 
 class _CompactSamples:
-    """Tokens and masks of many samples in flat arrays."""
+    """Tokens and masks of many samples in flat arrays, which need less memory than Python lists."""
 
     def __init__(self, chunks: Iterable[Sequence[RowSamples]]) -> None:
         self._tokens = array("i")
@@ -229,7 +231,7 @@ class _CompactSamples:
         self._ends = array("q", [0])
         self._is_cut = bytearray()
         self._row_ends = array("q", [0])
-        """Number of samples up to the end of each row."""
+        """For each row, the number of samples up to and including this row."""
         for samples in itertools.chain.from_iterable(chunks):
             for sample in samples:
                 self._tokens.extend(sample.tokens)
@@ -262,15 +264,16 @@ def load_prompts_from_jsonl(
     columns: Mapping[str, ColumnType] | None = None,
     bad: BadRows | None = None,
 ) -> list[Prompt]:
-    """Prompts of a JSONL file (or another format of `load_rows`), at most `max_rows` from its start.
+    """Read prompts from a JSONL file, or from another format that `load_rows` reads.
 
     Args:
+        max_rows: highest number of rows to read, from the start of the file.
         columns: types of CSV columns that are not text.
-        bad: collects errors of rows, which are left out. If None, they are raised after all rows were read.
+        bad: collects the errors of invalid rows, which are left out. None raises the errors together at the end.
 
     Raises:
-        DataError: rows lack `prompt` and `messages`, or an id occurs twice; names the rows.
-        DemonstrationError: the first invalid row is a demonstration.
+        DataError: a row has neither `prompt` nor `messages`, or an id occurs twice. The message names the rows.
+        DemonstrationError: the first invalid row is a demonstration instead of a prompt.
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}
@@ -280,14 +283,23 @@ def load_prompts_from_jsonl(
             with noted.at(number):
                 prompt = build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
                 if prompt.id in row_of_id:
-                    raise DataError(f"id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
+                    raise DataError(f"id {prompt.id!r} also occurs in row {row_of_id[prompt.id]}: ids must be unique")
                 row_of_id[prompt.id] = number
                 prompts.append(prompt)
     return prompts
 
 
 def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
-    """Raise DataError for a common prompt: the same user turns, or the same row if prompts share an opening."""
+    """Check that no prompt occurs in both lists. Two prompts are equal if their user turns are equal.
+
+    If several prompts share their user turns but differ in their answers, as in games, whole rows are compared instead.
+
+    Args:
+        names: names of the two lists for the error message.
+
+    Raises:
+        DataError: a prompt occurs in both lists.
+    """
     openings = find_openings(first) | find_openings(second)
 
     def key_of(prompt: Prompt) -> str:
@@ -304,9 +316,10 @@ def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: 
 
 
 def find_openings(prompts: Sequence[Prompt]) -> set[str]:
-    """Conversations (as JSON) that several prompts share while their answers differ.
+    """Conversations (as JSON) that several prompts share although their answers differ.
 
-    A game, for example, begins with the same words whatever the solution. Without answers, other fields are compared.
+    Example: every game of an environment begins with the same words, whatever its solution. For prompts without an
+    answer, the other fields of the row are compared.
     """
     tasks: dict[str, set[str]] = {}
     for prompt in prompts:
@@ -315,12 +328,12 @@ def find_openings(prompts: Sequence[Prompt]) -> set[str]:
 
 
 def is_opening(prompt: Prompt, openings: set[str]) -> bool:
-    """True if the prompt's conversation is in `openings`, the result of `find_openings`."""
+    """True if the prompt's conversation is in `openings`, a result of `find_openings`."""
     return _conversation(prompt) in openings
 
 
 def describe_task(prompt: Prompt) -> str:
-    """The row's content besides conversation and id."""
+    """The answer and metadata of a prompt as JSON: the row's content apart from its conversation and id."""
     return json.dumps([prompt.answer, dict(prompt.metadata)], sort_keys=True, default=str)
 
 
@@ -339,7 +352,7 @@ def _build_chunk(
     rules: SampleRules,
     bad: BadRows | None = None,
 ) -> list[RowSamples]:
-    """The samples of each row. The first invalid row is raised, or collected in `bad`."""
+    """The samples of each row of a chunk. The error of an invalid row is raised, or collected if `bad` is given."""
     read: list[Conversation | str | DataError] = []
     for _, row in rows:
         try:
@@ -371,7 +384,7 @@ def _build_chunk(
 
 
 def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids with the tokenizer's own beginning and one end."""
+    """Token ids of plain texts, each with the tokenizer's beginning-of-sequence token and one end-of-sequence token."""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, return_attention_mask=False)["input_ids"]
@@ -379,10 +392,10 @@ def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
 
 
 def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
-    """The tokens with exactly one end, and at most one beginning.
+    """The tokens of a plain text with at most one beginning-of-sequence token and exactly one end token.
 
-    A text may already contain these tokens, for example from a chat template, with a line break after the last end.
-    Some tokenizers also add an end.
+    A text from a chat template may already contain both tokens, with a line break after the last end. Some tokenizers
+    also add an end token.
     """
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     has_begun_twice = begin is not None and tokens[:2] == [begin, begin]
@@ -397,8 +410,11 @@ def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -
 def _conversation_samples(
     conversation: Conversation, tokenized: TokenizedConversation | DataError, rules: SampleRules
 ) -> RowSamples:
-    """The samples of a conversation. A sample without its trained turn, which was cut off, is dropped, unless no sample
-    would remain."""
+    """The samples of a conversation, one per text.
+
+    If truncation removes all trained tokens of a text, the text gives no sample. If no other text gives a sample, the
+    last text is handled as `on_overlong` says.
+    """
     if isinstance(tokenized, DataError):
         raise tokenized
     messages = conversation.messages
@@ -424,7 +440,7 @@ def _build_sample(
     is_overlong = len(tokens) > max_length
     if is_overlong and rules.on_overlong == "drop":
         return None
-    # The first token of a row has no context to be predicted from.
+    # The first token of a sample cannot be trained on: no context precedes it.
     if not any(loss_mask[1:max_length]):
         if is_overlong and rules.on_overlong == "cut_or_drop" and any(loss_mask[1:]):
             return None
@@ -440,10 +456,15 @@ def _build_sample(
 
 
 def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
-    """The prompt of a row.
+    """Convert a row to a prompt.
+
+    Args:
+        number: number of the row.
+        default_id: id of the prompt if the row has no field `id`.
 
     Raises:
-        DataError: the row has no valid prompt.
+        DataError: the row has no valid prompt, or uses a reserved field name.
+        DemonstrationError: the row is a demonstration instead of a prompt.
     """
     for name in ROLLOUT_FIELDS:
         if name in row:
@@ -477,10 +498,10 @@ def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
 
 
 def _as_json(value: Any, key: str) -> Any:  # Any: a value of a table's column; JSON
-    """A value for JSON; tables also contain times and decimal numbers, which become text.
+    """Convert a value for JSON. Dates, times and decimal numbers of tables become text.
 
     Raises:
-        DataError: the value has no text form.
+        DataError: the value has no JSON or text form.
     """
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value

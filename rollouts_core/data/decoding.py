@@ -1,4 +1,4 @@
-"""Decode sampled tokens to text, for environments, rewards and reports."""
+"""Decode sampled token ids to text for environments, rewards and reports."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 def decode_turn(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], status: Status, *, ends: Collection[int] = ()
 ) -> str:
-    """The text of a completion with its special tokens, but without turn ends and padding.
+    """The text of a completion without end-of-turn and padding tokens, but with all other special tokens.
 
-    Many tokenizers have special tokens for tags that tools and graders look for, such as `<tool_call>`.
+    Special tokens are kept because many tokenizers use them for tags that tools and graders search for, such as
+    `<tool_call>`.
 
     Args:
-        status: a completed turn ends with an end token, possibly the engine's own.
-        ends: further tokens that end a turn.
+        status: status of the completion. The last token of a completed turn is an end token, possibly known only to the
+            engine.
+        ends: additional token ids that end a turn.
     """
     left_out = {*_ends_and_padding(tokenizer, json.dumps(tokenizer.chat_template)), *ends}
     kept = list(tokens)
     if status is Status.COMPLETED and kept and kept[-1] not in left_out:
         last = tokenizer.added_tokens_decoder.get(kept[-1])
-        # Keep a closing tag, which is part of the answer even if the user set it as a stop token.
+        # A closing tag such as </answer> is kept: it belongs to the answer even if the user set it as a stop token.
         kept = kept[:-1] if last is not None and last.special and not last.content.startswith("</") else kept
     text: str = tokenizer.decode([token for token in kept if token not in left_out], skip_special_tokens=False)
     return text
@@ -37,6 +39,7 @@ def decode_turn(
 
 @lru_cache(maxsize=16)
 def _ends_and_padding(tokenizer: PreTrainedTokenizerBase, _template: str) -> frozenset[int]:
-    """Cached: rendering takes longer than decoding. The template is part of the cache key."""
+    """Ids of end-of-turn and padding tokens. Cached, because finding them renders the template. The cache key has
+    the template."""
     padding = [] if tokenizer.pad_token_id is None else [int(tokenizer.pad_token_id)]
     return frozenset([*stop_token_ids(tokenizer), *padding])

@@ -1,8 +1,8 @@
-"""Parse the tool calls in a policy's turn, in the dialect of its chat template.
+"""Parse the tool calls in a policy's turn, in the format (dialect) of its chat template.
 
-A dialect is a `response_template` of transformers, which does the parsing. The dialect comes from the settings, the
-tokenizer, or `DIALECTS` for common models. A test call selects the dialect: the chat template renders the call, and the
-first dialect that parses the text back to the same call is used.
+A dialect is a `response_template` of transformers, and transformers' parser does the parsing. The dialect comes from
+the settings, the tokenizer, or `DIALECTS` for common models. It is selected by a test: the chat template renders a test
+call, and the first dialect that parses the rendered text back to the same call is used.
 
     probe call --chat template--> <tool_call>{"name": ...}</tool_call><|im_end|> --dialect--> the same call?
 """
@@ -51,14 +51,14 @@ THINK: ResponseTemplate = {"open": "<think>", "close": "</think>", "content": "t
 
 
 def _dialect(calls: ResponseTemplate, thoughts: ResponseTemplate = THINK) -> ResponseTemplate:
-    """A response template in which all text besides thoughts and calls is content. `prefix` is already shortened to the
-    part that affects parsing."""
+    """Build a response template from the patterns for calls and thoughts. All other text is content."""
     fields = {"reasoning_content": thoughts, "tool_calls": {"repeats": True, **calls}, "content": {"content": "text"}}
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\A", "fields": fields}
 
 
 def _tagged(open_pattern: str, close_pattern: str, tag_pattern: str) -> ResponseTemplate:
-    """Calls with one tag per argument. The tools' schemas determine which arguments are not text."""
+    """Pattern for calls that write each argument as a tag. The tools' schemas decide which arguments are numbers or
+    objects."""
     return {
         "open_pattern": open_pattern,
         "close_pattern": close_pattern,
@@ -148,29 +148,29 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     ),
 }
 HERMES = "hermes"
-"""Key of the dialect that most models use."""
+"""Name of the dialect that most models use."""
 
 
 class CallError(Exception):
-    """A tool call that cannot be parsed; the policy gets this message."""
+    """A tool call cannot be parsed. The policy receives this message as the tool's reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool, as the policy wrote it."""
+    """A parsed tool call of the policy."""
 
     name: str
     arguments: dict[str, Any]  # Any: JSON that the policy wrote
 
 
 class Thought(NamedTuple):
-    """A part of the thoughts of a turn."""
+    """A piece of the model's thoughts in a turn."""
 
     text: str
 
 
 class Said(NamedTuple):
-    """A part of the answer of a turn."""
+    """A piece of the model's answer in a turn."""
 
     text: str
 
@@ -180,29 +180,29 @@ Piece = Thought | Said | ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a policy writes tool calls."""
+    """The format in which a policy writes tool calls."""
 
     name: str
-    """A key of `DIALECTS`, or the origin of the response template."""
+    """A key of `DIALECTS`, or the origin of the response template (for messages)."""
     template: ResponseTemplate
     """Response template for transformers' parser."""
     prefix: str = ""
-    """Part of the generation prompt that affects parsing, such as the start of thoughts."""
+    """The end of the generation prompt that affects parsing, for example an opening tag of thoughts."""
     end_id: int | None = None
-    """Special token that ends a turn of calls; None if unknown."""
+    """Id of the special token that ends a turn with tool calls; None if unknown."""
     closing: str = ""
-    """Text of the turn's end, if the dialect needs this text to end a call: decoded turns do not contain it."""
+    """Text of the end-of-turn token if the dialect needs it to end a call. Decoded turns do not contain this text."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The known token ids that end a turn of calls."""
+        """Ids of the known special tokens that end a turn with tool calls."""
         return () if self.end_id is None else (self.end_id,)
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> list[ToolCall]:  # Any: JSON schemas
-        """The calls in a turn, in order; calls inside thoughts do not count.
+        """Parse the tool calls in a turn, in order. Calls inside thoughts are ignored.
 
         Args:
-            tools: schemas that distinguish numbers from text if the dialect does not.
+            tools: JSON schemas of the tools, to distinguish numbers from text if the dialect does not.
 
         Raises:
             CallError: a call cannot be parsed.
@@ -212,18 +212,18 @@ class Dialect:
 
 
 DEFAULT_DIALECT = Dialect(name=HERMES, template=DIALECTS[HERMES])
-"""Used if the chat template writes no calls."""
+"""Dialect for a chat template that cannot write tool calls."""
 
 
 def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Dialect:
-    """The dialect of the chat template's tool calls.
+    """Find the dialect in which the chat template writes tool calls.
 
     Args:
-        setting: a key of `DIALECTS`, or a response template as JSON. Empty tries the tokenizer's own template, then
-            `DIALECTS` in order.
+        setting: a key of `DIALECTS`, or a response template as JSON. If it is empty, the tokenizer's own response
+            template is tried first, then `DIALECTS` in order.
 
     Raises:
-        DataError: no candidate parses the chat template's call.
+        DataError: no dialect parses the test call that the chat template rendered.
     """
     own = getattr(tokenizer, "response_template", None)
     return _find_dialect(tokenizer, json.dumps([tokenizer.chat_template, own]), setting)
@@ -231,7 +231,7 @@ def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Diale
 
 @lru_cache(maxsize=64)
 def _find_dialect(tokenizer: PreTrainedTokenizerBase, _templates: str, setting: str) -> Dialect:
-    """Cached: a probe takes longer than parsing a turn. The templates are part of the cache key."""
+    """Cached, because the test takes longer than parsing a turn. `_templates` is only part of the cache key."""
     candidates = _candidates(tokenizer, setting)
     probe = render_probe(tokenizer)
     if probe is None:
@@ -243,16 +243,16 @@ def _find_dialect(tokenizer: PreTrainedTokenizerBase, _templates: str, setting: 
         if any(_reads_probe(dialect, text) for text in texts):
             whole = replace(candidate, prefix=_cut_prefix(candidate, probe.generation_prompt))
             return _with_end(tokenizer, whole, dialect, probe)
-    tried = f"{candidates[0].name} does not read" if setting else f"none of the dialects {', '.join(DIALECTS)} reads"
+    tried = f"{candidates[0].name} cannot parse" if setting else f"none of the dialects {', '.join(DIALECTS)} can parse"
     raise DataError(
-        f"the chat template writes a tool call as {probe.text!r}, which {tried} back, so the policy's calls would be "
-        "missed: set rollout.multi_turn.response_template to the model's response template as JSON, or to the name of "
-        "its dialect"
+        f"the chat template writes a tool call as {probe.text!r}, which {tried}, so the policy's calls would be "
+        "missed: set rollout.multi_turn.response_template to the model's response template as JSON, or to the name "
+        "of a dialect"
     )
 
 
 def find_call_end(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> int | None:
-    """The special token that ends a turn of calls; None if unknown."""
+    """Id of the special token that ends a turn with tool calls; None if unknown."""
     try:
         return find_dialect(tokenizer, setting).end_id
     except DataError:
@@ -261,32 +261,33 @@ def find_call_end(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> int 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A call as a chat template writes it."""
+    """The test call as the chat template renders it."""
 
     text: str
-    """The turn after its generation prompt."""
+    """The assistant turn with the test call, as rendered after the generation prompt."""
     prefix: str
-    """The end of the generation prompt, if the rendered turn also begins with this text."""
+    """The end of the generation prompt, as far as the rendered turn repeats it."""
     generation_prompt: str
-    """Text before a turn of the policy."""
+    """The text that the template writes before a turn of the policy."""
     behind: str
-    """Text after the turn if a tool answers; "" if the answer changes the turn."""
+    """Text after the turn with the test call if a tool's answer follows; "" if the answer changes how the turn is
+    written."""
 
 
 def count_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix."""
+    """Length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def probe_turn() -> Message:
-    """An assistant's turn that calls `PROBE_TOOL`."""
+    """An assistant message that calls `PROBE_TOOL`."""
     call = {"type": "function", "function": {"name": "compute", "arguments": dict(PROBE_ARGUMENTS)}}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", **call}]}
 
 
 def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
-    """A call as rendered by the chat template; None if the template does not write calls."""
+    """Render the test call with the chat template. Returns None if the template does not write tool calls."""
     asks: list[Message] = [{"role": "user", "content": "?"}]
     answer: Message = {"role": "tool", "content": "280", "name": "compute", "tool_call_id": "call00000"}
     said = [*asks, probe_turn()]
@@ -299,7 +300,7 @@ def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
     start = count_shared(asked, whole)
     tag = whole.rfind("<", 0, start)
     if len(asked) > start and tag >= 0 and ">" not in whole[tag:start]:
-        start = tag  # the two texts continue with tags that share a beginning
+        start = tag  # both texts continue with tags that begin with the same characters
     if str(PROBE_NUMBER) not in whole[start:]:
         return None
     try:
@@ -326,7 +327,7 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, setting: str) -> list[Dialec
 
 
 def _checked(name: str, written: str) -> Dialect:
-    """The dialect of a response template given as JSON."""
+    """Build a dialect from a response template given as JSON text, or raise DataError."""
     from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
 
     try:
@@ -334,14 +335,14 @@ def _checked(name: str, written: str) -> Dialect:
         load_response_template(template)
     except (ValueError, KeyError) as error:
         raise DataError(
-            f"{name} is not a response template of transformers ({error}): give one as JSON, or the name "
-            f"{', '.join(DIALECTS)}"
+            f"{name} is not a response template of transformers ({error}): give a response template as JSON, or one "
+            f"of the names {', '.join(DIALECTS)}"
         ) from error
     return Dialect(name=name, template=template)
 
 
 def _cut_prefix(dialect: Dialect, prefix: str) -> str:
-    """The part of a generation prompt that affects parsing; for built-in dialects this is only the start of
+    """The part of a generation prompt that affects parsing. For built-in dialects: from the last opening tag of
     thoughts."""
     if dialect.template not in DIALECTS.values():
         return prefix
@@ -359,7 +360,7 @@ def _reads_probe(dialect: Dialect, text: str) -> bool:
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, str] | None:
-    """The special token at the end of a turn and the text before it; None without such a token."""
+    """The special token at the end of a turn, and the text before this token. None if the turn has no such token."""
     written = text.rstrip()
     for token in encode_texts(tokenizer, [written])[0][-1:]:
         known = tokenizer.added_tokens_decoder.get(token)
@@ -369,7 +370,8 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, st
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, whole: Dialect, probed: Dialect, probe: Probe) -> Dialect:
-    """Add the special token that ends a turn of calls: the last token of the turn, or the first token after it."""
+    """Add the special token that ends a turn with tool calls: the last token of the turn, or the first token after
+    it."""
     if (ended := _without_end(tokenizer, probe.text)) is not None:
         token, text = ended
         if _reads_probe(probed, text):
@@ -384,11 +386,11 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, whole: Dialect, probed: Dialec
 
 
 class TurnReader:
-    """Reads a turn piece by piece as its text grows.
+    """Parses a turn incrementally, while its text grows.
 
     Args:
-        dialect: how the policy writes thoughts and calls.
-        tools: their schemas distinguish numbers from text if the dialect does not.
+        dialect: format of thoughts and calls.
+        tools: JSON schemas of the tools, to distinguish numbers from text if the dialect does not.
     """
 
     def __init__(self, dialect: Dialect, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
@@ -404,24 +406,24 @@ class TurnReader:
         self._body = ""
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that the next part of the text completes.
+        """Parse the next part of the turn's text. Returns the pieces that are complete now.
 
         Raises:
-            CallError: a call cannot be parsed. Text of the same part before the call is then lost.
+            CallError: a call cannot be parsed. Text of this part before the call is lost.
         """
         self._fed += text
         try:
             return self._pieces(self._parser.feed(text))
         except (ValueError, RecursionError) as error:
             raise CallError(f"the tool call is not valid JSON: {error.__cause__ or error}") from error
-        except KeyError as error:  # the text that opens the call has no name
-            raise CallError("the tool call has no name, or not where this model's calls have it") from error
+        except KeyError as error:  # the opening text of the call has no tool name
+            raise CallError("the tool call has no name, or the name is in the wrong place") from error
 
     def finish(self) -> list[Piece]:
-        """The pieces that the end of the text completes.
+        """End the turn. Returns the remaining pieces.
 
         Raises:
-            CallError: a call cannot be parsed, or has no end.
+            CallError: a call cannot be parsed, or its closing text is missing.
         """
         pieces = self.feed(self._closing)
         is_closed = self._calls is None or _ends_with(self._calls.close_re, self._fed)
@@ -431,13 +433,13 @@ class TurnReader:
             reason = f"the tool call is not valid JSON: {error.__cause__ or error}"
             raise CallError(reason if is_closed else _say_unclosed(self._calls)) from error
         except KeyError as error:
-            raise CallError("the tool call has no name, or not where this model's calls have it") from error
+            raise CallError("the tool call has no name, or the name is in the wrong place") from error
         if any(_is_call(event) for event in events) and not is_closed:
             raise CallError(_say_unclosed(self._calls))
         return pieces + self._pieces(events)
 
     def unread(self) -> str:
-        """The text from the last call to the end, for a turn with a call that cannot be parsed."""
+        """The text from the last tool call to the end of the turn. Used if this call cannot be parsed."""
         starts = [found.start() for found in self._calls.open_re.finditer(self._fed)] if self._calls else []
         return self._fed[starts[-1] :] if starts else ""
 
@@ -458,7 +460,7 @@ class TurnReader:
         if self._calls.content == "xml-inline":
             pattern = self._calls.content_args["tag_pattern"]
             if rest := regex.sub(pattern, "", self._body, flags=regex.DOTALL).strip():
-                raise CallError(f"the tool call has {rest[:80]!r} beside its arguments")
+                raise CallError(f"the tool call has {rest[:80]!r} in addition to its arguments")
         values = event["value"] if isinstance(event["value"], list) else [event["value"]]
         functions = [value.get("function", value) if isinstance(value, dict) else value for value in values]
         return [ToolCall(**call) for function in functions for call in _as_calls(function)]
@@ -474,19 +476,19 @@ def _ends_with(pattern: Any, text: str) -> bool:  # Any: a pattern of the packag
 
 def _say_unclosed(field: Any) -> str:  # Any: a field of transformers' response templates
     if field.open_literals and field.close_literals:
-        return f"a {field.open_literals[0]} has no {field.close_literals[0]}"
-    return "the tool call has no end"
+        return f"a {field.open_literals[0]} has no closing {field.close_literals[0]}"
+    return "the tool call is not closed"
 
 
 def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the policy wrote
     if isinstance(function, dict) and set(function) == {"python"}:
         return _read_python(function["python"])
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError('a tool call is an object with "name" and "arguments"')
+        raise CallError('a tool call must be an object with "name" and "arguments"')
     arguments = function.get("arguments", function.get("parameters", {}))
     if not isinstance(arguments, dict):
-        raise CallError('the "arguments" of a tool call are an object')
-    try:  # JSON has no NaN, and half of a surrogate pair cannot be tokenized
+        raise CallError('the "arguments" of a tool call must be an object')
+    try:  # NaN is not valid JSON, and half of a surrogate pair cannot be tokenized
         json.dumps(function, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise CallError(f"the tool call is not valid JSON: {error}") from error
@@ -494,18 +496,18 @@ def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the poli
 
 
 def _read_python(text: str) -> list[dict[str, Any]]:  # Any: JSON
-    """Parse a list of calls in Python syntax: [add(a=1, said='x'), now()]."""
+    """Parse tool calls in Python syntax, for example [add(a=1, said='x'), now()]."""
     try:
         listed = ast.parse(text.strip(), mode="eval").body
         calls = listed.elts if isinstance(listed, ast.List) else [listed]
         return [call for each in calls for call in _as_calls(_python_call(each))]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CallError(f"the tool calls are no list like [add(a=1)]: {error}") from error
+        raise CallError(f"the tool calls are not a list like [add(a=1)]: {error}") from error
 
 
 def _python_call(node: ast.expr) -> dict[str, Any]:  # Any: JSON
     if not isinstance(node, ast.Call) or node.args or not all(each.arg for each in node.keywords):
-        raise ValueError("a call has a name, and each of its arguments has one")
+        raise ValueError("a call must have a name, and each argument must have a name")
     return {
         "name": ast.unparse(node.func),
         "arguments": {str(each.arg): ast.literal_eval(_JSONWords().visit(each.value)) for each in node.keywords},
@@ -513,7 +515,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:  # Any: JSON
 
 
 class _JSONWords(ast.NodeTransformer):
-    """Replaces JSON's words by Python's."""
+    """Replaces JSON's true, false and null by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}

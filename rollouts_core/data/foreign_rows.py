@@ -1,9 +1,9 @@
-"""Recognise the rows of other systems, and convert the rows that training does not read as they are.
+"""Recognise rows in the formats of other systems, and convert those that training cannot read directly.
 
     find_shape(row) -> OpenAI, TRL, verl, slime, ShareGPT, Alpaca, question and answer, or None
     convert(row)    -> a row with `messages`, or with `prompt` and `completion` or `answer`
 
-Not here: the shapes that training reads (conversations.py, dataset.py), files of rows (rows.py).
+Formats that training reads directly: `conversations.py`, `dataset.py`. Files of rows: `rows.py`.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "observation": "tool",
 }
 JSON_FIELDS = ("messages", "prompt", "completion", "conversations", "tools", "reward_model", "chosen", "rejected")
-"""Fields that hold lists or tables; a CSV cell has them as JSON text."""
+"""Fields that contain lists or objects. In a CSV file, their cells are JSON text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShape:
-    """A shape of rows."""
+    """The format of a row: the fields that it has, and how to convert it."""
 
     name: str
-    """In a sentence: "ShareGPT's conversations"."""
+    """Name of the format in a sentence, for example "ShareGPT's conversations"."""
     is_demonstration: bool
-    """The row has what the model is to say."""
+    """True if the row contains the text that the model should write."""
     is_prompt: bool
-    """The row has a question that the policy can answer."""
+    """True if the row contains a question that the policy can answer."""
     has_answer: bool = False
-    """The row has a reference answer, under the name `answer` after the conversion."""
+    """True if the converted row has a reference answer in the field `answer`."""
     convert: Callable[[Row], Row] | None = None
-    """The row as training reads it; None if training reads the row as it is."""
+    """Converts a row to the form that training reads; None if training reads the row directly."""
 
 
 def find_shape(row: Row, *, for_rewards: bool) -> RowShape | None:
-    """The shape of a row; None if it is unknown.
+    """Recognise the format of a row; None if it is unknown.
 
     Args:
-        for_rewards: the row is to be a prompt with an answer, and not a demonstration.
+        for_rewards: convert the row to a prompt with an answer (RL) instead of a demonstration (SFT).
     """
     keys = {key for key, value in row.items() if value is not None}
     if "conversations" in keys:
@@ -67,14 +67,14 @@ def find_shape(row: Row, *, for_rewards: bool) -> RowShape | None:
             name="ShareGPT's conversations", is_demonstration=True, is_prompt=True, convert=_from_sharegpt(for_rewards)
         )
     if {"chosen", "rejected"} <= keys:
-        name = "TRL's preference pairs, of which the chosen side is learned"
+        name = "TRL's preference pairs (SFT trains on the chosen side)"
         return RowShape(name=name, is_demonstration=True, is_prompt="prompt" in keys, convert=_from_preference)
     if "instruction" in keys and keys & {"output", "input"}:
         return RowShape(name="Alpaca's instructions", is_demonstration=True, is_prompt=True, convert=_from_alpaca)
     if keys & {"messages", "prompt"}:
         return _shape_of_chat(row, keys, for_rewards=for_rewards)
     if "text" in keys:
-        return RowShape(name="texts, as TRL has them", is_demonstration=True, is_prompt=False)
+        return RowShape(name="plain texts in TRL's form", is_demonstration=True, is_prompt=False)
     question = next((name for name in PROMPT_ELSEWHERE if name in keys), "")
     reply = next((name for name in (*COMPLETION_ELSEWHERE, *COMPLETION_KEYS, *ANSWER_ELSEWHERE) if name in keys), "")
     if question and reply:
@@ -85,7 +85,7 @@ def find_shape(row: Row, *, for_rewards: bool) -> RowShape | None:
 
 
 def _shape_of_chat(row: Row, keys: set[str], *, for_rewards: bool) -> RowShape:
-    """The shape of a row with `messages` or `prompt`."""
+    """The format of a row with `messages` or `prompt`."""
     if isinstance(row.get("reward_model"), Mapping) and row["reward_model"].get("ground_truth") is not None:
         name = "verl's prompts (reward_model.ground_truth)"
         return RowShape(name=name, is_demonstration=False, is_prompt=True, has_answer=True, convert=_from_verl)
@@ -106,12 +106,12 @@ def _shape_of_chat(row: Row, keys: set[str], *, for_rewards: bool) -> RowShape:
 
 
 def find_json_columns(row: Row) -> dict[str, str]:
-    """Types of CSV columns whose text is a JSON list or object: `columns` of a dataset's table."""
+    """CSV columns whose text is a JSON list or object, each with the type "json", as for `DatasetConfig.columns`."""
     return {name: "json" for name in JSON_FIELDS if _parsed(row.get(name)) is not None}
 
 
 def with_json(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row as it is read with these types of columns."""
+    """The row with these columns parsed as JSON."""
     return {**row, **{name: _parsed(row[name]) for name in columns if name in row}}
 
 
@@ -130,7 +130,7 @@ def _role_of(turn: object) -> object:
 
 
 def _renaming(names: Mapping[str, str]) -> Callable[[Row], Row]:
-    """Give fields the names that training reads; other fields stay."""
+    """A conversion that renames fields of a row and keeps all other fields."""
 
     def rename(row: Row) -> Row:
         return {names.get(key, key): value for key, value in row.items()}
@@ -139,7 +139,8 @@ def _renaming(names: Mapping[str, str]) -> Callable[[Row], Row]:
 
 
 def _from_sharegpt(for_rewards: bool) -> Callable[[Row], Row]:
-    """Convert a row of turns with `from` and `value` to `messages`; for rewards up to the last answer."""
+    """A conversion from ShareGPT's turns (`from`, `value`) to `messages`. For rewards, the last answer becomes
+    `answer`."""
 
     def convert(row: Row) -> Row:
         turns = row["conversations"]
@@ -183,7 +184,7 @@ def _from_alpaca(row: Row) -> Row:
 
 
 def _without_reply(row: Row) -> Row:
-    """A conversation as a prompt: the last answer of the assistant is left out, and kept as `answer`."""
+    """Convert a conversation to a prompt: remove the assistant's last message, and keep its text as `answer`."""
     *asked, last = row["messages"]
     if _role_of(last) != "assistant":
         return row

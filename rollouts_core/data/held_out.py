@@ -1,14 +1,14 @@
-"""Find held-out rows that are also trained on.
+"""Find rows of evaluation files (held-out rows) that also occur in the training data.
 
     metric       a held-out row counts as trained on if
-    accuracy     its prompt is an RL prompt, or stands before an answer of a demonstration. If several rows share a
+    accuracy     its prompt is an RL prompt, or precedes an answer in a demonstration. If several rows share a
                  prompt but have different answers, as in games, the whole RL row must be equal
     loss         a demonstration has the same content
 
-Rows of data.sft_eval are always compared by loss. Prompts are compared by the user's turns without regard to system
-messages, case, spaces and closing punctuation. A plain text contains a prompt if one of its lines, or the text between
-two tags, equals the prompt. Rows that share a long run of words are only reported, because similar texts share such
-runs by chance. The training data are not kept in memory.
+Rows of data.sft_eval are always compared by the rule for loss. Two prompts are equal if their user turns are equal;
+system messages, case, spaces and closing punctuation do not count. A plain text contains a prompt if one of its lines,
+or its text between two tags, equals the prompt. Rows that only share a long run of words cause a warning, because
+similar texts share such runs by chance. The training data are streamed, not kept in memory.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from rollouts_core.types import Prompt
 
 Metric = Literal["accuracy", "loss"]
 MAX_LEAKED_SHARE = 0.01
-"""Permitted share of leaked rows. Crawled data contain repetitions, and this share hardly changes a mean score: by at
-most 1 %."""
+"""Permitted share of held-out rows that are trained on. Crawled data contain repetitions. A share of 1 % changes a
+mean score by at most 1 %."""
 MAX_NAMED = 3
 MAX_SHOWN_CHARS = 80
 TOLD_FIRST = ("system", "developer")
-"""Roles whose messages say how to answer, but do not ask a question."""
+"""Roles of messages that instruct the model but ask no question. The comparison of demonstrations ignores them."""
 
 
 class HeldOutRows:
-    """The held-out rows of one file, and the rows that were found in training data.
+    """The rows of one held-out file, with the training rows that equal or resemble them.
 
     Args:
-        name: setting of the file.
-        metric: metric of the comparison.
-        number_of: row number by key.
+        name: name of the setting that names the file, for messages.
+        metric: metric of the evaluation; it selects the rule of comparison.
+        number_of: number of the held-out row for each comparison key.
+        texts: texts of each held-out row, by row number.
     """
 
     def __init__(
@@ -59,15 +60,20 @@ class HeldOutRows:
         self._shown = {number: " ".join(said)[:MAX_SHOWN_CHARS] for number, said in texts.items()}
         self._found: dict[int, str] = {}
         self._alike: dict[int, tuple[str, str]] = {}
-        """For each held-out row that shares a long run of words with a training row: the training row, and the
-        words."""
+        """Number of a held-out row -> (training row, shared words), for rows that share a long run of words."""
         self._phrases = LongPhrases()
         for number, said in texts.items():
             for text in said:
                 self._phrases.add(number, text)
 
     def look_for(self, keys: Iterable[bytes], source: str, number: int, texts: Iterable[str] = ()) -> None:
-        """Compare a training row, given by its keys and texts, with the held-out rows."""
+        """Compare one training row with all held-out rows, and record matches.
+
+        Args:
+            keys: comparison keys of the training row.
+            source, number: origin and number of the training row, for messages.
+            texts: texts of the training row, searched for long runs of words.
+        """
         place = f"row {number} of {source}"
         for key in keys:
             if (held_out := self._number_of.get(key)) is not None:
@@ -77,10 +83,10 @@ class HeldOutRows:
                 self._alike.setdefault(held_out, (place, words))
 
     def check(self) -> list[Caution]:
-        """Warnings about held-out rows that are trained on or share long runs of words.
+        """Return warnings about held-out rows that are trained on or share a long run of words with a training row.
 
         Raises:
-            DataError: more than `MAX_LEAKED_SHARE` of the rows are trained on.
+            DataError: more than `MAX_LEAKED_SHARE` of the held-out rows are trained on.
         """
         return [*self._check_found(), *self._warn_of_alike()]
 
@@ -122,10 +128,15 @@ def read_held_out(
     max_rows: int | None = None,
     columns: Mapping[str, ColumnType] | None = None,
 ) -> HeldOutRows:
-    """Read a held-out file, or its first `max_rows` rows.
+    """Read a held-out file for the comparison with training rows.
+
+    Args:
+        name: name of the setting that names the file.
+        max_rows: highest number of rows to read.
+        columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: a row is not a prompt, or not a demonstration.
+        DataError: a row is not a prompt (`accuracy`) or not a demonstration (`loss`).
     """
     number_of: dict[bytes, int] = {}
     texts: dict[int, list[str]] = {}
@@ -149,9 +160,9 @@ def read_held_out(
 def watch_rows(
     rows: Iterable[tuple[int, Row]], source: str, held_out: Sequence[HeldOutRows]
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of demonstrations unchanged, after comparing each with the held-out rows."""
+    """Yield demonstrations unchanged, and compare each with the held-out rows on the way."""
     for number, row in rows:
-        with suppress(DataError):  # the caller reports the invalid row
+        with suppress(DataError):  # the caller reads the row again and reports the error
             read = read_demonstration(row) if held_out else ""
             for each in held_out:
                 keys = [_whole_of(read)] if each.metric == "loss" else _prompts_of(read)
@@ -160,17 +171,17 @@ def watch_rows(
 
 
 def key_of_prompt(prompt: Prompt) -> bytes:
-    """A key that is equal for prompts with the same user turns."""
+    """Comparison key of a prompt. Prompts with the same user turns have equal keys."""
     return _digest(key_of_turns(said_by_user(prompt.messages)))
 
 
 def key_of_task(prompt: Prompt) -> bytes:
-    """A key that is equal for prompts with the same conversation and the same task."""
+    """Comparison key of a prompt's whole row. Prompts with the same user turns, answer and metadata have equal keys."""
     return hashlib.sha256(key_of_prompt(prompt) + describe_task(prompt).encode()).digest()
 
 
 def key_of_demonstration(row: Row) -> bytes:
-    """A key that is equal for demonstrations with the same content; other fields of the rows do not count.
+    """Comparison key of a demonstration's messages or text. Other fields of the row are ignored.
 
     Raises:
         DataError: the row is not a demonstration.
@@ -186,7 +197,10 @@ def _whole_of(read: Conversation | str) -> bytes:
 
 
 def _prompts_of(read: Conversation | str) -> list[bytes]:
-    """The user's turns before each answer that may be trained on; for plain text, each possible user turn."""
+    """Comparison keys of the prompts in a demonstration: the user turns before each answer that may be trained on.
+
+    For a plain text, each part that may be a user turn gives a key.
+    """
     if isinstance(read, str):
         return [_digest(key_of_turns([turn])) for turn in dict.fromkeys(turns_of_text(read))]
     answers = range(max(read.num_given, 1), len(read.messages))

@@ -1,15 +1,11 @@
-"""Download a model of the hub into a folder, at one commit, or name the commit of a dataset.
+"""Download a model from the Hugging Face hub at one commit, or look up the commit of a model or dataset.
 
-An interrupted download is resumed.
+    python -P -m rollouts_core.data.hub_download find NAME REVISION            prints {"commit": ..., "num_bytes": ...}
+    python -P -m rollouts_core.data.hub_download fetch NAME COMMIT FOLDER      downloads; resumes interrupted downloads
+    python -P -m rollouts_core.data.hub_download dataset NAME REVISION         prints {"commit": ...}
 
-    python -P -m rollouts_core.data.hub_download find NAME REVISION            {"commit": ..., "num_bytes": ...}
-    python -P -m rollouts_core.data.hub_download fetch NAME COMMIT FOLDER
-    python -P -m rollouts_core.data.hub_download dataset NAME REVISION         {"commit": ...}
-
-It runs in a process of its own, because the hub's library reads its address and token when it is imported. A
-mistake is one sentence on standard error.
-
-tasks/hub_models.py chooses the folder and checks the disk space.
+This module runs in a separate process, because the hub's library reads its address and token when it is imported. An
+error is one sentence on standard error. `tasks/hub_models.py` chooses the folder and checks the disk space.
 """
 
 from __future__ import annotations
@@ -23,12 +19,12 @@ from pathlib import Path
 from rollouts_core.data.preparing import explain_hub_error
 
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
-"""The files of a checkpoint. The same weights in other formats stay on the hub."""
+"""Files of a model to download. The same weights in other formats are not downloaded."""
 LEFT_OUT = ("onnx/*", "original/*", "coreml/*", "openvino/*")
 
 
 def find_model(name: str, revision: str) -> dict[str, object]:
-    """The commit of a model, and the bytes of its files."""
+    """The commit of a model, and the total size of the files to download, bytes."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
@@ -44,13 +40,13 @@ def find_dataset(name: str, revision: str) -> dict[str, object]:
 
 
 def is_wanted(file: str) -> bool:
-    """Whether a file is downloaded."""
+    """True if this file of a model is downloaded."""
     is_left_out = any(fnmatch(file, pattern) for pattern in LEFT_OUT)
     return not is_left_out and any(fnmatch(file, pattern) for pattern in PATTERNS)
 
 
 def fetch_model(name: str, commit: str, folder: Path) -> None:
-    """Download the files of a model. Files that are complete in the folder are not downloaded again."""
+    """Download the files of a model into a folder. Files that are already complete there are not downloaded again."""
     from huggingface_hub import snapshot_download
 
     allowed, left_out = [*PATTERNS], [*LEFT_OUT]
@@ -59,7 +55,7 @@ def fetch_model(name: str, commit: str, folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the command in the arguments; the head of this file lists the commands."""
+    """Run the command given by the arguments. The module's docstring lists the commands."""
     verb, name, revision = sys.argv[1:4]
     try:
         if verb == "fetch":
@@ -67,7 +63,7 @@ def main() -> int:
         else:
             found = find_model(name, revision) if verb == "find" else find_dataset(name, revision)
             sys.stdout.write(json.dumps(found) + "\n")
-    except Exception as error:  # errors of the hub's library, and of the HTTP library that it uses
+    except Exception as error:  # the hub's library raises its own errors and those of its HTTP library
         raise SystemExit(explain_hub_error("dataset" if verb == "dataset" else "model", name, error)) from error
     return 0
 

@@ -1,4 +1,4 @@
-"""Compute which rows of several datasets an epoch visits, and their order, from sizes, repeats and seed.
+"""Compute which rows of several datasets an epoch visits, and in which order, from the datasets' sizes and repeats.
 
 dataset   rows   repeat   visits per epoch
 a         100    1        each row once
@@ -14,10 +14,14 @@ from collections.abc import Sequence
 
 
 def epoch_order(sizes: Sequence[int], repeats: Sequence[float], *, seed: int, epoch: int) -> array[int]:
-    """The rows of an epoch, shuffled, numbered over all datasets. 8 bytes per visit.
+    """Numbers of the rows that an epoch visits, in shuffled order. Numbering continues through all datasets.
 
-    Each row of a dataset is visited once before any row is visited again. An epoch continues at the row after the last
-    visit of the previous epoch.
+    Each row of a dataset is visited once before any of its rows is visited again. An epoch continues after the rows of
+    the previous epoch. The result needs 8 bytes per visit.
+
+    Args:
+        sizes: number of rows of each dataset.
+        repeats: visits per row and epoch of each dataset; may be a fraction.
     """
     assert len(sizes) == len(repeats), f"{len(sizes)} sizes, {len(repeats)} repeats"
     order = array("q")

@@ -1,4 +1,4 @@
-"""Compare texts without regard to case and spaces: whole texts, the user's turns, and long runs of words."""
+"""Compare texts without regard to case and spaces: whole texts, user turns, and long runs of words."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from rollouts_core.types import Message
 
 NUM_WORDS = 13
-"""Length of a run of words that two texts rarely share by chance (GPT-3, arXiv:2005.14165, appendix C)."""
+"""Number of consecutive words that two texts rarely share by chance (GPT-3, arXiv:2005.14165, appendix C)."""
 MIN_WORDS = 8
-"""Shorter texts are ignored; texts of `MIN_WORDS` to `NUM_WORDS` words are compared whole."""
+"""Texts with fewer words are ignored. Texts of `MIN_WORDS` to `NUM_WORDS` words are compared as a whole."""
 PIECES = re.compile(r"\w+|[^\w\s]")
 WORDS = re.compile(r"\w+")
 ENDS = frozenset(".,;:!?")
 TAGS = re.compile(r"<[^<>\s]{1,40}>|\[/?INST\]|\n")
-"""Separators of turns in plain text, by a chat template or by hand."""
+"""Separators of turns in plain text: tags of chat templates, or line breaks."""
 SPEAKER = re.compile(r"^\s*(?:user|human|question|problem|q)\s*[:\n]\s*", re.IGNORECASE)
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def fold(text: str) -> str:
-    """The text without case, spaces, character width, and punctuation at the end."""
+    """The text in lower case with single spaces, normal-width characters and no closing punctuation."""
     pieces = PIECES.findall(unicodedata.normalize("NFKC", text).casefold())
     last = len(pieces)
     while last and pieces[last - 1] in ENDS:
@@ -34,19 +34,19 @@ def fold(text: str) -> str:
 
 
 def said_by_user(messages: Sequence[Message]) -> list[str]:
-    """The user's turns; all turns if the user has none."""
+    """The texts of the user's messages; the texts of all messages if the user has none."""
     return [message["content"] for message in messages if message["role"] == "user"] or [
         message["content"] for message in messages
     ]
 
 
 def key_of_turns(turns: Iterable[str]) -> str:
-    """A hash that is equal for conversations with the same turns."""
+    """A text that is equal for conversations with equal turns after `fold`."""
     return json.dumps([fold(turn) for turn in turns])
 
 
 def turns_of_text(text: str) -> Iterator[str]:
-    """The parts of a plain text that may be a user's turn: the whole, parts between tags, and lines."""
+    """The parts of a plain text that may be a user turn: the whole text, parts between tags, and lines."""
     yield text
     between_tags = re.split(r"<[^<>\s]{1,40}>|\[/?INST\]", text)
     for part in [*between_tags, *TAGS.split(text)]:
@@ -56,12 +56,12 @@ def turns_of_text(text: str) -> Iterator[str]:
 
 
 class LongPhrases:
-    """The long runs of words in numbered texts. Runs in several texts are ignored."""
+    """Index of the long runs of words in numbered texts. A run that occurs in several texts is ignored."""
 
     def __init__(self) -> None:
         self._number_of: dict[int, dict[int, int]] = {}
-        """For each length in words: hash of a run -> number of the text with this run, or 0 if several texts contain
-        it."""
+        """Length of a run in words -> hash of the run -> number of the text that contains it; 0 if several texts
+        contain it."""
 
     def add(self, number: int, text: str) -> None:
         words = WORDS.findall(text.casefold())
@@ -73,7 +73,7 @@ class LongPhrases:
             known[run] = number if known.get(run, number) == number else 0
 
     def find(self, text: str) -> dict[int, str]:
-        """The numbers of the texts that share a run of words with this text, each with one such run."""
+        """Numbers of the indexed texts that share a long run of words with `text`, each with one shared run."""
         words = WORDS.findall(text.casefold())
         found: dict[int, str] = {}
         for length, known in self._number_of.items():
@@ -84,7 +84,7 @@ class LongPhrases:
 
 
 def _hash_runs(words: Sequence[str], length: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """A hash of each run of `length` words, in order."""
+    """A hash of each run of `length` consecutive words, in order."""
     num_runs = max(0, len(words) - length + 1)
     hashes = np.fromiter(map(hash, words), np.int64, len(words)).astype(np.uint64)
     runs = np.zeros(num_runs, np.uint64)

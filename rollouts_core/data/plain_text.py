@@ -1,7 +1,8 @@
-"""Tokenize conversations so that texts of a policy or an environment cannot contain special tokens.
+"""Tokenize conversations so that texts of a policy or environment cannot inject special tokens.
 
-The policy may write a string like `<|end|>`. Encoded as a special token, it would end the turn and could start a
-turn of any role, in a policy's input from its environment or in a judge's input from a policy.
+A policy may write a text such as `<|end|>`. If this text became a special token, it would end the turn and could begin
+a turn of any role. The protection covers an environment's text in the policy's input, and a policy's text in a judge's
+input.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT = "\ue000"
-"""Private-use character that marks where a text is split before tokenizing, to break special tokens in it."""
+"""Private-use character that marks a place at which a text is divided before tokenizing, to break up special tokens."""
 KNOWN_MARKS = re.compile(
     r"(?=<[|｜][^<>|｜]{1,60}[|｜]>"
     r"|</?(?:s|bos|eos|pad|unk|sop|eop|start_of_turn|end_of_turn|start_of_image|image_soft_token|begin_of_text)>"
     r"|<<?/?SYS>>?|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|gMASK|sMASK)\])(.)",
     re.IGNORECASE,
 )
-"""Matches the first letter of a marker that begins or ends turns in templates of published models."""
+"""Matches the first character of special tokens that begin or end turns in published chat templates."""
 INVISIBLE = "\u200b"
 
 
 def split_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """Insert SPLIT into every special token in the messages' texts, and nowhere else.
+    """Insert SPLIT after the first character of each special token in the texts of messages.
 
-    A tokenizer that normalizes texts may read `<|END|>` or `<| end |>` as `<|end|>`. A text that becomes a special
-    token by normalization is split after each character.
+    A tokenizer with a normalizer may also read `<|END|>` or `<| end |>` as `<|end|>`. A text that contains a special
+    token after normalization gets SPLIT between all characters.
     """
     is_special = _special_tokens(tokenizer, len(tokenizer))
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
@@ -53,22 +54,23 @@ def split_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 
 def encode_split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a rendered text; the parts between SPLIT are tokenized separately."""
+    """Token ids of a rendered text. The parts between SPLIT characters are tokenized separately."""
     return list(itertools.chain(*encode_texts(tokenizer, text.split(SPLIT))))
 
 
 def tokenize_plainly(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool
 ) -> list[int]:
-    """Token ids of a conversation that contains no special tokens besides the chat template's."""
+    """Token ids of a conversation. Only the chat template can write special tokens; the messages' texts cannot."""
     split = split_special(tokenizer, messages)
     return encode_split(tokenizer, render_text(tokenizer, split, None, add_generation_prompt=add_generation_prompt))
 
 
 def hide_known_marks(text: str) -> str:
-    """Insert an invisible character into special tokens of common models.
+    """Insert an invisible character into the special tokens of common models.
 
-    For servers that tokenize text themselves: their tokenizer is unknown, and they encode special tokens in any text.
+    Used for servers that tokenize texts themselves: their tokenizer is unknown, and they read special tokens in any
+    text.
     """
     return KNOWN_MARKS.sub(rf"\1{INVISIBLE}", text)
 
@@ -77,12 +79,14 @@ def hide_known_marks(text: str) -> str:
 def _special_tokens(
     tokenizer: PreTrainedTokenizerBase, num_tokens: int, is_normalized: bool = False
 ) -> re.Pattern[str]:
-    """A pattern for the first character of the tokenizer's special tokens; `num_tokens` is part of the cache key.
+    """A pattern that matches the first character of each special token of the tokenizer.
 
-    Cached, because listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
+    Cached, because some tokenizers have hundreds of special tokens: listing them takes twice as long as tokenizing a
+    reply.
 
     Args:
-        is_normalized: match normalized texts, for tokens that the tokenizer finds after normalization.
+        num_tokens: only part of the cache key.
+        is_normalized: match special tokens that the tokenizer finds after normalizing a text.
     """
     added = [each for each in tokenizer.added_tokens_decoder.values() if each.special]
     normalizer = tokenizer.backend_tokenizer.normalizer if is_normalized else None

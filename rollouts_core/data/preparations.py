@@ -1,10 +1,9 @@
-"""Make the data files of a run from the rows of a public dataset: a record for each dataset, by name.
+"""Built-in preparations: functions that make data files from the rows of a public dataset.
 
-    rows of the dataset ── read(split, subset) ──> a function below ──> rows by file: {"sft": ..., "heldout": ...}
+    rows of the dataset ── read(split, subset) ──> function ──> rows of each file: {"sft": ..., "heldout": ...}
 
-A function of the user's has the same form: `def prepare(read, **settings)`, named as `package.module:function`.
-
-preparing.py reads and writes the rows. tasks/preparing.py decides when to do this.
+Users can write their own function `def prepare(read, **settings)` and name it as `package.module:function`.
+`preparing.py` reads and writes the rows. `tasks/preparing.py` decides when a preparation runs.
 """
 
 from __future__ import annotations
@@ -22,41 +21,41 @@ Row = dict[str, Any]  # Any: columns of every type
 GSM8K_ASK = "\n\nThink step by step, and end with #### and the number."
 MATH_ASK = "\n\nReason step by step, and put the final answer within \\boxed{}."
 CALCULATION = re.compile(r"<<.*?>>")
-"""Matches the calculator annotations in GSM8K's solutions."""
+"""Matches the calculator annotations in GSM8K's solutions, such as <<2*3=6>>."""
 MAX_MATH_PROMPT_CHARS = 2000
 MAX_OPENING_CHARS = 6000
-"""Characters of a conversation before its first answer ends. A longer opening would fill a whole training row."""
+"""Highest number of characters of a conversation's first two messages. Longer ones would fill a whole training row."""
 
 
 class ReadRows(Protocol):
-    """Reads a dataset."""
+    """Reads the rows of a dataset."""
 
     def __call__(self, split: str, subset: str = "") -> Iterator[Row]:
-        """The rows of a split, in order. Rows of the hub are downloaded as they are read."""
+        """Yield the rows of a split, in order. Rows of a hub dataset are downloaded as they are read."""
         ...
 
 
 PrepareFn = Callable[..., Mapping[str, Iterable[Row]]]
-"""(read, settings as keyword arguments) -> the rows of each data file, by the name of its setting `data.NAME`."""
+"""Function (read, **settings) -> rows of each data file. The name of a data file is a setting of the section `data`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """A preparation: makes data files from one public dataset."""
+    """A function that makes data files from a public dataset, with the dataset's name and commit."""
 
     title: str
-    """The dataset in a few words."""
+    """Description of the dataset in a few words."""
     prepare: PrepareFn
     source: str
     """Name of the dataset on the hub."""
     revision: str
-    """The commit for which the preparation was written."""
+    """Commit of the dataset for which the function was written."""
 
 
 def prepare_gsm8k(
     read: ReadRows, *, num_train: int = 7000, num_selection: int = 473, num_heldout: int = 1319
 ) -> dict[str, list[Row]]:
-    """GSM8K's worked solutions as demonstrations, and its questions with the final number as the answer."""
+    """GSM8K: worked solutions as demonstrations, and questions with the final number as the answer."""
     train = map(_gsm8k_row, read("train", "main"))
     rows = list(itertools.islice(train, num_train))
     selection = list(itertools.islice(train, num_selection))
@@ -78,7 +77,7 @@ def _gsm8k_row(row: Row) -> Row:
 def prepare_math(
     read: ReadRows, *, num_train: int = 7500, num_selection: int = 200, num_heldout: int = 5000, seed: int = 0
 ) -> dict[str, list[Row]]:
-    """MATH's problems whose final answer is an integer, in a seeded order."""
+    """MATH: problems whose final answer is an integer, in a seeded order."""
     train, test = ([row for each in read(split) if (row := _math_row(each))] for split in ("train", "test"))
     order = random.Random(seed)
     order.shuffle(train)
@@ -91,7 +90,7 @@ def prepare_math(
 
 
 def _math_row(row: Row) -> Row | None:
-    """The row of a problem; None if its answer is not an integer, or if the problem is very long."""
+    """Convert a problem to a row. Returns None if its answer is not an integer or its text is too long."""
     answer = final_answer(row["solution"]) or ""
     prompt = row["problem"] + MATH_ASK
     is_kept = answer.removeprefix("-").isdigit() and len(prompt) < MAX_MATH_PROMPT_CHARS
@@ -101,7 +100,7 @@ def _math_row(row: Row) -> Row | None:
 def prepare_conversations(
     read: ReadRows, *, num_train: int = 30_000, num_selection: int = 500, num_heldout: int = 500
 ) -> dict[str, list[Row]]:
-    """Conversations of smol-smoltalk whose opening is not too long."""
+    """smol-smoltalk: conversations whose first two messages are not too long."""
     train, test = (filter(_has_short_opening, read(split)) for split in ("train", "test"))
     taken = {"sft": (train, num_train), "selection": (test, num_selection), "heldout": (test, num_heldout)}
     return {
@@ -116,7 +115,7 @@ def _has_short_opening(row: Row) -> bool:
 def prepare_web_text(
     read: ReadRows, *, num_train: int = 50_000, num_selection: int = 500, num_heldout: int = 500
 ) -> dict[str, list[Row]]:
-    """The first documents of OpenWebText."""
+    """OpenWebText: its first documents as plain texts."""
     documents = read("train", "plain_text")
     sizes = {"heldout": num_heldout, "selection": num_selection, "sft": num_train}
     return {name: _with_columns(itertools.islice(documents, size), "text") for name, size in sizes.items()}
@@ -152,4 +151,4 @@ PREPARATIONS: Mapping[str, Preparation] = {
         revision="79d93d786212f7344586290adb811d4ae6a1762c",
     ),
 }
-"""Preparations by their names in `data.prepare`."""
+"""Built-in preparations by name; `data.prepare.name` selects one."""

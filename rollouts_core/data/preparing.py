@@ -1,11 +1,10 @@
-"""Carry out a preparation: read a dataset, call the function that makes data files of it, and write these files.
+"""Run a preparation: read a dataset, call the function that makes data files from its rows, and write the files.
 
-    {"name", "source", "revision", "settings"} on standard input ──> FOLDER/sft.jsonl, FOLDER/prompts.jsonl, ...
+    {"prepare", "source", "revision"} on standard input ──> FOLDER/sft.jsonl, FOLDER/prompts.jsonl, ...
 
-It runs in a process of its own, `python -P -m rollouts_core.data.preparing FOLDER`, because the libraries read the
-address of the hub when they are imported. A mistake is one sentence on standard error and exit code 2.
-
-Not here: the preparations (preparations.py), where the files lie and when they are made (tasks/preparing.py).
+The command `python -P -m rollouts_core.data.preparing FOLDER` runs in a separate process, because the hub's libraries
+read the hub's address when they are imported. An error is one sentence on standard error, with exit code 2. Built-in
+preparations: `preparations.py`. Folders and schedule: `tasks/preparing.py`.
 """
 
 from __future__ import annotations
@@ -32,17 +31,19 @@ if TYPE_CHECKING:
 
 SETTING = "data.prepare.name"
 FILES = ("sft", "sft_eval", "prompts", "selection", "heldout")
-"""The settings of `data` whose files a preparation may make."""
+"""Data files that a preparation may make; each is a setting of the section `data`."""
 READ_ROWS = 1024
 MAX_CAUSES = 10
 
 
 def find_source(prepare: PrepareConfig) -> tuple[str, str]:
-    """The dataset that is prepared, and its revision as it is asked for; empty for a folder, and for the newest.
+    """The dataset that a preparation reads, and its requested revision.
+
+    The revision is "" for a folder and for the newest commit. Both are "" if the preparation reads no dataset.
 
     Raises:
         ConfigError: the preparation does not exist.
-        DataError: the folder does not exist.
+        DataError: the source is an absolute path that does not exist.
     """
     name = name_of_function(prepare.name)
     from rollouts_core.data.preparations import PREPARATIONS  # imports all environments
@@ -61,10 +62,10 @@ def find_source(prepare: PrepareConfig) -> tuple[str, str]:
 
 
 def find_function(prepare: PrepareConfig) -> PrepareFn:
-    """The function of a preparation.
+    """The function that `data.prepare.name` names.
 
     Raises:
-        ConfigError: it does not exist, or does not take these settings.
+        ConfigError: the function does not exist, or does not accept `data.prepare.settings`.
     """
     from rollouts_core.data.preparations import PREPARATIONS  # imports all environments
 
@@ -75,13 +76,15 @@ def find_function(prepare: PrepareConfig) -> PrepareFn:
     except TypeError as error:
         raise ConfigError(
             f"data.prepare.settings: {name_of_function(prepare.name)} cannot be called with "
-            f"{', '.join(prepare.settings) or 'no settings'} ({error}): it is called as function(read, **settings)"
+            f"{', '.join(prepare.settings) or 'no settings'} ({error}): the settings are passed as function(read, "
+            "**settings)"
         ) from error
     return function
 
 
 def digest_preparation(prepare: PrepareConfig, source: str, revision: str) -> str:
-    """The identity of what a preparation makes: its code, its settings and the content or commit of its source."""
+    """Hash of everything that determines the prepared files: the code, the settings, and the content or commit of
+    the source."""
     name = name_of_function(prepare.name)
     from rollouts_core.data import preparations  # imports all environments
 
@@ -96,10 +99,10 @@ def digest_preparation(prepare: PrepareConfig, source: str, revision: str) -> st
 
 
 def write_prepared(prepare: PrepareConfig, source: str, revision: str, folder: Path) -> dict[str, int]:
-    """Write the data files of a preparation into a folder; returns the number of rows of each.
+    """Run a preparation and write its data files into `folder`. Returns the number of rows of each file.
 
     Raises:
-        InputError: the dataset cannot be read, or the function failed or returned something else than rows.
+        InputError: the dataset cannot be read, or the function failed or did not return rows.
     """
     function = find_function(prepare)
 
@@ -116,30 +119,37 @@ def write_prepared(prepare: PrepareConfig, source: str, revision: str, folder: P
 
 
 def read_split(source: str, revision: str, split: str, subset: str) -> Iterator[Row]:
-    """The rows of a split of a dataset; those of the hub are streamed.
+    """Yield the rows of a dataset's split. Rows of a hub dataset are streamed.
 
     Raises:
         DataError: the dataset or split does not exist, or cannot be read.
     """
     if not source:
-        raise DataError("data.prepare.source is empty, and the function reads a dataset: name one")
+        raise DataError(
+            "data.prepare.source is empty, but the function of data.prepare.name reads a dataset: set it to a "
+            "folder or a hub dataset"
+        )
     if Path(source).exists():
         has_subsets = (Path(source) / subset).is_dir() if subset else False
         table = open_rows(Path(source) / subset if has_subsets else source, split=split)
         for start in range(0, len(table), READ_ROWS):
             yield from (dict(row) for _, row in table.read(range(start, min(start + READ_ROWS, len(table)))))
         return
-    import datasets  # heavy, and only for the hub
+    import datasets  # slow to import, and only needed for the hub
 
     try:
         chosen = {"split": split, "revision": revision or None, "streaming": True}
         yield from datasets.load_dataset(source, subset or None, **chosen)
-    except Exception as error:  # its own errors, and those of the HTTP library that its version has
+    except Exception as error:  # `datasets` raises its own errors and those of its HTTP library
         raise DataError(explain_hub_error("dataset", source, error)) from error
 
 
 def explain_hub_error(kind: str, name: str, error: BaseException) -> str:
-    """One sentence about a model or dataset that the hub did not give."""
+    """A sentence about a model or dataset that could not be downloaded: the cause, and what to do.
+
+    Args:
+        kind: "model" or "dataset".
+    """
     chain: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < MAX_CAUSES:
@@ -149,16 +159,16 @@ def explain_hub_error(kind: str, name: str, error: BaseException) -> str:
     setting = "model.path" if kind == "model" else "data.prepare.source"
     if "GatedRepoError" in chain:
         return (
-            f"{what}, because it is gated: accept its terms on its page, and export a token as HF_TOKEN, or name its "
-            "variable as hub.token_variable"
+            f"{what}, because it is gated: accept the terms on its page on the hub, and export your access token as "
+            "HF_TOKEN, or set hub.token_variable to the name of another variable with the token"
         )
     if "RepositoryNotFoundError" in chain or "DatasetNotFoundError" in chain:
-        return f"{what}, because the hub has none of this name that your token may read: correct {setting}"
+        return f"{what}, because the hub has no repository of this name that your token may read: correct {setting}"
     if "RevisionNotFoundError" in chain:
-        return f"{what}, because the hub has no such revision of it: correct the revision"
+        return f"{what}, because this revision does not exist on the hub: correct the revision"
     return (
-        f"{what} ({first_line(error)}): name a folder as {setting}, or a mirror that can be reached as hub.url, or "
-        "start again when the hub can be reached"
+        f"{what} ({first_line(error)}): set {setting} to a local folder, set hub.url to a mirror that is reachable, "
+        "or start again when the hub is reachable"
     )
 
 
@@ -166,7 +176,10 @@ def _check_made(made: Any, prepare: PrepareConfig) -> list[tuple[str, Iterable[A
     name = name_of_function(prepare.name)
     if not isinstance(made, Mapping) or not made or not set(made) <= {*FILES}:
         found = ", ".join(map(str, made)) if isinstance(made, Mapping) else type(made).__name__
-        raise DataError(f"data.prepare: {name} returned {found or 'nothing'}: expected rows by {', '.join(FILES)}")
+        raise DataError(
+            f"data.prepare: {name} returned {found or 'nothing'}: expected a dict of rows with keys among "
+            f"{', '.join(FILES)}"
+        )
     return list(made.items())
 
 
@@ -180,13 +193,14 @@ def _write_rows(path: Path, rows: Iterable[Any]) -> int:  # Any: a user's functi
             number += 1
     if not number:
         raise DataError(
-            f"data.prepare: no row is left for data.{path.stem}: the source has too few rows, or the settings ask for 0"
+            f"data.prepare: the function made no rows for data.{path.stem}: the source has too few rows, or the "
+            "settings request 0 rows"
         )
     return number
 
 
 def main() -> int:
-    """Prepare what standard input describes."""
+    """Run the preparation that standard input describes as JSON, and print the number of rows of each file."""
     asked = json.load(sys.stdin)
     prepare = PrepareConfig.model_validate(asked["prepare"])
     try:
@@ -194,7 +208,8 @@ def main() -> int:
     except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write("\n" + json.dumps(numbers) + "\n")  # a user's function may have printed before
+    # begin a new line, because a user's function may have printed text
+    sys.stdout.write("\n" + json.dumps(numbers) + "\n")
     return 0
 
 

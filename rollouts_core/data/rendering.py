@@ -1,13 +1,13 @@
-"""Render messages to text with a tokenizer's chat template.
+r"""Render messages to text with a tokenizer's chat template.
 
-Templates accept messages in several forms. `find_form` tests a template once:
+Chat templates expect messages in different forms. `find_form` tests each template once:
 
     content      "text"                   or   [{"type": "text", "text": "text"}]      idefics, LLaVA
-    no content   ""                       or   null, beside tool calls                 DeepSeek-R1's distilled models
-    arguments    {"a": 1}                 or   "{\\"a\\": 1}", to join with other text    DeepSeek
+    no content   ""                       or   null, in a turn with tool calls          DeepSeek-R1's distilled models
+    arguments    {"a": 1}                 or   "{\"a\": 1}" (JSON text)                   DeepSeek
 
-Templates that write the current date get a fixed one, so that a resumed training sees the same prompts, and scores of
-different days are comparable.
+Templates that write the current date get a fixed date instead. A resumed training therefore sees the same prompts, and
+scores of different days are comparable.
 """
 
 from __future__ import annotations
@@ -33,41 +33,44 @@ if TYPE_CHECKING:
 MAX_RENDER_S = 10.0
 """Time limit for rendering one conversation, seconds."""
 MAX_TEMPLATE_CHARS, MAX_GROWTH = 1 << 20, 8
-"""Limit of a template's own characters, and of its output per input character."""
+"""Limits of a rendered text: characters that the template may add itself, and output characters per input character."""
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
-"""Placeholder for a message's text when testing a template."""
+"""Placeholder for the assistant's text in tests of a chat template."""
 QUESTION_MARK = "a user asked this"
-"""Placeholder for a question when testing a template."""
+"""Placeholder for the user's text in tests of a chat template."""
 PROBE_CALL_ID = "call00000"
-"""Nine letters and digits, as Mistral's templates require."""
+"""Id of the tool call in tests of a chat template. Mistral's templates require nine letters and digits."""
 TODAY = datetime(2024, 7, 26)
-"""The fixed date, which Llama 3's templates also use as their default."""
+"""Date that templates get instead of the current date. Llama 3's templates have the same default."""
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 Tools = Sequence[dict[str, Any]] | None  # Any: JSON schemas of a user's tools
 
 
 class MessageForm(NamedTuple):
-    """The form of messages that a chat template accepts."""
+    """The form in which a chat template expects messages."""
 
     has_user_parts: bool = False
-    """Content is a list of parts for all roles except the assistant."""
+    """True if the content of all roles except the assistant must be a list of parts."""
     has_assistant_parts: bool = False
-    """Content of the assistant's turns is a list of parts."""
+    """True if the content of assistant messages must be a list of parts."""
     has_null_content: bool = False
-    """Content is null in a turn that only calls tools."""
+    """True if the content of an assistant message that only calls tools must be null."""
     has_text_arguments: bool = False
-    """Arguments of calls are JSON text."""
+    """True if the arguments of tool calls must be JSON text instead of an object."""
 
 
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool
 ) -> str:
-    """Render a conversation.
+    """Render a conversation with the tokenizer's chat template.
+
+    Args:
+        tools: JSON schemas of the available tools.
 
     Raises:
-        DataError: there is no template, or it refuses the messages.
+        DataError: the tokenizer has no chat template, or the template refuses the messages.
     """
     if tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE)
@@ -79,28 +82,31 @@ def render_text(
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a whole conversation; also returns the spans inside the template's generation markers."""
+    """Render a conversation. Returns the text, and the character spans inside the template's {% generation %}
+    markers."""
     prepared = prepare_messages(tokenizer, messages)
     with _named_refusal(messages):
         return _render(tokenizer, prepared, tools, has_spans=True)
 
 
 def prepare_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """Convert messages to the template's form. A call without arguments gets an empty object."""
+    """Convert messages to the form that the chat template expects. A tool call without arguments gets an empty
+    object."""
     form = find_form(tokenizer)
     return [_in_form(form, message) for message in messages]
 
 
 def find_form(tokenizer: PreTrainedTokenizerBase) -> MessageForm:
-    """The form of messages that the chat template accepts; cached per template."""
+    """The form in which the chat template expects messages. The result is cached per template."""
     return _find_form(tokenizer, json.dumps(tokenizer.chat_template))
 
 
 def probe_call(arguments: Mapping[str, Any], **fields: object) -> tuple[Message, dict[str, Any]]:  # Any: JSON
-    """A turn of the assistant that calls a tool, and that tool, for tests of templates.
+    """An assistant message that calls a tool, and the schema of this tool, for tests of chat templates.
 
     Args:
-        fields: further fields of the turn.
+        arguments: arguments of the call.
+        fields: additional fields of the message.
     """
     function = {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}}
     call = {"id": PROBE_CALL_ID, "type": "function", "function": {"name": "f", "arguments": dict(arguments)}}
@@ -112,11 +118,13 @@ def with_template_values(
     template: str | dict[str, str] | None,
     values: Mapping[str, Any],  # Any: JSON
 ) -> str | dict[str, str] | None:
-    """Add default values for variables to a chat template, so that they also apply when the template is saved.
+    """Prepend default values of template variables to a chat template, so that a saved template keeps these defaults.
 
-    Values given when rendering, and values added later, take precedence.
+    A value passed at rendering takes precedence over a default. A default added later takes precedence over an earlier
+    default.
     """
-    # trim_blocks drops the line break after the statement, so the template's first line still begins a line.
+    # The template engine's trim_blocks drops the line break after the statement, so the template's own first line still
+    # begins a line.
     lines = [
         f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}\n" for name, value in values.items()
     ]
@@ -127,7 +135,7 @@ def with_template_values(
 
 
 def _literal(value: Any) -> str:  # Any: JSON
-    """A JSON value in the syntax of Jinja."""
+    """A JSON value written as a Jinja literal."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -139,7 +147,7 @@ def undated_template(
     tokenizer: PreTrainedTokenizerBase,
     tools: list[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> str:
-    """The chat template for these tools, with `TODAY` in place of the current date."""
+    """The chat template for these tools, with the fixed date `TODAY` instead of the current date."""
     return _without_clock(tokenizer.get_chat_template(None, tools))
 
 
@@ -156,9 +164,9 @@ def _render(
     add_generation_prompt: bool = False,
     has_spans: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation, and return the spans of its generation markers if requested.
+    """Render a conversation. With `has_spans`, also return the spans inside the template's generation markers.
 
-    The tokenizer's own method is not used because it drops null content.
+    The tokenizer's `apply_chat_template` is not used, because it drops null content.
     """
     from transformers.utils.chat_template_utils import render_jinja_template  # heavy
 
@@ -187,7 +195,8 @@ def _render(
 
 @lru_cache(maxsize=64)
 def _find_form(tokenizer: PreTrainedTokenizerBase, _template: str) -> MessageForm:
-    """Render placeholders in each form; the first form whose output contains them is used."""
+    """Render placeholders in each form. The first form whose output contains the placeholders is the template's
+    form."""
     asks: Message = {"role": "user", "content": QUESTION_MARK}
     answers: Message = {"role": "assistant", "content": TURN_MARK}
     calls, tool = probe_call({"said": TURN_MARK})
@@ -204,7 +213,7 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, _template: str) -> MessageFor
     content = next((form for form in contents if writes(form, answers)), MessageForm())
     for has_null, has_text in ((True, False), (True, True), (False, False), (False, True)):
         form = content._replace(has_null_content=has_null, has_text_arguments=has_text)
-        # A template that expects another form writes the word null, or an object in Python's syntax.
+        # In a wrong form, a template writes the word null or None, or an object in Python syntax.
         if writes(form, calls, *(("None", "null") if has_null else ("{'said'",))):
             return form
     return content
@@ -236,7 +245,7 @@ def _call_in_form(call: dict[str, Any], *, is_text: bool) -> dict[str, Any]:  # 
 
 @contextmanager
 def _named_refusal(messages: Sequence[Message]) -> Iterator[None]:
-    """Turn a chat template's exceptions into DataError."""
+    """Convert exceptions of a chat template to DataError that names the roles of the messages."""
     try:
         yield
     except (TemplateError, TypeError, ValueError) as error:

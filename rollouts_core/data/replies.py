@@ -1,7 +1,8 @@
-"""Token ids of an environment's reply in the middle of a conversation.
+"""Tokenize an environment's reply inside a running conversation.
 
-A running conversation grows by token ids: sampled tokens are kept, and a reply adds the tokens that the template writes
-after an assistant's turn. The conversation is never rendered again, because sampled text may be tokenized differently.
+A running conversation grows by token ids. Sampled tokens are kept, and a reply adds the tokens that the chat template
+writes after an assistant turn. The conversation is never rendered and tokenized as a whole again, because sampled text
+could get other tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT_IN_JSON = json.dumps(SPLIT)[1:-1]
-"""The form of SPLIT in ASCII JSON, which some templates write."""
+"""The character SPLIT as ASCII JSON writes it, because some chat templates write replies as JSON."""
 
 
 class UnseenReplyError(DataError):
-    """The chat template hides a reply from the policy."""
+    """The chat template omits the text of a reply, so the policy would not see it."""
 
 
 def tokenize_reply(
@@ -35,21 +36,22 @@ def tokenize_reply(
     sampled: Sequence[int],
     calls: Sequence[ToolCall] = (),
 ) -> list[int]:
-    """Token ids after a sampled turn: the turn's end, the replies, and the start of the next turn.
+    """Token ids that follow a sampled turn: the turn's end, the replies, and the start of the next assistant turn.
 
-    Tokens of the turn's end that the policy already sampled are left out. A special token in a reply's text, such as in
-    a fetched page, stays text: it neither ends nor begins a turn.
+    If the policy already sampled tokens of the turn's end, these tokens are not repeated. Special tokens in a reply's
+    text (for example in a fetched page) are encoded as plain text, so they cannot end or begin a turn.
 
-    Many templates show a tool's reply only after a turn that calls tools, so replies are rendered after the turn's
-    calls. A turn with unreadable calls is rendered as if it had called a tool.
+    Many chat templates show a tool's reply only after a turn that calls a tool. Replies of tools are therefore rendered
+    after the calls of the turn. If the calls could not be parsed, a call of the tool without arguments is rendered
+    instead.
 
     Args:
         replies: the environment's messages.
-        sampled: tokens of the policy's turn.
-        calls: the parsed calls of the turn.
+        sampled: token ids of the policy's turn.
+        calls: the parsed tool calls of the turn.
 
     Raises:
-        UnseenReplyError: the template hides the text of a reply.
+        UnseenReplyError: the chat template omits the text of a reply.
         DataError: the chat template refuses the replies, or drops the assistant's text.
     """
     answers_calls = any(reply["role"] == "tool" for reply in replies)
@@ -70,7 +72,7 @@ def tokenize_reply(
 
 
 def _calling(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:  # Any: JSON
-    """Convert tool calls to the dictionaries that chat templates read. Ids have nine letters and digits, because some
+    """Convert tool calls to dictionaries for chat templates. Ids have nine letters and digits, because some
     templates require this."""
     return [
         {"id": f"call{i:05}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -88,8 +90,10 @@ def _render_behind(
     replies: Sequence[Message],
     sampled: Sequence[int],
 ) -> tuple[str, list[int]]:
-    """The text that a template writes after a turn with these calls, and its tokens except those that the policy
-    already sampled."""
+    """The text that the template writes after a turn with these calls, and its tokens.
+
+    Tokens that the policy already sampled at the turn's end are left out of the result.
+    """
     asks: Message = {"role": "user", "content": ""}
     split = split_special(tokenizer, replies)
     if not calls:
@@ -111,12 +115,14 @@ def _render_behind(
 
 
 def _find_turn(turn: str, text: str, name: str) -> int:
-    """The position in a conversation's text after its first turn.
+    """Position after the first assistant turn in a conversation's text.
 
-    Templates write a last turn differently: Qwen3's adds empty thoughts, and Gemma's another end.
+    Templates render a last turn differently: Qwen3's template adds empty thoughts, Gemma's template adds another end.
 
     Args:
-        name: name of the last call in the turn.
+        turn: the conversation's text up to this turn, rendered as the last turn.
+        text: the conversation's text with the replies.
+        name: name of the last tool call in the turn.
     """
     shared = count_shared(turn, text)
     called = turn.rfind(name)
@@ -127,7 +133,7 @@ def _find_turn(turn: str, text: str, name: str) -> int:
 
 
 def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> Message:  # Any: JSON
-    """The reply with the id of its call. Replies of tools have the order of the calls."""
+    """The reply, with the id and name of the call that it answers. Replies of tools have the order of the calls."""
     if reply["role"] != "tool":
         return reply
     call = calls[min(number, len(calls) - 1)]
@@ -135,10 +141,12 @@ def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> 
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shared: int, sampled: Sequence[int]) -> int:
-    """The position in a conversation's tokens after the tokens that the policy sampled in a turn of calls.
+    """Number of leading tokens of a conversation that the policy has sampled or read, up to the end of a turn with
+    calls.
 
     Args:
-        shared: number of tokens of the turn without the text after it.
+        tokens: tokens of the rendered conversation with its replies.
+        shared: number of these tokens up to the turn's text, without the replies.
     """
 
     def is_space(start: int, end: int) -> bool:
@@ -158,7 +166,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shar
 
 
 def _check_seen(replies: Sequence[Message], text: str) -> None:
-    """Raise UnseenReplyError if the template's output lacks the text of a reply, up to white space."""
+    """Raise UnseenReplyError if the rendered text lacks the text of a reply. White space is ignored."""
     written = _fold(text.replace(SPLIT, "").replace(SPLIT_IN_JSON, ""))
     for reply in replies:
         said: object = reply["content"]
@@ -167,8 +175,8 @@ def _check_seen(replies: Sequence[Message], text: str) -> None:
         forms = (said, *(json.dumps(said, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
         if not any(_fold(form) in written for form in forms):
             raise UnseenReplyError(
-                f"the chat template drops text of the role {reply['role']!r}, so the policy would not see its reply: "
-                "use another template, or reply in a role that it writes"
+                f"the chat template drops text of the role {reply['role']!r}, so the policy would not see this "
+                "reply: use another template, or reply in a role that the template writes"
             )
 
 
@@ -177,10 +185,10 @@ def _fold(text: str) -> str:
 
 
 def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled: Sequence[int]) -> int:
-    """Number of tokens after a turn that the policy already sampled: the end of the turn, if any.
+    """Number of tokens at the start of `rest` that repeat the turn's end, which the policy already sampled.
 
-    The sampled end may differ from the template's: models have several (gpt-oss: `<|return|>`, `<|call|>`), and Llama
-    2's template writes a space before its end.
+    The sampled end token may differ from the template's: some models have several (gpt-oss: `<|return|>`, `<|call|>`).
+    Llama 2's template also writes a space before its end token.
     """
     if not sampled or not is_end(tokenizer, sampled[-1]):
         return 0

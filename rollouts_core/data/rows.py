@@ -1,13 +1,13 @@
-"""Read the rows of data files and of Hugging Face datasets, in order or by number.
+"""Read the rows of data files and Hugging Face datasets, in order or by row number.
 
     JSONL             one pass records each row's offset and checksum; rows are read again when needed
     CSV, JSON arrays, compressed files, and folders and hub datasets of such files: copied to one JSONL file in the
                       cache of the `datasets` library (`text_files.py`)
     Parquet, arrow    rows of a table that the `datasets` library memory-maps from disk
 
-The rows are not kept in memory: a row of JSONL costs 16 bytes, a row of a table nothing.
+Rows are not kept in memory. A row of JSONL needs 16 bytes for its index, a row of a table needs no memory.
 
-A file that changes while it is in use is an error at the next read, because its digest no longer matches.
+If a file changes while it is in use, the next read raises an error, because the content no longer matches its digest.
 """
 
 from __future__ import annotations
@@ -54,30 +54,31 @@ SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SHORT_FLOATS = ("float16", "float32")
 COPY_VERSION = 1
-"""Version of the copying. Increase it if the same files are copied to other rows than before."""
+"""Version of the conversion to JSONL copies. Increase it if the same files would now give other rows."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEPT_BESIDE = frozenset({"__pycache__", ".git", ".cache"})
-"""Names of folders that Python, git and the hub's client create inside a folder, for example during the download of a
-model."""
+"""Names of folders that Python, git and the hub's client create inside other folders. Digests of folders ignore
+them."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Suffixes of files with weights or training state."""
+"""File suffixes of model weights and training state."""
 
 
 class RowTable(Protocol):
     """Rows that can be read in any order."""
 
     path: str
-    """Origin of the rows, for messages."""
+    """Origin of the rows, for error messages."""
     digest: str
-    """`digest_path` of the opened data."""
+    """Hash of the data's content when they were opened (`digest_path`)."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
-        """The rows at places counted from 0, each with its number from 1 for messages.
+        """Read the rows at these indices, which start at 0. Each row comes with its number for messages, which starts
+        at 1.
 
         Args:
-            bad: collects errors of rows, which are left out. If None, the first error is raised.
+            bad: collects the errors of invalid rows, which are left out. None raises the first error.
         """
         ...
 
@@ -85,7 +86,7 @@ class RowTable(Protocol):
 class _Watch:
     """Detects changes of a file, or of the files in a folder.
 
-    A dataset of the hub is not watched, because its commit fixes its content.
+    Datasets of the hub are not watched, because a commit fixes their content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,25 +94,25 @@ class _Watch:
         self._stamps = _stamp_files(path)
 
     def check(self, digest: str) -> None:
-        """Raise DataError if files changed and their content no longer has the digest."""
+        """Raise DataError if the files changed and their content no longer has this digest."""
         stamps = _stamp_files(self._path)
         if stamps == self._stamps:
             return
         if not stamps or digest_path(self._path) != digest:
             raise DataError(f"{self._path} changed while it was in use: start again")
-        self._stamps = stamps  # the files have new times or places, but the same content
+        self._stamps = stamps  # files with the same content were copied or touched
 
 
 class JsonlRows:
-    """The rows of a JSONL file by number.
+    """Reads the rows of a JSONL file by index.
 
     Args:
-        path: the file, or the source of `copy`.
-        copy: a JSONL file with the rows; None reads `path`.
+        path: the original file, named in messages.
+        copy: JSONL file with the rows of `path`, if `path` has another format. None reads `path` itself.
         digest: digest of `path`; required with `copy`.
 
     Raises:
-        DataError: the file is missing or empty; `read` raises it for a row that is not a JSON object or has changed.
+        DataError: the file is missing or empty. `read` raises it for a row that is not a JSON object or has changed.
     """
 
     def __init__(self, path: Path, *, copy: Path | None = None, digest: str = "") -> None:
@@ -140,7 +141,7 @@ class JsonlRows:
         return len(self._offsets)
 
     def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
-        """The rows at these places, each with its line number."""
+        """Read the rows at these indices, each with its line number."""
         rows: list[tuple[int, Row]] = []
         try:
             with open_file(self._file) as file:
@@ -157,16 +158,19 @@ class JsonlRows:
 
 
 class TableRows:
-    """The rows of a table of the `datasets` library by number.
+    """Reads the rows of a table of the `datasets` library by index.
 
-    Images and audio are not decoded, because decoding needs packages and time and may fail. Their value is replaced by
-    the column's type.
+    Images and audio are not decoded, because decoding needs extra packages, takes time and may fail. Their value in a
+    row is the type of their column.
 
     Args:
-        digest: digest of the watched source of the table.
+        table: a `datasets.Dataset`.
+        digest: digest of the data from which the table was made.
+        watch: detects changes of these data.
 
     Raises:
-        DataError: the table has no rows; `read` raises it for changed files, or images nested inside other values.
+        DataError: the table has no rows. `read` raises it if files changed, or if images are nested inside other
+            values.
     """
 
     def __init__(self, path: str, table: Any, digest: str, watch: _Watch) -> None:  # Any: datasets has no types
@@ -184,13 +188,14 @@ class TableRows:
         return len(self._table)
 
     def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
-        """The rows at these places; `bad` is unused, because a table has no unreadable rows."""
+        """Read the rows at these indices, each with its number from 1. `bad` is ignored: rows of a table are always
+        readable."""
         try:
             columns = self._table[list(indices)]
         except (ImportError, OSError) as error:
             raise DataError(
-                f"{self.path} has images or audio inside a column that cannot be read here ({first_line(error)}): "
-                "write the rows without them"
+                f"{self.path} has images or audio nested inside a column, which cannot be read here "
+                f"({first_line(error)}): write the rows without them"
             ) from error
         for name, kind in self._media.items():
             columns[name] = [None if value is None else kind for value in columns[name]]
@@ -203,8 +208,8 @@ class TableRows:
         ]
 
     def _as_stored(self, name: str, value: Any) -> Any:  # Any: a column's value
-        """The value rounded to the digits of its column's format, because 0.1 in float32 is read as
-        0.10000000149011612."""
+        """The value with the digits that its column's format can store. Without rounding, 0.1 in float32 would
+        become 0.10000000149011612."""
         dtype = getattr(self._table.features[name], "dtype", "")
         if dtype not in SHORT_FLOATS or value is None:
             return value
@@ -221,20 +226,22 @@ def open_rows(
     revision: str = "",
     columns: Mapping[str, ColumnType] | None = None,
 ) -> RowTable:
-    """Open the rows of a file, folder, or dataset of the hub, for reading in any order.
+    """Open a file, a folder or a hub dataset to read its rows in any order.
 
     Args:
-        split, subset: part of a folder or hub dataset.
-        revision: commit or tag of the hub.
+        split, subset: the part of a folder or hub dataset to read.
+        revision: commit or tag of a hub dataset.
         columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: the data are missing, of another kind, or without rows.
+        DataError: the data are missing, are not a dataset, or have no rows.
     """
     if _is_plain_jsonl(Path(path)):
         return JsonlRows(Path(path))
     if Path(path, "config.json").is_file() and not _is_saved(Path(path)):
-        raise DataError(f"{path} holds a model, not a dataset: give a data file, or a folder of `save_to_disk`")
+        raise DataError(
+            f"{path} contains a model, not a dataset: give a data file, or a folder written by `save_to_disk`"
+        )
     watch = _Watch(Path(path))
     digest = digest_path(path, revision=revision)
     source = _Source(Path(path), digest, split, subset, revision, columns or {})
@@ -250,11 +257,12 @@ def open_rows(
 def load_rows(
     path: str | Path, *, columns: Mapping[str, ColumnType] | None = None, bad: BadRows | None = None
 ) -> Iterator[tuple[int, Row]]:
-    """The rows of a file or Hugging Face dataset, each with its number from 1 (in JSONL its line).
+    """Yield the rows of a file or Hugging Face dataset in order, each with its number from 1. In JSONL this is the line
+    number.
 
     Args:
         columns: types of CSV columns that are not text.
-        bad: collects errors of lines, which are left out. If None, the first error is raised.
+        bad: collects the errors of invalid lines, which are left out. None raises the first error.
 
     Raises:
         DataError: the file is missing, a line is not a JSON object, or there are no rows.
@@ -280,13 +288,13 @@ def load_rows(
 
 
 def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...] = ()) -> str:
-    """sha256 of a file, or of the names and contents of all files in a folder, as hex.
+    """sha256, as hex, of a file's content, or of the names and contents of all files in a folder.
 
-    Folders of `KEPT_BESIDE` are left out, so a second download or clone of a model has the same digest. If the path
-    does not exist, it is a hub id, and the digest covers its name and revision.
+    Folders of `KEPT_BESIDE` are ignored, so a second download or clone of a model has the same digest. A path that does
+    not exist is a hub id: its digest covers the id and the revision.
 
     Args:
-        without: suffixes of files to leave out of a folder.
+        without: suffixes of files to ignore in a folder.
     """
     root = Path(path)
     if root.is_file():
@@ -301,10 +309,10 @@ def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...
 
 
 def digest_files(files: Mapping[Path, Path]) -> str:
-    """sha256 of the names and contents of files, as hex.
+    """sha256, as hex, of the names and contents of files.
 
     Args:
-        files: paths by their names below a folder.
+        files: name of each file relative to a folder -> path of the file.
     """
     total, names = hashlib.sha256(), sorted(files)
     paths = [files[name] for name in names]
@@ -316,13 +324,16 @@ def digest_files(files: Mapping[Path, Path]) -> str:
 def _count_bytes(files: Sequence[Path]) -> int:
     total = 0
     for file in files:
-        with suppress(OSError):  # the file was removed meanwhile; the next read reports this
+        with suppress(OSError):  # a file removed meanwhile is reported when its content is read
             total += file.stat().st_size
     return total
 
 
 def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
-    """File attributes that change when a file is written or replaced, by file; empty without files."""
+    """Attributes of each file (device, inode, size, times) that change when the file is written or replaced.
+
+    Empty if the path contains no files.
+    """
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     stamps: dict[str, tuple[int, ...]] = {}
     for file in files:
@@ -332,7 +343,7 @@ def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def resolve_revision(path: str, revision: str) -> str:
-    """The current commit of a hub dataset; files and folders keep `revision`.
+    """The current commit of a hub dataset. For a file, a folder or a commit, `revision` is returned unchanged.
 
     Raises:
         DataError: the hub has no such dataset, or is unreachable.
@@ -352,7 +363,7 @@ def resolve_revision(path: str, revision: str) -> str:
 
 
 class _Source(NamedTuple):
-    """Origin of rows that are read through a copy or table."""
+    """Origin of rows that are not plain JSONL: they are read through a JSONL copy or a table."""
 
     path: Path
     digest: str
@@ -363,17 +374,15 @@ class _Source(NamedTuple):
 
     @property
     def cache(self) -> Path:
-        """Folder for copies of this content.
-
-        Named by digest, because the `datasets` library treats files with equal names and times as the same file.
-        """
+        """Cache folder for this content. Its name is the digest, because `datasets` considers files with equal names
+        and times the same."""
         import datasets  # slow to import, and only needed for data other than JSONL
 
         return Path(datasets.config.HF_DATASETS_CACHE) / self.digest
 
     @property
     def copy(self) -> Path:
-        """Path of the JSONL copy, for rows from text files."""
+        """Path of the JSONL copy of these rows in the cache."""
         chosen = json.dumps([COPY_VERSION, self.split, self.subset, sorted(self.columns.items())])
         return self.cache / f"rows-{hashlib.sha256(chosen.encode()).hexdigest()[:16]}.jsonl"
 
@@ -390,13 +399,13 @@ def _is_saved(path: Path) -> bool:
 
 
 def _find_copy(source: _Source) -> Path | None:
-    """The copy that an earlier run made of the same content."""
+    """The JSONL copy that an earlier run made of the same content; None if there is no such copy."""
     is_fixed = source.path.exists() or COMMIT.fullmatch(source.revision)
     return source.copy if is_fixed and source.copy.is_file() else None
 
 
 def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets, which has no types
-    """A JSONL copy for rows from text files, else a table."""
+    """Write a JSONL copy and return its path if the rows come from text files; otherwise return a table."""
     path = source.path
     kind, _ = find_kind(path)
     if kind and not path.is_dir():
@@ -408,19 +417,20 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
     elif path.is_file():
         raise DataError(
             f"{path} has an unknown file type: its name must end in {', '.join(SUFFIXES)} (optionally followed by "
-            f"{', '.join(OPENERS)}) or .parquet. Other types must be alone in a folder, which "
-            "`datasets.load_dataset` reads"
+            f"{', '.join(OPENERS)}) or .parquet. Put files of other types into a folder of their own, which "
+            "`datasets.load_dataset` can read"
         )
     elif path.is_absolute() and not path.is_dir():
         raise DataError(
-            f"{path} {describe_missing(path)}: give a data file, or a folder of data files or of `save_to_disk`"
+            f"{path} {describe_missing(path)}: give a data file, a folder of data files, or a folder written by "
+            "`save_to_disk`"
         )
     is_saved = _is_saved(path)
     if path.is_dir() and not is_saved and glob.has_magic(str(path)):
         raise DataError(f"{path} contains *, ? or [, which the `datasets` library would treat as a pattern: rename it")
     import datasets  # slow to import, and only needed for data other than JSONL
 
-    datasets.disable_progress_bars()  # a log is no terminal
+    datasets.disable_progress_bars()  # progress bars would fill the log
     try:
         found = datasets.load_from_disk(str(path)) if is_saved else _load_dataset(source)
     except DataError:
@@ -430,18 +440,19 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
     if isinstance(found, dict) and source.split not in found:
         raise DataError(
             f"{path} has the splits {', '.join(sorted(found))}, not {source.split}: give the folder of one split, "
-            f"{path / min(found)}, or set `split` if the section has it"
+            f"{path / min(found)}, or set `split` if the section has this setting"
         )
     return found[source.split] if isinstance(found, dict) else found
 
 
 def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of datasets, which has no types
-    """Load a path or hub dataset with the `datasets` library; rows of text files are copied instead."""
+    """Load a folder, Parquet file or hub dataset with the `datasets` library. Text files are copied to JSONL
+    instead."""
     import datasets
 
     path, cache = source.path, str(source.cache) if source.path.exists() else None
     if path.suffix == ".parquet":
-        name = glob.escape(str(path))  # without escapes, rows[1].parquet would match rows1.parquet
+        name = glob.escape(str(path))  # without escaping, the pattern rows[1].parquet would match rows1.parquet
         return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=cache)
     chosen = {"revision": source.revision or None, "cache_dir": cache}
     builder = datasets.load_dataset_builder(str(path), source.subset or None, **chosen)
@@ -454,7 +465,8 @@ def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of dataset
 
 
 def _check_kinds(builder: Any, source: _Source) -> None:  # Any: datasets has no types
-    """Raise DataError for a folder with several kinds of rows: the `datasets` library reads only the most common."""
+    """Raise DataError for a folder with row files of several formats: the `datasets` library would read only one
+    format."""
     readme = source.path / "README.md"
     chosen = {str(name) for names in (builder.config.data_files or {}).values() for name in names}
     if not source.path.is_dir() or (readme.is_file() and "data_files" in readme.read_text(errors="replace")):
@@ -472,7 +484,7 @@ def _check_kinds(builder: Any, source: _Source) -> None:  # Any: datasets has no
 
 
 def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: datasets has no types
-    """The split's files, downloaded and unpacked, if the builder reads JSON or CSV; [] for other builders."""
+    """Download and unpack the split's files if they are JSON or CSV. Returns [] for other formats."""
     import datasets
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
@@ -489,7 +501,8 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     files: list[TextFile] = []
     for name in splits[source.split]:
         separator, field = (builder.config.sep, "") if kind == "csv" else ("", builder.config.field or "")
-        # Compressed files are unpacked while they are read, also in formats for which `datasets` lacks a package.
+        # Compressed files are unpacked when they are read. This also works for formats that `datasets` cannot unpack
+        # here.
         if find_kind(name)[1]:
             files.append(TextFile(Path(manager.download(name)), kind, str(name), separator, field))
             continue
@@ -499,7 +512,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
 
 
 def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets has no types
-    """Raise DataError for unsupported CSV options in the dataset's README."""
+    """Raise DataError if the dataset's README sets CSV options that are not supported here."""
     usual = type(config)()
     own = ("name", "version", "data_dir", "data_files", "description", "sep", "delimiter", "features", "chunksize")
     for field in dataclasses.fields(config):
@@ -511,11 +524,12 @@ def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets h
 
 
 def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
-    """A sentence for an error of the `datasets` library; the error itself if it is not about the data."""
+    """Convert an exception of the `datasets` library to a DataError. An exception that is not about the data is
+    returned unchanged."""
     import datasets
 
     path = source.path
-    if not path.exists():  # the library raises errors of several HTTP libraries
+    if not path.exists():  # for hub datasets, `datasets` also raises errors of several HTTP libraries
         return DataError(
             f"{path} is not a file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
             "path, `split`, `subset` or `revision`, or start again when the hub is reachable"
@@ -526,15 +540,19 @@ def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
     if cause.startswith("Unknown split"):
         return DataError(
             f"{path} has no split {source.split} ({cause}): give the file of another split, or set `split` if the "
-            "section has it"
+            "section has this setting"
         )
-    return DataError(f"{path} is not a dataset ({cause}): give a data file, or a folder of `save_to_disk`")
+    return DataError(f"{path} is not a dataset ({cause}): give a data file, or a folder written by `save_to_disk`")
 
 
 def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: datasets has no types
-    """Raise DataError if a hub dataset's table has another commit than `revision`; returns the table.
+    """Check that the table of a hub dataset has the commit `revision`. Returns the table.
 
-    If the hub is unreachable, `datasets` uses any cached commit. Cached tables are in a folder named by commit.
+    If the hub is unreachable, `datasets` silently uses any commit in its cache. The folder of a cached table has the
+    commit's name.
+
+    Raises:
+        DataError: the table has another commit.
     """
     commits = {Path(file["filename"]).parent.name for file in table.cache_files}
     if COMMIT.fullmatch(revision) and not path.exists() and commits - {revision}:
@@ -555,20 +573,20 @@ def _is_empty(path: str | Path) -> DataError:
 
 
 class _NoLinesError(DataError):
-    """The file as a whole is not JSONL."""
+    """The whole file is not JSONL, so errors of single lines would not help."""
 
 
 def _is_array(path: str) -> DataError:
     return _NoLinesError(
-        f"{path} is one JSON array: expected one JSON object per line, which `jq -c '.[]' FILE` makes of an array"
+        f"{path} is one JSON array: expected one JSON object per line; `jq -c '.[]' FILE` converts an array"
     )
 
 
 def _opened(path: Path) -> BufferedReader:
-    """Open the file for reading.
+    """Open a file for reading.
 
     Raises:
-        DataError: it cannot be opened.
+        DataError: the file cannot be opened.
     """
     try:
         return open_file(path)
@@ -577,7 +595,8 @@ def _opened(path: Path) -> BufferedReader:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raise DataError for a missing or truncated file: an intact one begins and ends with its magic number."""
+    """Raise DataError if the file is missing, truncated or empty. A whole Parquet file begins and ends with
+    `PARQUET_MAGIC`."""
     _check_exists(path)
     with _opened(path) as file:
         head = file.read(len(PARQUET_MAGIC))
@@ -592,7 +611,7 @@ def _check_parquet(path: Path) -> None:
 
 
 def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> list[tuple[int, Row]]:
-    """The row with its number; [] if its error was collected."""
+    """Parse one line. Returns [(number, row)], or [] if the line is invalid and `bad` collected its error."""
     try:
         return [(number, _parse_line(line, path, number))]
     except _NoLinesError:
@@ -606,7 +625,8 @@ def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> li
 
 def _parse_line(line: bytes, path: str, number: int) -> Row:
     try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows editors add a byte order mark
+        # editors on Windows may begin a file with a byte order mark
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         row = STRICT_JSON.decode(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
@@ -615,7 +635,7 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
             raise _is_array(path) from error
         if number == 1 and line.strip().removeprefix(b"\xef\xbb\xbf") == b"{":
             raise _NoLinesError(
-                f"{path} has JSON over several lines: expected one JSON object per line, which `jq -c . FILE` makes"
+                f"{path} has JSON over several lines: expected one JSON object per line; `jq -c . FILE` converts it"
             ) from error
         raise DataError(f"{path}, row {number}: not valid JSON: {_describe_broken(error)}") from error
     if number == 1 and isinstance(row, list):
@@ -631,19 +651,21 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
 
 
 def _describe_broken(error: ValueError | RecursionError) -> str:
-    """The problem of a line; json's own messages count lines inside it, which would be misleading."""
+    """Describe a JSON error in one line of a file. json's own messages would mention line 1, which is misleading."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
-        return "it ends inside an object: expected a whole JSON object in each line"
+        return "the line ends inside an object: expected a whole JSON object in each line"
     return f"{error.msg} at column {error.colno}"
 
 
 def _check_text(row: Row, path: str, number: int) -> None:
-    """Raise DataError for half of a surrogate pair, which JSON can express but no tokenizer or file accepts."""
+    """Raise DataError for half of a surrogate pair. JSON can express such text, but tokenizers and files cannot
+    store it."""
     if half := find_half_character(row):
         raise DataError(
-            f"{path}, row {number}: {half} is half of a character, as in truncated text: repair it or remove it"
+            f"{path}, row {number}: {half} is half of a character (an unpaired surrogate), as in truncated text: "
+            "repair or remove it"
         )
 
 
@@ -651,8 +673,11 @@ _SPELLED_JSON = json.JSONDecoder(parse_float=SpelledNumber, parse_int=SpelledNum
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value
-    """Remove null keys, which a table adds to every struct of a column. NaN also counts as null, because tables write
-    it for missing numbers."""
+    """Remove keys with the value null or NaN.
+
+    A table gives every object the keys of all objects in its column, with null for missing values and NaN for missing
+    numbers.
+    """
     if isinstance(value, dict):
         cleaned = {key: _without_nulls(each) for key, each in value.items()}
         return {key: each for key, each in cleaned.items() if each is not None}

@@ -1,4 +1,4 @@
-"""Render rows as training sees them: the text with the trained part marked, the tokens, and cut parts.
+"""Show rows as training sees them: the decoded text with trained parts marked, the tokens, and the cut parts.
 
 <|user|>1+1=?<|end|><|assistant|>[[2<|end|>]]
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNCUT = 1 << 40
-"""Length limit for rows without a limit."""
+"""Number of tokens used as length limit to show rows without cutting them."""
 OPEN, CLOSE = "[[", "]]"
 """Marks around trained text."""
 
@@ -31,13 +31,13 @@ class ShownRow:
     source: str
     """Name of the file."""
     row: int
-    """Number from 1; in JSONL the line."""
+    """Row number from 1. In JSONL this is the line number."""
     outcome: str
-    """trained, cut, dropped, prompt (RL trains on no token of it), or error."""
+    """"trained", "cut", "dropped", "error", or "prompt" (a prompt of RL, which is not trained on)."""
     reason: str = ""
-    """A sentence about the cut part, or the reason why the row was dropped or is an error."""
+    """Sentence about the cut part, the reason for dropping the row, or the error."""
     text: str = ""
-    """Decoded tokens with special tokens; trained text is between `[[` and `]]`."""
+    """The decoded tokens, including special tokens. Trained text is between `[[` and `]]`."""
     num_tokens: int = 0
     num_trained: int = 0
     tokens: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ class ShownRow:
 
 
 def mark_trained(tokens: Sequence[int], loss_mask: Sequence[float], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of the tokens, with `[[` and `]]` around trained parts."""
+    """Decode tokens, with `[[` and `]]` around the trained parts."""
     parts: list[str] = []
     for is_trained, run in itertools.groupby(zip(tokens, loss_mask, strict=True), key=lambda pair: bool(pair[1])):
         text = str(tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
@@ -58,10 +58,10 @@ def mark_trained(tokens: Sequence[int], loss_mask: Sequence[float], tokenizer: P
 def show_sample(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, *, source: str, row: int, num_cut: int = 0
 ) -> ShownRow:
-    """A demonstration as SFT sees it.
+    """Show a demonstration as SFT sees it.
 
     Args:
-        num_cut: number of tokens beyond `max_length`.
+        num_cut: number of tokens that were cut at `max_length`.
     """
     is_cut = sample.status is Status.TRUNCATED
     return ShownRow(
@@ -78,7 +78,7 @@ def show_sample(
 
 
 def describe_row(shown: ShownRow) -> str:
-    """Text for a terminal: a line about the row, then its content."""
+    """Text for a terminal: a line with the row's number, outcome and token counts, then the row's content."""
     counts = f", {shown.num_tokens} tokens, {shown.num_trained} trained on" if shown.num_tokens else ""
     reason = f": {shown.reason}" if shown.reason else ""
     answer = f"\nanswer: {shown.answer}" if shown.answer else ""
@@ -89,7 +89,7 @@ def describe_row(shown: ShownRow) -> str:
 def show_demonstrations(
     rows: Iterable[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
 ) -> Iterator[ShownRow]:
-    """Demonstrations as SFT sees them, including dropped and invalid rows."""
+    """Yield demonstrations as SFT sees them, including dropped and invalid rows."""
     for number, row in rows:
         try:
             [samples] = iterate_samples([(number, row)], source, tokenizer, rules)
@@ -102,7 +102,7 @@ def show_demonstrations(
             longest = max(len(each.tokens) for each in uncut)
             reason = f"{longest} tokens exceed training.sft.max_length {rules.max_length}"
             yield ShownRow(source=source, row=number, outcome="dropped", reason=reason)
-        for sample in samples:  # a row has several samples if turns need separate texts
+        for sample in samples:  # a row has several samples if its turns need separate texts
             num_kept = len(sample.tokens)
             num_tokens = next(len(each.tokens) for each in uncut if each.tokens[:num_kept] == sample.tokens)
             yield show_sample(sample, tokenizer, source=source, row=number, num_cut=num_tokens - num_kept)

@@ -1,10 +1,10 @@
-"""Convert fields that are compared as text to the text in their source, for every kind of file.
+"""Convert the fields `answer` and `id` of a row to text, as they are spelled in the source file.
 
 source                            `answer` of the row
 JSON    1.50  (007 is invalid)    "1.50"     as the number is spelled
 CSV     007                       "007"      the cell
 table   1.5 (float32), 72.0       "1.5" "72" the shortest text of the same number
-any     [1.50, "x"]               '[1.50, "x"]', marked as `JsonText`
+any     [1.50, "x"]               '[1.50, "x"]', with the type `JsonText`
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from decimal import Decimal
 from typing import Any
 
 TEXT_FIELDS = ("answer", "id")
-"""Fields of a row that always become text."""
+"""Fields of a row that always become text, because they are compared as text."""
 
 
 class SpelledNumber(str):
-    """A number of a JSON file in its original spelling."""
+    """A number as it is spelled in a JSON file, for example 1.50."""
 
     __slots__ = ()
 
 
 class JsonText(str):
-    """The text of a JSON list or object."""
+    """JSON text of an answer or id that is a list or object in the source file."""
 
     __slots__ = ()
 
 
 def as_text(value: Any) -> str | None:  # Any: a value of JSON or of a table
-    """The text of a value; None for a missing value.
+    """Convert a value to text; None if the value is missing (null or NaN).
 
-    Floats get the shortest text that reads back as the same number, without ".0".
+    A float becomes the shortest text that parses to the same number, without ".0".
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None

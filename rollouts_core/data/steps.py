@@ -1,10 +1,11 @@
-"""Group rows of demonstrations into SFT steps, with a cursor for resuming.
+"""Group demonstrations into SFT steps, with a cursor that checkpoints save for resuming.
 
     epoch 0   visits  |----- window -----|----- window -----|--|     epoch 1   ...
               rows     packed, shuffled
     Cursor(epoch, position of the window's first visit, rows of the window that were taken)
 
-A cursor identifies a place by itself: to resume there, only one window of rows is read again.
+A visit reads one row of a dataset. A cursor contains everything needed to resume: only the visits of one window are
+read again.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from rollouts_core.types import Sample
 
 
 class Cursor(NamedTuple):
-    """The position of training in its rows."""
+    """Position of training in its data."""
 
     epoch: int = 0
     position: int = 0
-    """Visits of the epoch before the current window."""
+    """Number of visits of the epoch before the current window."""
     num_rows: int = 0
-    """Number of rows already taken from the window."""
+    """Number of batch rows already taken from the current window."""
 
 
 Visit = Sample | Sequence[Sample] | None
-"""Result of visiting a row: one sample, a sequence of samples, or an empty sequence or None if the row is left out."""
+"""Samples of one dataset row: one sample, or a sequence of samples. Empty or None if the row was dropped."""
 
 
 @runtime_checkable
 class EpochSource(Protocol):
-    """Samples that can be visited from any place of any epoch."""
+    """Demonstrations that can be visited from any position of any epoch."""
 
     def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Visit]:
-        """The samples of each visit of an epoch, starting at visit `start`."""
+        """Yield the samples of each visit of an epoch, starting at visit number `start`."""
         ...
 
 
 Samples = EpochSource | Sequence[Sample] | Iterable[Sample]
-"""Demonstrations. A sequence is shuffled each epoch. A stream is read once, in its own order."""
+"""Demonstrations to train on. A sequence is shuffled in each epoch. A stream is read once, in its own order."""
 
 
 class SFTSteps:
-    """The rows of each step; `cursor` is the position of the next step.
+    """Iterator over steps. A step is a list of batch rows; `cursor` is the position after the last step.
 
-    The rows depend only on samples, settings and the first cursor. At the end of a stream an incomplete step is
+    The steps depend only on samples, settings and the initial cursor. An incomplete step at the end of a stream is
     dropped.
 
     Raises:
@@ -74,12 +75,12 @@ class SFTSteps:
 
 
 def iterate_sft_steps(samples: Samples, config: SFTTrainingConfig, cursor: Cursor | None = None) -> SFTSteps:
-    """The rows of steps 1, 2, ...; they depend only on samples and settings, so a resumed run sees the same rows."""
+    """The batch rows of each step. They depend only on samples and settings, so a resumed run gets the same rows."""
     return SFTSteps(samples, config, cursor)
 
 
 def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
-    """All samples repeatedly, in a new seeded order each epoch."""
+    """Yield all samples again and again, in a new seeded order in each epoch."""
     source = _ShuffledSequence(samples)
     return itertools.chain.from_iterable(source.iterate_epoch(epoch, seed=seed) for epoch in itertools.count())
 
@@ -118,7 +119,8 @@ def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) ->
 def _pack_epoch(
     visits: Iterator[Visit], config: SFTTrainingConfig, start: Cursor
 ) -> Iterator[tuple[list[Sample], Cursor]]:
-    """The rows of an epoch after a cursor, each with the cursor after it. A row holds samples of one window."""
+    """Yield the batch rows of an epoch from a cursor on, each with the cursor after it. A row has samples of one
+    window only."""
     position, num_taken = start.position, start.num_rows
     while window := list(itertools.islice(visits, PACKING_WINDOW)):
         kept = [sample for visit in window for sample in _samples_of(visit)]

@@ -1,4 +1,4 @@
-"""Read JSON strictly: duplicate keys, NaN, infinities and halves of surrogate pairs are errors."""
+"""Parse JSON strictly: duplicate keys, NaN, infinities and unpaired surrogates are errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def read_strict_json(text: str) -> Any:  # Any: JSON
     """Parse a JSON text.
 
     Raises:
-        ValueError: it is invalid, or has a duplicate key, NaN, or half of a surrogate pair.
+        ValueError: the text is not valid JSON, or has a duplicate key, NaN, an infinity or an unpaired surrogate.
     """
     value = STRICT_JSON.decode(text.strip())
     if half := find_half_character(value):
@@ -19,7 +19,7 @@ def read_strict_json(text: str) -> Any:  # Any: JSON
 
 
 def find_half_character(value: Any) -> str:  # Any: JSON
-    """The first half of a surrogate pair in a value's texts, in Python's notation; "" without any."""
+    """The first unpaired surrogate (half of a character) in the texts of a value, in ASCII; "" if there is none."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
-"""Convert CSV, JSON arrays and compressed files to one JSONL file, so that all rows are read the same way.
+"""Convert CSV files, JSON arrays and compressed files to one JSONL file, so that all rows are read in the same way.
 
-The `datasets` library would guess column types: "2024-07-26" becomes a time, 1 next to 2.5 becomes 1.0, and 007
-becomes 7.
+The `datasets` library is not used for this, because it guesses column types: "2024-07-26" would become a time, 1 next
+to 2.5 would become 1.0, and 007 would become 7.
 """
 
 from __future__ import annotations
@@ -30,62 +30,63 @@ from rollouts_core.system.regular_files import open_file
 
 FileKind = Literal["json", "csv"]
 SUFFIXES: dict[str, FileKind] = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
-"""File suffixes of text rows, and their format."""
+"""Suffixes of files with rows as text, and the format of each."""
 OPENERS: dict[str, Callable[..., IO[bytes]]] = {
     ".gz": cast(Callable[..., IO[bytes]], gzip.open),
     ".bz2": cast(Callable[..., IO[bytes]], bz2.open),
     ".xz": cast(Callable[..., IO[bytes]], lzma.open),
     ".zst": lambda path: _open_zstd(path),
 }
-"""Suffixes of compressed files."""
+"""Suffixes of compressed files, and the function that opens each."""
 MAX_CELL_CHARS = 1 << 30
-"""Longest text in a CSV cell; long conversations fit."""
+"""Highest number of characters in a CSV cell. The limit allows long conversations."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BOOLEANS = {"true": True, "false": False}
 _DECODER = json.JSONDecoder()
 ONE_LINE = str.maketrans("\r\n", "  ")
-"""Line breaks in JSON: they have no meaning outside of strings, and are written as \\n inside strings."""
+"""Replaces line breaks of a JSON text by spaces. Outside of strings they have no meaning; inside strings they are
+escaped."""
 
 
 class TextFile(NamedTuple):
-    """A file with rows as text."""
+    """A file that contains rows as text."""
 
     path: Path
     kind: FileKind
     name: str
-    """Name of the file in messages: its content may be in a cache."""
+    """Name of the file in messages. `path` may be a cache file with another name."""
     separator: str = ","
-    """Separator of CSV cells."""
+    """Separator of the cells in a CSV file."""
     field: str = ""
-    """Field of a JSON object with the rows; empty uses the whole file."""
+    """Field of the file's JSON object that contains the rows. If it is empty, the whole file contains rows."""
 
 
 def find_kind(path: str | Path) -> tuple[FileKind | None, str]:
-    """The format of a file by its name (None if unknown), and its suffix of compression."""
+    """(format, compression suffix) of a file by its name. The format is None if it is unknown; the suffix may be ""."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     packing = suffixes.pop() if suffixes and suffixes[-1] in OPENERS else ""
     return SUFFIXES.get(suffixes[-1] if suffixes else ""), packing
 
 
 def find_separator(path: str | Path) -> str:
-    """The separator of a CSV file's cells by its name."""
+    """The separator of a CSV file's cells, chosen by the file name."""
     return "\t" if ".tsv" in Path(path).suffixes else ","
 
 
 def is_array(path: Path) -> bool:
-    """True if a JSON file is an array; False if it has one row per line."""
+    """True if a JSON file contains one array; False if it contains one row per line."""
     with open_file(path) as file:
         return file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def write_lines(files: Iterable[TextFile], target: Path, columns: Mapping[str, ColumnType]) -> None:
-    """Write the rows of files, in order, to the JSONL file `target`, atomically.
+    """Write the rows of text files, in order, to the JSONL file `target`, atomically.
 
     Args:
         columns: types of CSV columns that are not text.
 
     Raises:
-        DataError: a file cannot be read, or a CSV row is invalid.
+        DataError: a file cannot be read, or a row is invalid.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with appearing_whole(target) as partial, partial.open("wb") as out:
@@ -127,7 +128,7 @@ def _lines_of(file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnTy
 
 
 def _lines_in(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split a text that arrives in pieces into lines."""
+    """Split byte chunks into lines."""
     begun = b""
     for chunk in chunks:
         *lines, begun = (begun + chunk).split(b"\n")
@@ -142,7 +143,7 @@ def _json_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _array_elements(file: TextFile, content: bytes) -> Iterator[bytes]:
-    """The elements of a JSON array in their original spelling, each on one line."""
+    """Yield the elements of a JSON array in their original spelling, each on one line."""
     text = _decoded(file, content)
     place = text.index("[")
     end = place
@@ -154,7 +155,8 @@ def _array_elements(file: TextFile, content: bytes) -> Iterator[bytes]:
 
 
 def _rows_below(file: TextFile, content: bytes) -> Iterator[bytes]:
-    """The rows in the README's field of a JSON object: an array of rows, or arrays of columns."""
+    """Yield the rows in one field of a JSON object. The field has an array of rows, or an object with an array per
+    column."""
     text = _decoded(file, content)
     place = dict(_values_of(file, text, _skip_space(text, 0))).get(file.field)
     if place is None:
@@ -182,7 +184,7 @@ def _on_one_line(text: str) -> bytes:
 
 
 def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each element of the array at a position."""
+    """Yield the start and end of each element of the JSON array at a position of the text."""
     if text[place : place + 1] != "[":
         raise DataError(f"{file.name}: not valid JSON: expected an array at character {place}")
     number, place = 1, _skip_space(text, place + 1)
@@ -193,13 +195,13 @@ def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, i
         if text[place : place + 1] == "]":
             return
         if text[place : place + 1] != ",":
-            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] after it")
+            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] after the row")
         place = _skip_space(text, place + 1)
         number += 1
 
 
 def _values_of(file: TextFile, text: str, place: int) -> Iterator[tuple[str, int]]:
-    """The keys of the object at a position, each with the start of its value."""
+    """Yield the keys of the JSON object at a position of the text, each with the start of its value."""
     if text[place : place + 1] != "{":
         return
     place = _skip_space(text, place + 1)
@@ -230,7 +232,8 @@ def _skip_space(text: str, place: int) -> int:
 def _csv_rows(
     file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnType]
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
-    """The rows of a CSV file as objects: cells are text unless `columns` has a type; empty cells are left out."""
+    """Yield the rows of a CSV file as objects. Empty cells are left out. Other cells are text if `columns` has no
+    type for them."""
     csv.field_size_limit(MAX_CELL_CHARS)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     reader = csv.reader(lines, delimiter=file.separator, strict=True)
@@ -269,18 +272,18 @@ def _csv_row(
 
 
 def _check_header(file: TextFile, header: list[str], columns: Mapping[str, ColumnType]) -> None:
-    """Raise DataError for duplicate columns, or a typed column that is missing."""
+    """Raise DataError if the header has a duplicate column, or lacks a column that `columns` names."""
     if twice := next((name for name in header if header.count(name) > 1), None):
         raise DataError(f"{file.name}: the column {twice!r} occurs twice in the first line: rename one of them")
     for name in columns:
         if name not in header:
             raise DataError(
-                f"{file.name} has no column {name!r}, whose type `columns` gives{closest_name(name, header)}"
+                f"{file.name} has no column {name!r}, but `columns` sets its type{closest_name(name, header)}"
             )
 
 
 def _typed(file: TextFile, number: int, name: str, cell: str, kind: ColumnType) -> Any:  # Any: JSON
-    """The value of a cell, as text for fields that are compared as text."""
+    """Convert a cell to its column's type. Values of the fields in `TEXT_FIELDS` become text again."""
     try:
         value = _READERS[kind](cell)
     except (ValueError, KeyError) as error:

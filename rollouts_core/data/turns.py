@@ -1,15 +1,15 @@
-"""Find the beginning and end of an assistant's turn in a chat template's text.
+"""Find where assistant turns begin and end in the text of a chat template.
 
 A turn is the text after the generation prompt, as at inference:
 
     before    <|user|>1+1=?<|end|><|assistant|>
     turn                                       2<|end|>
 
-Templates differ in four ways, which `find_turn_form` learns from two short conversations:
+Templates differ in four ways. `find_turn_form` detects them by rendering short test conversations:
 
-* The generation prompt contains more than the beginning of a turn (DeepSeek: `<think>`).
+* The generation prompt contains text that rendered turns omit (DeepSeek: `<think>`).
 * The end of a conversation has one more token after the last turn's end (Phi-3: `<|endoftext|>`).
-* The next turn's header ends a turn (GLM-4: `<|user|>`).
+* The header of the next turn ends a turn (GLM-4: `<|user|>`).
 * A turn that calls a tool has another end token (gpt-oss: `<|call|>`).
 """
 
@@ -31,53 +31,53 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_THOUGHTS = "</think>"
-"""Tag after the thoughts at the beginning of a turn's text. Many templates search for this tag, and some cut the text
-there."""
+"""Tag that ends the thoughts at the beginning of a message's text. Many templates search for it, and some remove the
+text before it."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of different templates for thoughts outside of the text."""
+"""Message keys that templates use for thoughts stored outside of the message's text."""
 OPENS_THOUGHTS = re.compile(r"([<\[])([\w:]+)([>\]])\s*\Z")
-"""A tag at the end of a generation prompt that is not closed."""
+"""Matches an opening tag at the end of a generation prompt."""
 
 TAG = re.compile(r"[<\[]/?\w+[>\]]")
 
 
 class TurnForm(NamedTuple):
-    """The beginning and end of an assistant's turn in a chat template."""
+    """How a chat template begins and ends an assistant turn."""
 
     is_known: bool = False
-    """True if the template writes the assistant's text, so that it can be tested."""
+    """True if the template writes the assistant's text. Otherwise the form of turns cannot be detected."""
     cue: str = ""
-    """The end of the generation prompt, if turns inside a conversation are written without this text."""
+    """The end of the generation prompt, if turns inside a conversation are rendered without this text."""
     rest: str = ""
-    """Text after the assistant's words at the end of a conversation."""
+    """Text after the assistant's message at the end of a conversation."""
     surplus: str = ""
-    """The part of `rest` after the turn's end, which the template writes only at the end of a conversation."""
+    """The part of `rest` after the turn's end. The template writes it only at the end of a conversation."""
     end_within: str = ""
-    """Special token that ends a turn inside a conversation; empty if the next turn's header ends it."""
+    """Special token that ends a turn inside a conversation. Empty if the header of the next turn ends it."""
     end_of_call: str = ""
-    """Special token at the end of a turn that calls a tool."""
+    """Special token that ends a turn with a tool call."""
     header: str = ""
-    """Special token of a user's turn, if nothing else ends an assistant's turn."""
+    """Special token that begins a user turn, if only this header ends an assistant turn."""
     header_of_answer: str = ""
-    """Special token of a tool's answer, if nothing else ends an assistant's turn."""
+    """Special token that begins a tool's answer, if only this header ends an assistant turn."""
 
 
 class RenderedTurn(NamedTuple):
-    """A turn of the assistant as text."""
+    """The text of an assistant turn and of the conversation before it."""
 
     before: str
-    """The conversation before the turn, with the generation prompt."""
+    """The conversation before the turn, including the generation prompt."""
     turn: str
-    """The message and the end of the turn."""
+    """The text after the generation prompt: the message and the turn's end."""
 
 
 def find_turn_form(tokenizer: PreTrainedTokenizerBase) -> TurnForm:
-    """The chat template's form of turns; cached until the template or the tokens change."""
+    """How the chat template begins and ends turns. Cached until the template or the number of tokens changes."""
     return _find_turn_form(tokenizer, json.dumps(tokenizer.chat_template), len(tokenizer))
 
 
 def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Special tokens that end assistant turns in the chat template; empty if it uses plain text."""
+    """Ids of the special tokens that end assistant turns in the chat template. Empty if turns end with plain text."""
     if tokenizer.chat_template is None:
         return ()
     form = find_turn_form(tokenizer)
@@ -91,9 +91,10 @@ def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """True if a token ends a text: a turn end of the template or of other models.
+    """True if the token ends a turn or text, in this template or in those of other models.
 
-    Special tokens count as ends (`<|return|>`, `<|eom_id|>`, `<|endoftext|>`), tags (`</answer>`) do not.
+    Special tokens such as `<|return|>`, `<|eom_id|>` and `<|endoftext|>` count as ends. Tags such as `</answer>` do
+    not.
     """
     key = (json.dumps(tokenizer.chat_template), len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     return token in _find_ends(tokenizer, *key)
@@ -102,10 +103,10 @@ def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 def render_turn(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, tools: Tools
 ) -> RenderedTurn:
-    """Turn `number` of a conversation after its generation prompt, without later messages.
+    """Render assistant message `number` as a turn after its generation prompt, without later messages.
 
     Raises:
-        DataError: the template refuses the messages, or writes the text before the turn in two ways.
+        DataError: the template refuses the messages, or renders the text before the turn in two different ways.
     """
     form = find_turn_form(tokenizer)
     before = render_text(tokenizer, messages[:number], tools, add_generation_prompt=True) if number else ""
@@ -121,16 +122,18 @@ def render_turn(
 
 
 def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: str, given: str) -> int:
-    """The position after the given beginning of a turn's content.
+    """Position in a turn's text after a given beginning of its message.
 
     Args:
-        turn: text of the turn; templates may strip spaces around the content.
+        turn: text of the turn. The template may have stripped spaces around the message.
+        content: the whole message.
+        given: the beginning of `content` that was given to the model.
 
     Raises:
-        DataError: the template writes other words.
+        DataError: the template changes the message's words.
     """
     form = find_turn_form(tokenizer)
-    # Search from the end, because a header may contain the same letters as a short beginning.
+    # Search from the end: the turn's header may contain the same letters as a short beginning.
     body = turn.removesuffix(form.rest.removesuffix(form.surplus))
     for words, beginning in ((content, given), (content.strip(), given.lstrip())):
         start = len(body) - len(words) if body.endswith(words) else body.rfind(words)
@@ -143,15 +146,20 @@ def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: st
 
 
 def find_header(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> str:
-    """The special token at a position of a text, or ""."""
+    """The special token at position `start` of a text; "" if there is none."""
     found = _special_pattern(tokenizer).match(text, start)
     return found[0] if found else ""
 
 
 def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str) -> str:
-    """The turn's text after the generation prompt, for a template that ends the prompt with a cue and writes turns
-    without it. If the cue opens thoughts, the text has the message's thoughts (possibly empty) and the closing tag,
-    because a model must close its thoughts before it can answer.
+    """Text of a turn after a generation prompt that ends with a cue, although rendered turns omit the cue.
+
+    If the cue opens thoughts, the returned text has the message's thoughts (possibly empty) and the closing tag,
+    because a model must close its thoughts before it answers.
+
+    Args:
+        turn: the turn as the template renders it.
+        before, written: texts for the error message.
     """
     opening = OPENS_THOUGHTS.search(cue)
     if not opening:
@@ -162,7 +170,8 @@ def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str
             turn = turn.lstrip("\n")
         return turn
     closing = f"{opening[1]}/{opening[2]}{opening[3]}"
-    if turn.lstrip().startswith(opening[0].strip()):  # the template writes other spaces around the tag
+    # the template has other spaces around the tag than the generation prompt
+    if turn.lstrip().startswith(opening[0].strip()):
         return turn.lstrip().removeprefix(opening[0].strip()).lstrip("\n")
     if closing in turn:
         return turn
@@ -174,7 +183,11 @@ def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str
 
 
 def _render_beginning(tokenizer: PreTrainedTokenizerBase, tools: Tools, written: str) -> str:
-    """The text before a turn that begins a conversation: up to the usual beginning of a turn."""
+    """The text before an assistant turn that begins a conversation.
+
+    Raises:
+        DataError: the beginning of the turn cannot be found in the rendered text.
+    """
     asks: list[Message] = [{"role": "user", "content": "?"}]
     question, asked = (render_text(tokenizer, asks, tools, add_generation_prompt=each) for each in (False, True))
     beginning = asked.removeprefix(question)
@@ -188,7 +201,12 @@ def _render_beginning(tokenizer: PreTrainedTokenizerBase, tools: Tools, written:
 
 
 def _not_behind(before: str, written: str) -> DataError:
-    """The error for a template that does not write a turn after its generation prompt."""
+    """Error for a template that renders other text before a turn than its generation prompt.
+
+    Args:
+        before: the rendered generation prompt.
+        written: the rendered conversation with the turn.
+    """
     place = len(_common_prefix(before, written))
     shown, found = (repr(text[place : place + 60]) for text in (before, written))
     return DataError(
@@ -203,7 +221,8 @@ def _not_behind(before: str, written: str) -> DataError:
 def _find_ends(
     tokenizer: PreTrainedTokenizerBase, _template: str, _num_tokens: int, begin: int | None, end: int | None
 ) -> frozenset[int]:
-    """The tokens of `is_end`; cached, because listing special tokens takes longer than tokenizing a text."""
+    """Ids of the tokens for which `is_end` is true. Cached, because listing special tokens takes longer than
+    encoding a text."""
     added = tokenizer.added_tokens_decoder.items()
     special = {token for token, each in added if each.special and not TAG.fullmatch(each.content)} - {begin}
     return frozenset(special | {*find_turn_ends(tokenizer)} | ({end} if end is not None else set()))
@@ -234,7 +253,7 @@ def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tok
     question = render(asks)
     if not rest.strip():
         header = find_header(tokenizer, middle, 0)
-        # Leave out a token that also begins assistant turns, because it does not show that a turn has ended.
+        # A token that also begins assistant turns does not show that a turn has ended.
         if header == find_header(tokenizer, asked.removeprefix(question), 0):
             return TurnForm(True, cue, rest)
         behind = behind_call[len(_common_prefix(behind_call, rest_of_call)) :]
@@ -243,14 +262,14 @@ def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tok
     between = render(asks, cast(Message, {**calls, "tool_calls": calls["tool_calls"] * 2})).split(TURN_MARK)[1:-1]
     surplus = rest[_end_of_turn(tokenizer, rest, middle) :]
     end_of_call = _end_of_call(tokenizer, rest_of_call, "".join(between))
-    # gpt-oss ends the last turn with its own token, and earlier turns with the token that also ends questions.
+    # gpt-oss ends the last turn with one token, and earlier turns with the token that also ends user messages.
     behind_question = question.rpartition("?")[2]
     end, *known = (find_header(tokenizer, each.lstrip(), 0) for each in (middle, rest, behind_question))
     return TurnForm(True, cue, rest, surplus, end if end in known else "", end_of_call)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, rest: str, middle: str) -> int:
-    """Length of a last turn's end, without special tokens that occur only at the end of a conversation."""
+    """Length of the turn's end in `rest`, without special tokens that occur only at the end of a conversation."""
     end = 0
     for found in _special_pattern(tokenizer).finditer(rest):
         if not middle.startswith(rest[: found.end()]):
@@ -260,7 +279,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, rest: str, middle: str) -> 
 
 
 def _end_of_call(tokenizer: PreTrainedTokenizerBase, rest: str, between: str) -> str:
-    """Special token at the end of a turn that calls a tool; empty if it also separates two calls."""
+    """Special token that ends a turn with a tool call. Empty if the same token also separates two calls of a turn."""
     found = [each[0] for each in _special_pattern(tokenizer).finditer(rest)]
     return found[-1] if found and rest.rstrip().endswith(found[-1]) and found[-1] not in between else ""
 
@@ -276,6 +295,6 @@ def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 @lru_cache(maxsize=16)
 def _find_special_pattern(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> re.Pattern[str]:
-    """A pattern of the added tokens; cached, because some tokenizers reserve hundreds."""
+    """Pattern that matches any added token of the tokenizer. Cached, because some tokenizers have hundreds."""
     added = sorted((each.content for each in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, filter(str.strip, added))) or r"(?!)")

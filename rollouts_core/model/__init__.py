@@ -1,1 +1,2 @@
-"""The policy: loading a language model, log-probs without full logits, adapters."""
+"""The policy model: loading a language model, log-probs without storing all logits, attention kernels, LoRA
+adapters."""

@@ -1,6 +1,6 @@
-"""Write a model's adapters as a folder that PEFT loads.
+"""Write a model's LoRA adapters as a folder that PEFT can load.
 
-adapter/adapter_config.json           rank, scale, full names of layers, name of the start model
+adapter/adapter_config.json           rank, scale, full names of the adapted layers, name of the start model
 adapter/adapter_model.safetensors     base_model.model.<layer>.lora_{A,B}.weight, float32
 """
 
@@ -26,33 +26,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
-"""PEFT's prefix for the names of a model's layers."""
+"""Prefix that PEFT adds to the names of a model's layers."""
 
 
 def write_adapter_folder(folder: Path, hf_model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Write `folder` for `peft.PeftModel.from_pretrained(base, folder)`.
+    """Write the adapters into `folder`, for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    Writes nothing if PEFT would load the adapters into other layers: in some mixtures of experts, PEFT maps layers with
-    an expert's name, such as a shared expert, to the fused experts of transformers 5.
+    Writes nothing, with a warning, if PEFT would load the adapters into other layers. In some mixture-of-experts
+    models, PEFT maps layers with an expert's name (such as a shared expert) to the fused experts of transformers 5.
 
     Args:
-        hf_model: model with the adapters.
-        weights: the adapters by their names in `hf_model`, in host memory.
+        hf_model: the model with its adapters.
+        weights: the adapters' weights by their names in `hf_model`, in host memory.
     """
     settings = describe_adapters(hf_model)
     if is_converted(settings, hf_model):
-        logger.warning("no adapter folder: PEFT would load adapters of %s into experts", hf_model.config.model_type)
+        logger.warning(
+            "wrote no adapter folder: PEFT would load the adapters of this %s model into other layers (fused experts)",
+            hf_model.config.model_type,
+        )
         return
     folder.mkdir()
     listed = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
-    content = json.dumps(listed, indent=2, sort_keys=True) + "\n"  # sorted, because a manifest has the file's digest
+    # sorted, so that equal settings give an equal digest in the manifest
+    content = json.dumps(listed, indent=2, sort_keys=True) + "\n"
     (folder / "adapter_config.json").write_text(content, encoding="utf-8")
     named = {PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def describe_adapters(hf_model: PreTrainedModel) -> LoraConfig:
-    """PEFT's settings for the adapters that `lora.add_adapters` added."""
+    """PEFT's settings for the adapters that `lora.add_adapters` added to the model."""
     from peft import LoraConfig
 
     layers = adapted_layers(hf_model)
@@ -70,16 +74,16 @@ def describe_adapters(hf_model: PreTrainedModel) -> LoraConfig:
 
 
 def is_converted(settings: LoraConfig, hf_model: PreTrainedModel) -> bool:
-    """True if PEFT would load a model's adapters into other layers."""
+    """True if PEFT would load the adapters into layers other than those from which they were saved."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # older versions do not convert
+    except ImportError:  # older versions of PEFT do not map layers
         return False
     converted = deepcopy(settings)
     try:
         conversion.convert_peft_config_for_transformers(
             converted, model=hf_model, conversions=conversion.get_model_conversion_mapping(hf_model)
         )
-    except ValueError:  # only some of the layers to fuse have adapters
+    except ValueError:  # only some of the layers that PEFT would fuse have adapters
         return True
     return set(converted.target_modules or ()) != set(settings.target_modules or ())

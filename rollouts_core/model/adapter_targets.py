@@ -1,6 +1,6 @@
-"""Find the layers of a model that get adapters, by name.
+"""Find the layers of a model that can get adapters, by their names in the weight files.
 
-Used before anything is rented or started, so this file must not import torch.
+This check runs before any machine is rented or started, so this file must not import torch.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import find_model_size
 
 WITHOUT_ADAPTER = re.compile(r"embed|\bw[pt]e\b|\blm_head\b|\.experts\.\d")
-"""Matches names of embeddings, the output head, and experts, which transformers merges into one tensor."""
+"""Matches names of embeddings, the output head, and experts. transformers merges experts into one tensor."""
 READ_PAST_ADAPTERS = re.compile(r"(.*\.)(x|dt|out)_proj")
-"""Names of layers whose weights a Mamba mixer's kernels read directly (for `dt_proj` also in torch): an adapter on them
-would not be trained."""
+"""Matches names of layers in Mamba mixers whose weights kernels read directly, without calling the layer.
+
+An adapter on such a layer would not be trained. For `dt_proj` this also holds without kernels."""
 MAMBA_PARAMETERS = ("A_log", "D")
-"""Parameters of a Mamba mixer besides these layers; linear attention does not have both."""
+"""Parameters by which a Mamba mixer is recognized. Linear attention does not have both of them."""
 WEIGHTS_ALONE = re.compile(r".*\.(router\.classifier|altup\.correction_coefs)")
-"""Names of layers of LongCat and Gemma 3n whose weight is read directly, with the same effect."""
+"""Matches names of layers in LongCat and Gemma 3n whose weight is also read without calling the layer."""
 BEFORE_LAYER_NUMBER = re.compile(r"^.*?\.(?=\d+\.)")
 MAX_SHOWN = 20
 
 
 def linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers that may get adapters, by name.
+    """The layers that can get adapters: name -> shape of the weight.
 
     Args:
-        tensors: shapes of a model's tensors by their names in its files.
+        tensors: shapes of the model's tensors by their names in the weight files.
     """
     return {
         name.removesuffix(".weight"): shape
@@ -42,7 +43,7 @@ def linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
 
 
 def is_read_past_adapters(layer: str, tensors: Collection[str]) -> bool:
-    """True if the model reads a layer's weight without calling the layer, judged by tensor names."""
+    """True if the model reads the layer's weight without calling the layer, judged by the tensors' names."""
     if WEIGHTS_ALONE.fullmatch(layer):
         return True
     found = READ_PAST_ADAPTERS.fullmatch(layer)
@@ -50,12 +51,12 @@ def is_read_past_adapters(layer: str, tensors: Collection[str]) -> bool:
 
 
 def is_target(layer: str, name: str) -> bool:
-    """True if a name in `lora.target_modules` is a layer's name or its end, as in peft."""
+    """True if a name in `lora.target_modules` equals the layer's name or the end of it, as in peft."""
     return f".{layer}".endswith(f".{name}")
 
 
 def is_target_in_files(layer: str, name: str) -> bool:
-    """`is_target` for a layer's name in files, which may have another prefix before the layer's number."""
+    """Like `is_target`, for a layer's name in weight files, which may have another prefix before the layer's number."""
     return is_target(layer, BEFORE_LAYER_NUMBER.sub("", name))
 
 
@@ -66,7 +67,13 @@ def check_target_modules(
     setting: str = "lora.target_modules",
     matches: Callable[[str, str], bool] = is_target,
 ) -> None:
-    """Raise ConfigError for a name that matches no layer."""
+    """Raise ConfigError if a name in a setting matches no layer.
+
+    Args:
+        names: names in the setting.
+        layers: names of the model's layers that can get adapters.
+        matches: decides if a layer matches a name.
+    """
     unknown = [name for name in names if not any(matches(layer, name) for layer in layers)]
     if not unknown:
         return
@@ -74,15 +81,16 @@ def check_target_modules(
     shown = ", ".join(known[:MAX_SHOWN]) + ", ..." * (len(known) > MAX_SHOWN)
     these = "this name" if len(unknown) == 1 else "these names"
     raise ConfigError(
-        f"{setting} {', '.join(unknown)}: the model has no linear layer with {these} that adapters support; it has "
-        f"{shown}: name some of these, or remove the setting to adapt all"
+        f"{setting} {', '.join(unknown)}: the model has no linear layer with {these} that supports adapters; it has "
+        f"{shown}: use some of these names, or remove the setting to adapt all layers"
     )
 
 
 def check_adapters(config: Config) -> list[str]:
-    """Compare target modules with the layers in the model's files; returns a sentence for each setting not compared.
+    """Check that the target modules in the settings exist in the model's weight files.
 
-    Models with their own code are skipped, because their layers may have other names than in the files.
+    Models with their own code are skipped, because their layers may have other names than in the files. Returns a
+    sentence for each setting that could not be checked.
 
     Raises:
         ConfigError: a target module matches no layer.

@@ -1,10 +1,10 @@
-"""Resolve `policy.attention = "auto"` to an attention kernel. torch is not imported.
+"""Choose the attention kernel for `policy.attention = "auto"`. This file does not import torch.
 
 float32, or no GPU                                          sdpa
-RL in which sharing prompts saves more                      sdpa: sharing needs its mask
+RL in which sharing prompts is faster                       sdpa: sharing needs a mask
 bfloat16, and torch's varlen_attn supports the model        varlen
 bfloat16, and flash-attn is installed                       flash_attention_3, flash_attention_2
-else                                                        sdpa
+otherwise                                                   sdpa
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, Ro
 from rollouts_core.model.model_shape import ModelShape, read_shape
 
 MAX_SHARERS = 4
-"""Highest number of completions that share a prompt in a row. With a higher number, prompts would be computed less
-often, but each row would attend over more masked positions."""
+"""Highest number of completions that share a prompt in a row.
+
+With a higher number, prompts would be computed less often, but each row would attend over more masked positions."""
 MASKED_COST = 3.0
-"""Assumed cost of a product in a kernel with a mask, relative to a kernel without a mask; not measured on a GPU."""
+"""Assumed cost of a product in a kernel with a mask, relative to a kernel without a mask. Not measured on a GPU."""
 
 
 class Choice(NamedTuple):
-    """A kernel, and the reason for it."""
+    """An attention kernel, and the reason for choosing it."""
 
     kernel: str
     """A value of `policy.attention`."""
     reason: str
-    """The reason as a clause, for messages."""
+    """The reason as a clause for messages."""
 
 
 Training = TypeVar("Training", bound=SFTTrainingConfig | RLTrainingConfig)
 
 
 class SharedPrompts(NamedTuple):
-    """Lengths and number of RL completions that may share a prompt."""
+    """Completions of RL that may share a prompt in a row: their number, and the lengths in tokens."""
 
     prompt_tokens: int
     new_tokens: int
@@ -43,7 +44,7 @@ class SharedPrompts(NamedTuple):
 
 
 def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompts | None:
-    """The completions that could share a prompt; None if sharing is off."""
+    """The completions that could share a prompt in a row; None if the settings exclude sharing."""
     num_samples = min(MAX_SHARERS, rollout.n_samples_per_prompt)
     if not rl.packing or num_samples < 2:
         return None
@@ -51,10 +52,11 @@ def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompt
 
 
 def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
-    """True if computing a prompt once saves more than the mask between its completions costs.
+    """True if computing a shared prompt only once saves more time than the mask costs.
 
-    A token costs two operations per weight of the layers, and four per attended token and number of the query. With a
-    mask, every token of a row attends to every other token; without a mask, only to earlier tokens.
+    Estimate: a token costs two operations per weight of the layers, and four operations per attended token and element
+    of the query. With a mask, a token attends to all tokens of its row. Without a mask, it attends only to earlier
+    tokens of its sample.
     """
     weights = shape.num_layers * (
         2 * shape.hidden_size * (shape.query_size + shape.kv_size) + 3 * shape.hidden_size * shape.intermediate_size
@@ -68,11 +70,11 @@ def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
 
 
 def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: SharedPrompts | None) -> str:
-    """The expected kernel on a GPU with `varlen`, for estimates before a run.
+    """The kernel that a run on a GPU with `varlen` will probably use. For estimates before the run.
 
     Args:
-        settings: the model's config.json.
-        shared: RL completions that could share a prompt.
+        settings: content of the model's config.json.
+        shared: completions that could share a prompt; None without sharing.
     """
     if policy.attention != "auto":
         return policy.attention
@@ -83,7 +85,7 @@ def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: S
 
 
 def with_kernel(training: Training, kernel: str) -> Training:
-    """Copy a stage's settings with another attention kernel."""
+    """A copy of a stage's training settings with this attention kernel."""
     policy = training.policy.model_copy(update={"attention": kernel})
     return cast("Training", training.model_copy(update={"policy": policy}))
 
@@ -91,11 +93,11 @@ def with_kernel(training: Training, kernel: str) -> Training:
 def choose_kernel(
     model: ModelConfig, policy: PolicyConfig, *, device_type: str, shared: SharedPrompts | None = None
 ) -> Choice:
-    """The kernel for "auto" on this machine.
+    """Choose the kernel for "auto" on this machine.
 
     Args:
-        device_type: type of the training device: cpu, cuda, ...
-        shared: RL completions that could share a prompt.
+        device_type: type of the training device, such as "cpu" or "cuda".
+        shared: completions that could share a prompt; None without sharing.
     """
     if policy.precision == "float32":
         return Choice("sdpa", "the precision is float32")
@@ -105,7 +107,7 @@ def choose_kernel(
 
     found = find_settings(model)
     if expected_kernel(policy, found.to_dict() if found else {}, shared) == "sdpa":
-        return Choice("sdpa", "completions that share their prompt are estimated to be faster than separate ones")
+        return Choice("sdpa", "sharing prompts needs a mask and is estimated to be faster than a kernel without a mask")
     return _choose_without_mask(model, device_type)
 
 
@@ -125,5 +127,5 @@ def _choose_without_mask(model: ModelConfig, device_type: str) -> Choice:
     if kernel and takes_flash_attention(model):
         return Choice(kernel, f"flash attention is installed, and varlen cannot be used: {reason}")
     return Choice(
-        "sdpa", f"varlen cannot be used: {reason}; the mask of packed rows takes memory of their length squared"
+        "sdpa", f"varlen cannot be used: {reason}; the memory of the mask grows with the square of the row length"
     )

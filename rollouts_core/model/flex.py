@@ -1,10 +1,10 @@
-"""Attention with a block mask: torch's FlexAttention as a kernel of transformers.
+"""Attention kernel with a block mask: torch's FlexAttention, registered in transformers.
 
     segments, prompts and positions -> block mask: for blocks of 128 x 128 positions, which of them are computed
     q, k, v and the block mask      -> flex_attention
 
-Like a mask of T x T numbers, a block mask separates the samples of a row and lets them share a prompt, but masked
-blocks are not computed. torch has no gradients of FlexAttention on a CPU.
+A block mask separates the samples of a row and lets them share a prompt, like a mask of T x T numbers. Unlike with such
+a mask, masked blocks are not computed. On a CPU, torch has no gradients of FlexAttention.
 
 B rows, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLEX = "flex"
-"""Name of this kernel in transformers and in `policy.attention`."""
+"""Name of the FlexAttention kernel in transformers and in `policy.attention`."""
 
 
 def attend_flex(
@@ -42,21 +42,26 @@ def attend_flex(
     attention_mask: BlockMask,
     **others: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as (B, T, H, D), with the score caps and sinks of transformers' own kernel."""
+    """Attention, as (B, T, H, D). transformers' FlexAttention kernel adds the model's score caps and attention
+    sinks."""
     dtype = half_precision(value_BKTD)
     heads = (each.to(dtype) for each in (query_BHTD, key_BKTD, value_BKTD))
     return flex_attention_forward(module, *heads, attention_mask, **others)  # type: ignore[no-any-return]
 
 
 def use_flex_attention(hf_model: PreTrainedModel) -> None:
-    """Switch a model to this kernel. Call `why_not_flex` first."""
-    # No mask function is registered: transformers would test for packed rows, and wait for the GPU.
+    """Switch a model to FlexAttention. First check with `why_not_flex` that the model and machine support it."""
+    # No mask function is registered, because transformers would then test for packed rows and wait for the GPU.
     AttentionInterface.register(FLEX, attend_flex)
     hf_model.set_attn_implementation(FLEX)
 
 
 def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
-    """The positions that each position may read, as in `batch.block_causal_mask`, for one kind of layer."""
+    """The block mask of a batch, with the same rule as `batch.block_causal_mask`, for one kind of layer.
+
+    Args:
+        window: number of positions in the layers' sliding window; None for full attention.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     num_rows, length = batch.segment_ids_BT.shape
@@ -70,14 +75,14 @@ def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
         return (key <= query) & is_own & is_near
 
     device = segments_BT.device
-    # Compiled code never materializes the T x T mask.
+    # compiled code does not store the T x T mask
     return create_block_mask(
         may_read, num_rows, None, length, length, device=str(device), _compile=device.type == "cuda"
     )
 
 
 def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
-    """Why the kernel cannot train a model on this machine, as a clause; "" if it can."""
+    """Reason why FlexAttention cannot train the model on this machine, as a clause; "" if it can."""
     if not is_torch_flex_attn_available():
         return f"torch {torch.__version__} has no FlexAttention"
     if device_type != "cuda":
@@ -91,10 +96,10 @@ def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(hf_model: PreTrainedModel) -> str:
-    """Why the kernel does not cover a model's attention, as a clause; "" if it does."""
+    """Reason why FlexAttention cannot compute the model's attention, as a clause; "" if it can."""
     settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flex_attn:
-        return f"{name} models are not known to work with it"
+        return f"{name} models are not known to work with FlexAttention"
     if kind := find_unmasked_layers(hf_model.config):
         return f"{name} has {kind} layers"
     if getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0):

@@ -26,50 +26,53 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 UNLOADABLE = (OSError, ValueError, KeyError)
-"""Exceptions of transformers for missing files and unknown kinds of models."""
+"""Exceptions that transformers raises for missing files and unknown model types."""
 BAD_SETTINGS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions of transformers for a config.json with impossible values."""
+"""Exceptions that transformers raises for a config.json with impossible values."""
 LARGE_LOGIT = 100.0
-"""A logit of this size is changed by any logit cap in use."""
+"""A logit so large that every cap used by published models changes it."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
-"""Attention kernels that support every number format."""
+"""Attention kernels that support float32 and all other dtypes."""
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
-"""The kinds of layers in which a position reads exactly what the mask permits."""
+"""Kinds of layers in which a position reads exactly the positions that the mask allows."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
-"""Model types that ignore attention masks between positions of a row, which their settings do not show."""
+"""Model types that ignore attention masks inside a row. Their settings do not show this."""
 UNTOLD_MODELS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
     *("trocr", "whisper", "xlnet"),
 }
-"""Model types without position input, which count positions along the row."""
+"""Model types that take no position ids and count positions along the row instead."""
 MODELS_OF_ROW_DISTANCES = {"gpt_neo", "mpt"}
-"""Model types that measure the distance between tokens along the row and ignore positions. The result is right only if
-all tokens of a sample are adjacent."""
+"""Model types that compute the distance between tokens from their places in the row, whatever their position ids.
+
+The result is correct only if all tokens of a sample are adjacent in the row."""
 MODELS_OF_SHORT_ROWS = {"big_bird", "gpt_neo", "mpt", "reformer"}
-"""Model types that refuse rows longer than their number of positions, regardless of the positions inside: they index a
-table by row length."""
+"""Model types that refuse rows longer than their number of positions, even if all position ids are small.
+
+They have a table that is indexed by the row length."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
-"""Prefixes of settings in models without a position limit, or whose layers need no positions."""
+"""Prefixes of settings that show that a model has no fixed number of positions, or needs no positions."""
 
 
 class Positions(NamedTuple):
-    """The sequence length that a model was made for."""
+    """The number of positions for which a model was made."""
 
     num: int
     are_all: bool
-    """True if longer sequences are impossible: each position is a row of a table."""
+    """True if longer sequences are impossible, because the model stores one vector per position in a table."""
 
 
 def load_hf_model(
     config: ModelConfig, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """Load the causal language model at `config.path` in training mode, from safetensors unless `allow_pickle`.
+    """Load the causal language model at `config.path` in training mode. Reads only safetensors unless `allow_pickle` is
+    set.
 
     Args:
-        device: "meta" builds the model without values.
-        dtype: number format of the weights.
-        attention: attention kernel by its name in transformers; models without sdpa use eager instead.
+        device: device of the model. "meta" builds the model without weights.
+        dtype: dtype of the weights.
+        attention: name of the attention kernel in transformers. Models without sdpa use eager instead of sdpa.
 
     Raises:
         CheckpointError: the path has no loadable model.
@@ -87,17 +90,17 @@ def load_hf_model(
             attn_implementation=_asked_attention(attention),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
-            ignore_mismatched_sizes=True,  # the code below reports a wrong shape in one sentence
+            ignore_mismatched_sizes=True,  # a wrong shape is reported below in one sentence
             output_loading_info=True,
         )
     except ImportError as error:
-        if attention in KERNELS_OF_FLOAT32:  # torch has these kernels, so another package is missing
+        if attention in KERNELS_OF_FLOAT32:  # torch contains these kernels, so the missing package is another one
             raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (*UNLOADABLE, *BAD_SETTINGS, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     if missing := sorted(loading["missing_keys"]):
-        raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
+        raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, for example {missing[0]}")
     for name, found, expected in sorted(loading["mismatched_keys"])[:1]:
         raise CheckpointError(describe_other_shape(config.path, name, found, expected))
     check_tied_head(model, config.path)
@@ -107,12 +110,13 @@ def load_hf_model(
 
 
 def find_other_shape(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Describe how weights differ from config.json; "" if they agree or cannot be compared.
+    """Compare tensor shapes in weight files with config.json. Returns a sentence about the first difference.
 
-    Experts are skipped: transformers merges or transposes them in some models under the same name.
+    Returns "" if the shapes agree or cannot be compared. Experts are skipped, because transformers merges or transposes
+    them in some models without changing the name.
 
     Args:
-        shapes: shapes in the files, by name.
+        shapes: shapes of the tensors in the files, by name.
     """
     try:
         expected = {name: tensor.shape for name, tensor in load_hf_model(config, device="meta").state_dict().items()}
@@ -125,7 +129,7 @@ def find_other_shape(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -
 
 
 def describe_other_shape(path: str, name: str, found: Sequence[int], expected: Sequence[int]) -> str:
-    """Sentence about a tensor whose shape contradicts config.json."""
+    """Sentence for an error: a tensor's shape in the weight files contradicts config.json."""
     return (
         f"the weights at {path} do not match its config.json: {name} has shape {tuple(found)}, expected "
         f"{tuple(expected)}"
@@ -133,9 +137,12 @@ def describe_other_shape(path: str, name: str, found: Sequence[int], expected: S
 
 
 def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
-    """Raise CheckpointError for a head that differs from the embedding although config.json ties them.
+    """Check that the weights have no output head of their own if config.json ties it to the embedding.
 
-    transformers would use and train both tensors, but engines use the embedding as head.
+    transformers would train both tensors, but engines would use the embedding as output head.
+
+    Raises:
+        CheckpointError: the weights contain a different output head.
     """
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config.get_text_config(), "tie_word_embeddings", False) and hf_model._tied_weights_keys
@@ -144,25 +151,27 @@ def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
 
 
 def describe_own_head(path: str) -> str:
-    """Sentence about a separate head in spite of tied embeddings, with the remedy."""
+    """Sentence for an error: the weights have an output head that config.json ties to the embedding."""
     return (
         f"the weights at {path} have an output head that differs from the embedding, but its config.json ties them: "
-        "engines would ignore the head. Set tie_word_embeddings = false there, or remove the head if it is unused"
+        "engines would ignore the head. Set tie_word_embeddings = false in config.json, or remove the head if it is "
+        "unused"
     )
 
 
 def count_gpus() -> int:
-    """Number of GPUs of this machine that torch can use."""
+    """Number of GPUs on this machine that torch can use."""
     return torch.cuda.device_count()
 
 
 def default_device() -> str:
-    """The first GPU if there is one, else the CPU."""
+    """Device for a model: "cuda" if torch can use a GPU, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
-    """The model's transformation between head and logits, by the settings of Cohere, Falcon-H1, Granite and Gemma."""
+    """How the model converts products of its output head to logits, by the settings of Cohere, Falcon-H1, Granite
+    and Gemma."""
     settings = hf_model.config.get_text_config()
     scale = (getattr(settings, "logit_scale", None) or 1.0) * (getattr(settings, "lm_head_multiplier", None) or 1.0)
     divisor = getattr(settings, "logits_scaling", None) or 1.0
@@ -170,7 +179,7 @@ def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
 
 
 def check_attention(hf_model: PreTrainedModel) -> None:
-    """Raise ConfigError if the attention kernel would skip the model's cap on attention scores."""
+    """Raise ConfigError if the attention kernel would ignore the model's cap on attention scores."""
     config = hf_model.config
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         raise ConfigError(
@@ -181,19 +190,21 @@ def check_attention(hf_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_logits(hf_model: PreTrainedModel) -> None:
-    """Raise ConfigError if the model's logits are not `find_logit_transform` of its head's products.
+    """Check that the model computes its logits as `find_logit_transform` says.
 
-    Log-probs are computed from hidden states and head (`logprobs.py`), so any other transformation would be lost. Two
-    tokens are tested, once with the products as they are and once so large that any cap changes them.
+    Log-probs are computed from hidden states and the output head (`logprobs.py`), so any other transformation would be
+    missing. The model's logits for two tokens are compared twice: once unchanged, and once with products so large that
+    any cap changes them.
 
     Raises:
-        DivergedError: the products are NaN.
+        ConfigError: the model has no output head, or transforms hidden states or logits in an unknown way.
+        DivergedError: the model's output is NaN.
     """
     head = hf_model.get_output_embeddings()
     if head is None:
         raise _unknown_logits(hf_model, "it has no output head")
     if hf_model.base_model is hf_model:
-        raise _unknown_logits(hf_model, "it has no decoder under its class's name")
+        raise _unknown_logits(hf_model, "its class does not name the attribute with its decoder")
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return
     hf_model.eval()
@@ -213,7 +224,7 @@ def check_logits(hf_model: PreTrainedModel) -> None:
 
 
 def describe_diverged(path: str) -> str:
-    """Sentence about weights whose results are NaN or infinite, with the remedy."""
+    """Sentence for an error: the weights give NaN or infinite results."""
     return (
         f"the weights at {path} give no finite numbers: they are damaged, or their training diverged; use another "
         "checkpoint"
@@ -222,7 +233,7 @@ def describe_diverged(path: str) -> str:
 
 @contextmanager
 def _head_multiplied(head: nn.Module, factor: float) -> Iterator[None]:
-    """Multiply the head's output by `factor` inside the block."""
+    """Context manager that multiplies the output of the head by `factor`."""
     hook = head.register_forward_hook(lambda module, inputs, products: products * factor)
     try:
         yield
@@ -237,7 +248,7 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
-    """The model's config.json; None if unreadable. Loading the model then reports the reason."""
+    """The model's config.json; None if it cannot be read. Loading the model reports the reason."""
     try:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -248,7 +259,8 @@ def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
 
 
 def check_settings(config: ModelConfig) -> None:
-    """Raise CheckpointError for a config.json with impossible values; other errors appear when the model is loaded."""
+    """Raise CheckpointError if config.json has impossible values. Other errors are reported when the model is
+    loaded."""
     try:
         AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -263,27 +275,30 @@ def check_settings(config: ModelConfig) -> None:
 
 
 def find_unmasked_layers(settings: PreTrainedConfig) -> str:
-    """A kind of layer that passes information between positions in spite of a mask; "" if there is none."""
+    """A kind of layer in the model that passes information between positions despite a mask; "" if there is none."""
     kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ())
     return min(kinds - MASKED_LAYERS, default="")
 
 
 def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shares_prompts: bool = False) -> None:
-    """Raise ConfigError for a model in which samples of a row would see each other, or misplace a shared prompt.
+    """Check that the model can compute packed rows, in which samples must not affect each other.
 
     Args:
-        setting: the setting to switch off.
-        shares_prompts: whether samples of a row share one prompt, which is adjacent to the first sample only.
+        setting: name of the setting that the user should switch off.
+        shares_prompts: True if samples of a row share a prompt. The prompt is then adjacent only to the first sample.
+
+    Raises:
+        ConfigError: samples in a row would affect each other, or the model would misplace a shared prompt.
     """
     kind, model = find_unmasked_layers(settings), settings.model_type
-    if has_alibi := model == "falcon" and settings.alibi:  # its ALiBi depends only on the padding mask
+    if has_alibi := model == "falcon" and settings.alibi:  # Falcon computes ALiBi from the padding mask only
         model = "falcon with ALiBi"
     if kind or has_alibi or model in UNMASKED_MODELS | UNTOLD_MODELS:
         place = f"the {kind} layers of {model}" if kind else f"{model} models"
-        raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
+        raise ConfigError(f"samples in packed rows would affect each other in {place}: set {setting} = false")
     if shares_prompts and settings.model_type in MODELS_OF_ROW_DISTANCES:
         raise ConfigError(
-            f"in packed rows {settings.model_type} models would see a shared prompt at a wrong distance: set "
+            f"in packed rows, {settings.model_type} models would compute wrong distances to a shared prompt: set "
             f"{setting} = false"
         )
 
@@ -308,13 +323,14 @@ def check_not_quantized(config: ModelConfig) -> None:
 
 
 def find_positions(config: ModelConfig) -> Positions | None:
-    """The positions of the language model at `config.path`; None if its config.json has no limit."""
+    """The number of positions of the language model at `config.path`; None if its config.json has no limit."""
     if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()
-    if isinstance(num := values.get("n_positions"), int):  # rotary models with a table have this setting too
+    # some models with rotary positions also have a table and this setting
+    if isinstance(num := values.get("n_positions"), int):
         return Positions(num, are_all=True)
-    if settings.model_type == "mpt":  # unlike in other models, its ALiBi has a limit
+    if settings.model_type == "mpt":  # MPT's ALiBi has a limit, unlike that of other models
         return Positions(settings.max_seq_len, are_all=True)
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
@@ -322,9 +338,9 @@ def find_positions(config: ModelConfig) -> Positions | None:
 
 
 def find_rotation_limit(config: ModelConfig) -> int | None:
-    """The position up to which a model uses LongRoPE's short factors; None if all lengths use the same factors.
+    """Highest position for which a model with LongRoPE uses its short factors. None for models without LongRoPE.
 
-    transformers uses the long factors for all rows of a batch as soon as one position is beyond the limit.
+    transformers uses the long factors for all rows of a batch as soon as one position is beyond this limit.
     """
     if (settings := find_settings(config)) is None:
         return None
@@ -353,12 +369,13 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
 
 
 def _asked_attention(attention: str) -> str | None:
-    """The kernel to pass to transformers. With None, transformers chooses sdpa if the model supports it, else eager."""
+    """The kernel name to pass to transformers. None lets transformers choose: sdpa if the model supports it,
+    otherwise eager."""
     return None if attention == "sdpa" else attention
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer at `config.path`, with `config.chat_template_kwargs` applied to its chat template.
+    """Load the tokenizer at `config.path`, and set the template variables in `config.chat_template_kwargs`.
 
     Raises:
         DataError: the path has no tokenizer, or the tokenizer has no end-of-sequence token.
@@ -372,14 +389,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     tokenizer.chat_template = with_template_values(tokenizer.chat_template, config.chat_template_kwargs)
-    # transformers would write these values into checkpoints, whose digests would then differ between environments.
+    # transformers would write these values into checkpoints. Their digests would then differ between machines.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)
     return tokenizer
 
 
 def _say_unloadable(what: str, path: str, error: Exception) -> str:
-    """Sentence about a failed load. It mentions a missing folder, which transformers takes for a name on the hub."""
+    """Sentence for an error: a model or tokenizer could not be loaded.
+
+    transformers takes a missing folder for a name on the hub, so the sentence mentions a missing folder.
+    """
     folder, reason = Path(path).absolute(), describe_unloadable(error)
     if folder.exists():
         return f"no {what} could be loaded from {path}: {reason}"
@@ -387,13 +407,13 @@ def _say_unloadable(what: str, path: str, error: Exception) -> str:
 
 
 def describe_unloadable(error: Exception) -> str:
-    """The first line of an error, or of the error's cause if the error is about a setting."""
+    """First line of an exception. If the exception is about a value of config.json, first line of its cause."""
     cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
     return first_line(cause or error)
 
 
 def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Raise DataError if the tokenizer has ids without an embedding in the model."""
+    """Raise DataError if the tokenizer has more tokens than the model has embeddings."""
     if len(tokenizer) > num_embeddings:
         raise DataError(
             f"the tokenizer at {path} has {len(tokenizer)} tokens, but the model has only {num_embeddings} embeddings: "
@@ -402,18 +422,18 @@ def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, pa
 
 
 def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest token id of a tokenizer plus 1. Models often have more embeddings than the tokenizer has ids.
+    """The tokenizer's largest token id plus 1. Models often have more embeddings than this.
 
-    Differs from `len(tokenizer)` only if smaller ids are unused.
+    The result exceeds `len(tokenizer)` if some smaller ids are unused.
     """
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token id for padding, which masks exclude from every result."""
+    """Token id for padding. Masks exclude padding from every result."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
 
 
 def silence_progress_bars() -> None:
-    """Keep progress bars of loading and saving weights out of logs and terminals."""
+    """Switch off the progress bars of loading and saving weights, which would fill logs."""
     transformers_logging.disable_progress_bar()

@@ -1,8 +1,9 @@
 """Compute log-probs and entropies from hidden states without storing all logits.
 
-The logits of a batch are its largest tensor: 16,384 tokens with a vocabulary of 150,000 take 9.8 GB in float32, and the
-naive computation stores about three copies. Here the tokens are processed in pieces: multiply with the head, reduce to
-two numbers per token, drop the logits. The backward pass computes each piece again.
+The logits are the largest tensor of a batch: for 16,384 tokens and a vocabulary of 150,000 they take 9.8 GB in float32,
+and the naive computation stores about three copies. This module processes a piece of the tokens at a time: it
+multiplies the piece with the output head, reduces the logits to two numbers per token, and drops the logits. The
+backward pass computes the logits of each piece again.
 
 N tokens, H hidden size, V vocabulary.
 """
@@ -17,29 +18,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_PIECE_BYTES = 64 << 20
-"""Size of one piece's float32 logits, bytes. A batch of one piece keeps its logits for the backward pass."""
+"""Highest size of a piece's logits in float32, bytes. If a batch has only one piece, its logits are kept for the
+backward pass."""
 MAX_GPU_PIECE_BYTES = 4 * MAX_PIECE_BYTES
-"""Size of one piece's float32 logits on a GPU, bytes. Each piece reads the head three times and updates the head's
-gradient once: 2.8 GB for a head of 1,024 x 152,000. This traffic dominates with 110 tokens per piece, but not with
-440."""
+"""Highest size of a piece's logits in float32 on a GPU, bytes.
+
+Each piece reads the head three times and updates the head's gradient once: 2.8 GB of memory traffic for a head of
+1,024 x 152,000. This traffic dominates with 110 tokens per piece, but not with 440."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """A model's transformation of the head's products x before the softmax: cap * tanh(scale * x / cap)."""
+    """How a model converts the products x of its output head to logits: cap * tanh(scale * x / cap)."""
 
     scale: float = 1.0
-    """Factor of every logit."""
+    """Factor by which the products are multiplied."""
     cap: float | None = None
-    """Bound on the absolute value of logits; None for no bound."""
+    """Limit of the logits' absolute values; None if the model has no limit."""
 
 
 PLAIN_LOGITS = LogitTransform()
-"""Logits equal the products of the head."""
+"""The logits are the products of the head, unchanged."""
 
 
 def transform_logits(products: Tensor, transform: LogitTransform) -> Tensor:
-    """Turn products of a head into logits, in place."""
+    """Convert products of an output head to logits, in place."""
     if transform.cap is not None:
         return products.mul_(transform.scale / transform.cap).tanh_().mul_(transform.cap)
     return products if transform.scale == 1.0 else products.mul_(transform.scale)
@@ -55,12 +58,13 @@ def linear_logprobs(
     temperature: float = 1.0,
     with_entropies: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) under softmax(transform(hidden @ head.T + bias) / temperature), and entropies of this distribution.
+    """Log-probs of the targets under softmax(transform(hidden @ head.T + bias) / temperature), and entropies of this
+    softmax.
 
-    Under autocast the products use its number format; everything after them is float32.
+    Under autocast, the matrix products use the autocast dtype. All later computations use float32.
 
     Returns:
-        (N,) log-probs and (N,) entropies, nats, float32; entropies are None unless requested.
+        (N,) log-probs and (N,) entropies, nats, float32. The entropies are None unless requested.
     """
     assert len(hidden_NH) == len(targets_N), f"{hidden_NH.shape} against {targets_N.shape}"
     device_type = hidden_NH.device.type
@@ -75,7 +79,7 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """`linear_logprobs` with its own backward pass."""
+    """Autograd function of `linear_logprobs`, with its own backward pass."""
 
     @staticmethod
     def forward(
@@ -107,7 +111,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if num_tokens <= ctx.piece and any(ctx.needs_input_grad):
                 ctx.logits = logits
         ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N)
-        ctx.set_materialize_grads(False)  # unused entropies then cost nothing in the backward pass
+        ctx.set_materialize_grads(False)  # entropies that are not used then cost nothing in the backward pass
         return logprobs_N, entropies_N
 
     @staticmethod
@@ -161,14 +165,14 @@ class _LinearLogprobs(torch.autograd.Function):
 def _piece_of_logits(
     hidden: Tensor, head_VH: Tensor, bias_V: Tensor | None, transform: LogitTransform, temperature: float
 ) -> Tensor:
-    """Float32 logits of some tokens, divided by the temperature; the caller may overwrite them."""
+    """Float32 logits of some tokens, divided by the temperature. The caller may overwrite the result."""
     logits = torch.nn.functional.linear(hidden, head_VH, bias_V).float()
     logits = transform_logits(logits, transform)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _slope_of_transform(logits: Tensor, transform: LogitTransform, temperature: float) -> Tensor | float | None:
-    """d transform(x) / dx, from the divided logits; None if the slope is 1."""
+    """Derivative of the logit transform, computed from the logits after the temperature. None if it is 1 everywhere."""
     if transform.cap is not None:
         # d cap tanh(scale x / cap) / dx = scale (1 - tanh^2)
         return (logits * (temperature / transform.cap)).square_().neg_().add_(1.0).mul_(transform.scale)

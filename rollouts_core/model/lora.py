@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: add them to a model, switch them off, merge or scale them for publishing.
+"""LoRA adapters through peft: add them to a model, switch them off, merge them, or scale them for publishing.
 
 Source: arXiv:2106.09685.
 """
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""peft's name for an adapter without a name."""
+"""Name that peft gives to an adapter without a name."""
 LINEAR_BY_NAME_ALONE = ("Router", "GroupedLinear")
-"""Class name endings in transformers of subclasses of a linear layer that compute something else (Phi-MoE, DeepSeek
-4)."""
+"""Name endings of transformers classes that inherit from a linear layer but compute something else (Phi-MoE,
+DeepSeek 4)."""
 BASE_LAYER = ".base_layer."
-"""peft inserts this into the name of an adapted weight."""
+"""Text that peft inserts into the name of an adapted layer's weight."""
 
 
 def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Freeze the model and add trainable float32 adapters to its linear layers, which change nothing at first.
+    """Freeze the model and add trainable float32 adapters to its linear layers. New adapters do not change the model's
+    output.
 
     Raises:
-        ConfigError: peft is not installed, or the model lacks a target module.
+        ConfigError: peft is not installed, or a target module is not in the model.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -50,8 +51,8 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
         if not config.target_modules or any(is_target(layer, name) for name in config.target_modules)
     ]
     hf_model.requires_grad_(False)
-    # For models that it knows, peft maps layers named like experts to fused experts, which merged_weights cannot merge.
-    # Inside a module of our own it does not recognize the model, and uses the names as given.
+    # For known models, peft maps layers named like experts to fused experts, which `merged_weights` cannot merge.
+    # Inside a module of our own, peft does not recognize the model and uses the names as given.
     held = nn.ModuleDict({"held": hf_model})
     settings = LoraConfig(
         r=config.rank,
@@ -72,7 +73,7 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
 
 @contextmanager
 def adapters_off(hf_model: nn.Module) -> Iterator[None]:
-    """The model as before training its adapters, inside the block."""
+    """Context manager that switches the adapters off: the model computes as before its training."""
     layers = adapted_layers(hf_model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -84,9 +85,10 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by Hugging Face name, tied ones once, adapters merged in; unadapted weights are not copied.
+    """The model's weights by Hugging Face name, with the adapters merged in. Tied weights occur once.
 
-    Merged weights are float32 in host memory: a GPU may not have room for all of them.
+    Merged weights are float32 in host memory, because a GPU may not have room for all of them. Weights of layers
+    without adapters are not copied.
     """
     adapted = {f"{name}.weight" for name in adapted_layers(hf_model)}
     return {name: tensor.cpu() if name in adapted else tensor for name, tensor in merge_each(hf_model)}
@@ -94,10 +96,10 @@ def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Like `merged_weights`, one after another, on the model's device.
+    """Yield the weights of `merged_weights` one after another, on the model's device.
 
-    A merged weight is float32 even if the frozen one is bfloat16: rounding to bfloat16 would drop changes below 1/512
-    of a weight.
+    A merged weight is float32 even if the frozen weight is bfloat16. Rounding to bfloat16 would lose changes below
+    1/512 of a weight.
     """
     layers = {f"{name}.weight": layer for name, layer in adapted_layers(hf_model).items()}
     for name, base in base_weights(hf_model).items():
@@ -107,7 +109,8 @@ def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def scaled_adapters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Copies of the adapters as engines take them: a layer adds B (A x), so B includes alpha / rank."""
+    """Yield copies of the adapters for engines. Engines add B (A x) without a factor, so B is multiplied by alpha /
+    rank."""
     for name, layer in adapted_layers(hf_model).items():
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         yield name + DOWN, down.detach().clone()
@@ -116,33 +119,36 @@ def scaled_adapters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def replace_weights(hf_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replace the frozen weights by `weights`, and reset the adapters."""
+    """Replace the model's frozen weights by `weights`, and reset the adapters so that they change nothing."""
     for name, tensor in base_weights(hf_model).items():
         tensor.copy_(weights[name])
     reset_adapters(hf_model)
 
 
 def base_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by Hugging Face name without the adapters, tied ones once."""
+    """The model's weights by Hugging Face name, without the adapters. Tied weights occur once."""
     named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
     return {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
 
 
 @torch.no_grad()
 def reset_adapters(hf_model: nn.Module) -> None:
-    """Reset the adapters to change nothing."""
+    """Set the adapters to change nothing, as when they were added."""
     for name, parameter in hf_model.named_parameters():
         if is_adapter_weight(name) and ".lora_B." in name:
             parameter.zero_()
 
 
 def is_adapter_weight(name: str) -> bool:
-    """True if the parameter belongs to an adapter."""
+    """True if the parameter with this name belongs to an adapter."""
     return ".lora_" in name
 
 
 def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
-    """Names of linear layers except those whose weight is read directly: the output head (logprobs.py), Mamba's."""
+    """Names of the linear layers that can get adapters.
+
+    Layers whose weight is read directly are excluded: the output head (`logprobs.py`), and some layers of Mamba.
+    """
     head = hf_model.get_output_embeddings()
     parameters = dict(hf_model.named_parameters())
     return [
@@ -153,16 +159,17 @@ def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """True if a module only multiplies with its weight; some subclasses of linear layers route to experts."""
+    """True if a module only multiplies by its weight. Some subclasses of linear layers route tokens to experts
+    instead."""
     return isinstance(module, nn.Linear | Conv1D) and not type(module).__name__.endswith(LINEAR_BY_NAME_ALONE)
 
 
 def adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """Layers with an adapter, by name."""
+    """The layers with an adapter, by name."""
     return {name: module for name, module in hf_model.named_modules() if hasattr(module, "lora_A")}
 
 
 def _saved_buffers(hf_model: nn.Module) -> dict[str, Tensor]:
-    """Non-parameters in a checkpoint, for example the biases of a router."""
+    """Buffers (tensors that are not parameters) that checkpoints contain, for example the biases of a router."""
     saved = hf_model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in hf_model.named_buffers() if name in saved}

@@ -1,6 +1,6 @@
-"""The numbers in a model's config.json that determine the memory of its activations and cache.
+"""Read the sizes in a model's config.json that determine the memory of activations and of the engines' cache.
 
-The numbers are exact for models of the Llama family. For other models they are an approximation.
+The sizes are exact for models of the Llama family, and approximate for other models.
 """
 
 from __future__ import annotations
@@ -15,41 +15,44 @@ NAMES = {
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocab_size": ("vocab_size",),
 }
-"""Names of the required numbers in different models."""
+"""Names of the required sizes in the config.json of different models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The shape of a decoder."""
+    """The sizes of a decoder."""
 
     hidden_size: int
     """Width of the residual stream."""
     num_layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
-    """Key and value heads."""
+    """Number of key heads, equal to the number of value heads."""
     head_dim: int
     """Width of one head."""
     intermediate_size: int
-    """Width of a token's feed-forward layers, summed over its experts."""
+    """Width of the feed-forward layers that one token uses, summed over its experts."""
     vocab_size: int
-    """Rows of the output head."""
+    """Number of rows of the output head."""
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads."""
+        """Total width of the query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Total width of the key heads, equal to that of the value heads."""
         return self.num_kv_heads * self.head_dim
 
 
 def read_shape(settings: Mapping[str, Any]) -> ModelShape | None:  # Any: JSON
-    """The shape in a config.json (of its language model, if it has several); None if numbers are missing."""
+    """Read the sizes from a config.json. Returns None if some are missing.
+
+    If the model has several parts, the sizes are those of its language model (`text_config`).
+    """
     try:
         text = {**settings, **(settings.get("text_config") or {})}
         found = {name: next((int(text[each]) for each in names if text.get(each)), 0) for name, names in NAMES.items()}

@@ -1,12 +1,12 @@
-"""Find a model's size from file headers, in a folder or on the Hugging Face hub.
+"""Find the size of a model from the headers of its files, in a folder or on the Hugging Face hub.
 
     folder                                      headers of *.safetensors, config.json  ──> ModelSize
     hub, in a subprocess:  cache, or the first bytes of its files and config.json      ──> ModelSize
     anything else, or no answer in time                                  ModelSize without tensors, and the reason
 
-Used before anything is rented or started, so weights are not read and torch is not imported. The hub is asked in a
-subprocess, because only killing a process ends the wait for an unresponsive name server. The hub's library reads the
-variables HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HF_HOME.
+The size is needed before any machine is rented or started, so weights are not read and torch is not imported. A
+subprocess asks the hub, because only killing a process ends the wait for an unresponsive name server. The hub's library
+reads the variables HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HF_HOME.
 """
 
 from __future__ import annotations
@@ -28,43 +28,46 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.system.regular_files import found_file
 
 HUB_TIMEOUT_S = 15.0
-"""Time limit for the hub, seconds. Importing the hub's library takes one or two seconds of it."""
+"""Time limit for the hub's answer, seconds. It includes one or two seconds for importing the hub's library."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The size of a model, from its files without reading weights."""
+    """Shapes and file sizes of a model, found without reading its weights."""
 
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of each tensor by name; empty if unknown."""
     num_file_bytes: int = 0
-    """Size of the weight files, bytes."""
+    """Total size of the weight files, bytes."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """The model's config.json; empty without one."""
+    """Content of the model's config.json; empty if there is no such file."""
     problem: str = ""
-    """Why the tensors are unknown; empty if they are known."""
+    """Reason why the tensors are unknown; empty if they are known."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of loaded weights; 0 if unknown. Tied files may contain the embedding a second time as head."""
+        """Number of weights after loading; 0 if unknown.
+
+        Files of a model with tied weights may store the embedding a second time as output head. It is counted once.
+        """
         is_twice = self.settings.get("tie_word_embeddings") is True and len(self.tensors) > 1
         return sum(math.prod(shape) for name, shape in self.tensors.items() if not (is_twice and name == HEAD))
 
     def describe_problem(self, path: str) -> str:
-        """A sentence that the size of the model is unknown, with the reason."""
+        """Sentence for a warning: the model's size is unknown, with the reason."""
         return (
-            f"model {path}: its size is unknown ({self.problem}), so its need of memory and disk is not checked: "
-            "machines that are too small are not refused"
+            f"model {path}: its size is unknown ({self.problem}), so the memory and disk that it needs are not "
+            "checked: machines that are too small are not refused"
         )
 
 
 def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
-    """The size of a model in a folder or on the hub. If it is unknown, the result has `problem` instead of tensors.
+    """Find the size of a model in a folder or on the hub. If it is unknown, `problem` of the result has the reason.
 
     Args:
-        timeout_s: time limit for the hub.
+        timeout_s: time limit for the hub, seconds.
     """
     folder = Path(model.path)
     if folder.is_dir():
@@ -81,7 +84,7 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
         return ModelSize(problem=f"the hub did not answer within {timeout_s:g} s")
     if done.returncode != 0:
         last_line = done.stderr.strip().rpartition("\n")[2]
-        return ModelSize(problem=f"the hub gave no size: {last_line.rstrip('.')}")
+        return ModelSize(problem=f"the hub could not tell the size: {last_line.rstrip('.')}")
     told = json.loads(done.stdout)
     return ModelSize(
         tensors={name: tuple(shape) for name, shape in told["tensors"].items()},
@@ -91,7 +94,7 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
 
 
 def read_folder(folder: Path) -> ModelSize:
-    """The size of a model in a folder."""
+    """The size of the model in a folder."""
     try:
         files = _weight_files(folder)
         tensors = {name: shape for path in files for name, shape in _shapes_in(path).items()}
@@ -106,10 +109,10 @@ def read_folder(folder: Path) -> ModelSize:
 
 
 def read_hub(name: str, revision: str | None) -> ModelSize:
-    """The size of a model on the hub, or from this machine's cache.
+    """The size of a model on the hub, from this machine's cache if the model is there.
 
     Raises:
-        SystemExit: one line with the reason if it is unknown.
+        SystemExit: the size is unknown. The message is one line with the reason.
     """
     from huggingface_hub import (
         HfApi,
@@ -121,10 +124,11 @@ def read_hub(name: str, revision: str | None) -> ModelSize:
     if isinstance(cached, str) and (size := read_folder(Path(cached).parent)).tensors:
         return size
     try:
-        HfApi().model_info(name, revision=revision)  # fails early for a missing model or an unreachable hub
+        # raises an error early if the model is missing or the hub is unreachable
+        HfApi().model_info(name, revision=revision)
         metadata = HfApi().get_safetensors_metadata(name, revision=revision)
         settings = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text("utf-8"))
-    except Exception as error:  # the library's errors, and those of its HTTP client
+    except Exception as error:  # the hub's library raises its own errors and those of its HTTP client
         raise SystemExit(f"{type(error).__name__}: {first_line(error)}") from error
     tensors = [item for file in metadata.files_metadata.values() for item in file.tensors.items()]
     return ModelSize(
@@ -135,7 +139,7 @@ def read_hub(name: str, revision: str | None) -> ModelSize:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that a loader reads. A folder may also contain the same weights in another format."""
+    """The weight files that a loader reads. A folder may contain the same weights again in another format."""
     index, whole = folder / INDEX, folder / WHOLE
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -1,6 +1,6 @@
-"""Refuse pickled weights, which can run code when they are loaded. Every loader of a model's folder calls this first.
+"""Refuse pickled weight files, because a pickle can run code when it is loaded.
 
-This file must not import torch.
+Every loader of a model folder calls this check first. This file must not import torch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from rollouts_core.model.model_size import INDEX
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ADAPTER_SETTINGS, ADAPTER, PICKLED_ADAPTER = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-"""Files of an adapter. transformers applies an adapter that lies in a model's folder."""
+"""Files of an adapter. transformers applies an adapter that is in the folder of a model."""
 
 
 def refuse_pickled_weights(
     path: Path, *, instead: str = "convert them to safetensors, or set model.allow_pickle"
 ) -> None:
-    """Raise CheckpointError for a folder whose loader would read pickled files, which can contain code.
+    """Raise CheckpointError if a loader would read pickled files in the folder.
 
-    A loader reads pickled files if the folder has no other weights, or if the index or an adapter names them.
+    A loader reads pickled files if the folder has no safetensors files, or if the index or an adapter names pickled
+    files.
 
     Args:
-        instead: the remedy, for the message.
+        instead: what the user can do, for the error message.
     """
     pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
     has_adapter = (path / ADAPTER_SETTINGS).exists() and not (path / ADAPTER).exists()
@@ -39,7 +40,8 @@ def refuse_pickled_weights(
 
 
 def _indexed_files(path: Path) -> list[str]:
-    """The files in a folder's safetensors index; [] if unreadable, which is reported when loading."""
+    """Weight files that the folder's safetensors index names. [] if the index is unreadable: loading reports this
+    error."""
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         return sorted({str(name) for name in index["weight_map"].values()})

@@ -1,4 +1,4 @@
-"""The model in training: a causal language model that computes the log-probs of a batch's targets.
+"""The policy in training: a causal language model that computes the log-probs of a batch's targets.
 
     batch -> decoder -> hidden states of the scored positions -> head, a piece at a time -> TokenScores
 
@@ -51,26 +51,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     Mask = Tensor | BlockMask
-    """An attention mask: which positions each position may read."""
+    """An attention mask: for each position, the positions that it may read."""
 
 KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
-"""Attention kernels that take the bounds of the samples in a row instead of a mask."""
+"""Attention kernels that get the bounds (start and end) of each sample in a row instead of a mask."""
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
-"""Relative difference above which hidden states count as changed by a neighbour, in float32 and in bfloat16. bfloat16
-rounds more, and rounding can choose other experts."""
+"""Relative change of hidden states above which samples in a row are considered to affect each other.
+
+The first value is for float32. The second is for bfloat16, which rounds more, and whose rounding can select other
+experts."""
 
 
 class Policy(nn.Module):
     """A Hugging Face causal language model with additions for training.
 
     Args:
-        temperature: divides the logits before the softmax: the rollouts' temperature in RL, 1 in SFT.
-        with_entropies: also compute the entropy of every scored position.
-        with_values: add a value head that predicts the return from the hidden state; it starts at 0.
-        autocast_dtype: number format of matrix products; None uses the format of the weights.
-        mixes_samples: True if samples in a row affect each other. Packed rows are then refused.
-        num_tokens: the softmax covers token ids below this; None covers all ids of the model.
-        start_sample: `sample_weights` of the start weights, without adapters; None if unused.
+        temperature: divisor of the logits before the softmax: in RL the sampling temperature of the rollouts, in SFT 1.
+        with_entropies: also compute the entropy at every scored position.
+        with_values: add a value head that predicts returns from hidden states. Its weights start at 0.
+        autocast_dtype: dtype of matrix products; None uses the dtype of the weights.
+        mixes_samples: True if samples in a row affect each other. The policy then refuses packed rows.
+        num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
+        start_sample: `sample_weights` of the start weights, without adapters; None if not needed.
     """
 
     def __init__(
@@ -99,12 +101,12 @@ class Policy(nn.Module):
         """Score the batch's targets.
 
         Raises:
-            ConfigError: rows are packed, but the model does not separate their samples.
+            ConfigError: the batch has packed rows, but in this model samples in a row affect each other.
         """
         if batch.is_packed and self.mixes_samples:
             raise ConfigError(
-                "packed rows would let samples see each other: a test run of the model's own code showed it. Set "
-                "packing = false"
+                "samples in packed rows would affect each other: a test run of the model's own code showed this. "
+                "Set packing = false"
             )
         device_type = batch.inputs_BT.device.type
         with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
@@ -132,8 +134,8 @@ def create_policy(
     """Load a model from disk as a policy with the settings of `config`.
 
     Args:
-        num_tokens: leave token ids from this number on out of the softmax.
-        with_start_sample: fill `start_sample`, with one copy from the device per tensor.
+        num_tokens: the softmax covers only token ids below this number.
+        with_start_sample: fill `Policy.start_sample`. This copies a part of each tensor from the device.
 
     Raises:
         CheckpointError: the path has no loadable model.
@@ -172,10 +174,10 @@ def create_policy(
 
 
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
-    """Resolve `policy.attention` for a device: the named kernel, or the choice for "auto".
+    """The attention kernel for a device: the kernel that `policy.attention` names, or the choice for "auto".
 
-    This function does not resolve "auto" to flash-attn: batches for "auto" may share prompts through a mask, which
-    flash-attn does not support. A job resolves "auto" before it makes batches, so a job may still choose flash-attn.
+    For "auto", this function never chooses flash-attn. Batches for "auto" may share prompts through a mask, which
+    flash-attn does not support. A job resolves "auto" before it makes batches, so a job can choose flash-attn.
 
     Raises:
         ConfigError: the named kernel (`varlen` or `flex`) cannot train this model on this device.
@@ -195,12 +197,12 @@ def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
 
 
 def loaded_kernel(kernel: str) -> str:
-    """The kernel to load a model with before `use_kernel`: loading runs the model, possibly on a CPU."""
+    """The kernel with which to load a model before `use_kernel`. Loading runs the model once, possibly on a CPU."""
     return "sdpa" if kernel in (VARLEN, FLEX) else kernel
 
 
 def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None:
-    """Switch a model loaded with `loaded_kernel` to a kernel."""
+    """Switch a model that was loaded with `loaded_kernel` to the given kernel."""
     if kernel == VARLEN:
         use_varlen_attention(hf_model)
     elif kernel == FLEX:
@@ -213,8 +215,8 @@ def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None
 def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
     """Test whether a sample's hidden states change if another sample shares its row and prompt.
 
-    Models of transformers are judged by their settings (`check_packable`). A model's own code needs a test run, because
-    the code may ignore masks or positions, or carry a state that the settings do not mention.
+    For models of transformers, settings decide this (`check_packable`). A model's own code needs a test run: it may
+    ignore masks or positions, or carry a state that the settings do not mention.
     """
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return False
@@ -234,7 +236,7 @@ def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
 
 
 def recompute_activations(hf_model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass to save memory; transformers 5 has two names for the method.
+    """Recompute activations in the backward pass to save memory.
 
     Raises:
         ConfigError: the model's layers do not support recomputation.
@@ -248,7 +250,8 @@ def recompute_activations(hf_model: PreTrainedModel) -> None:
     except ValueError as error:
         raise ConfigError(
             f"{hf_model.config.model_type} models do not support activation checkpointing: set "
-            'policy.activation_checkpointing = false, or policy.on_out_of_memory = "stop" if the run set it itself'
+            'policy.activation_checkpointing = false, or policy.on_out_of_memory = "stop" if the run switched it on '
+            "itself"
         ) from error
 
 
@@ -261,13 +264,13 @@ def score_targets(
     value_head: nn.Linear | None = None,
     num_tokens: int | None = None,
 ) -> TokenScores:
-    """Score the targets inside the batch's loss mask; other positions are 0.
+    """Score the targets inside the batch's loss mask. The results are 0 at other positions.
 
     Args:
-        num_tokens: the softmax covers token ids below this; None covers all ids of the model.
+        num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
 
     Raises:
-        DataError: the id of a target is not below `num_tokens`.
+        DataError: a target's token id is not below `num_tokens`.
     """
     places_N = batch.layout.scored_N
     hidden_NH = compute_hidden_states(hf_model, batch).flatten(0, 1).index_select(0, places_N)
@@ -295,7 +298,7 @@ def score_targets(
 
 
 def check_targets(batch: TrainBatch, num_tokens: int) -> None:
-    """Raise DataError for a trained token id that is not below `num_tokens`."""
+    """Raise DataError if a trained token id is not below `num_tokens`."""
     if (largest := batch.layout.largest_target) >= num_tokens:
         raise DataError(
             f"a sample trains on the token id {largest}, but the tokenizer has only ids below {num_tokens}: the "
@@ -306,17 +309,18 @@ def check_targets(batch: TrainBatch, num_tokens: int) -> None:
 def compute_logprobs(
     hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0, num_tokens: int | None = None
 ) -> Tensor:
-    """(B, T) log p(target | previous tokens of its sample), nats; 0 outside the loss mask."""
+    """(B, T) log p(target | previous tokens of the same sample), nats; 0 outside the loss mask."""
     return score_targets(hf_model, batch, temperature=temperature, num_tokens=num_tokens).logprobs_BT
 
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """(B, T, H) the decoder's output; each sample sees only itself."""
+    """(B, T, H) output of the decoder. Samples in a row do not affect each other."""
     kernel = hf_model.config._attn_implementation
-    is_masked = kernel == VARLEN and batch.layout.shares_prompts  # varlen falls back to sdpa with a mask
+    # shared prompts need a mask, with which varlen falls back to sdpa
+    is_masked = kernel == VARLEN and batch.layout.shares_prompts
     if kernel in KERNELS_WITHOUT_MASK and not is_masked and not find_unmasked_layers(hf_model.config):
         return _hidden_states_without_padding(hf_model, batch)
-    # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
+    # Rows of one sample with padding on the right need no mask: causal attention never reads the padding.
     window = find_window(hf_model.config.get_text_config()) or math.inf
     is_windowed = kernel == SDPA_BY_ROWS and batch.inputs_BT.shape[1] > window
     needs_mask = batch.is_packed or is_windowed or kernel == FLEX
@@ -331,11 +335,11 @@ def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tenso
 
 
 def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask | dict[str, Mask]:
-    """The mask of packed rows; one mask per kind of layer if some layers see only a window.
+    """The attention mask of packed rows. If some layers have a sliding window, a dict with one mask per kind of layer.
 
     Raises:
-        ConfigError: the model has layers that carry a state from sample to sample in spite of a mask, or samples share
-            a prompt and the model counts distances along the row.
+        ConfigError: the model has layers that carry a state from sample to sample despite a mask, or samples share a
+            prompt and the model measures distances along the row.
     """
     check_packable(hf_model.config)
     if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:
@@ -353,9 +357,9 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask |
 
 
 def find_window(config: PreTrainedConfig) -> int | None:
-    """Number of positions that layers with a window see; None if the model has no window.
+    """Number of positions in the sliding window of the model's attention; None if the model has no window.
 
-    config.json may contain a window that the model's class ignores, for example in a Mistral converted to a Llama.
+    A window in config.json is ignored if the model's class ignores it, for example in a Mistral converted to a Llama.
     """
     kind = type(config)
     is_read = hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind).parameters
@@ -365,7 +369,8 @@ def find_window(config: PreTrainedConfig) -> int | None:
 
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
-    """Dtype of masks: under autocast the kernel's dtype, since every layer would otherwise keep a converted copy."""
+    """Dtype of masks. Under autocast this is the kernel's dtype, because otherwise every layer would keep a
+    converted copy."""
     is_sdpa = hf_model.config._attn_implementation in ("sdpa", SDPA_BY_ROWS, VARLEN)
     if is_sdpa and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -374,7 +379,8 @@ def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
 
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """(B, T, H) with kernels for sequences of varying length: all samples end to end in one row, without a mask."""
+    """(B, T, H) output of the decoder with kernels for variable lengths: all samples end to end in one row, without
+    a mask."""
     layout = batch.layout
     assert not layout.shares_prompts, "these kernels cannot let samples share a prompt"
     hidden_1MH: Tensor = hf_model.base_model(
@@ -392,13 +398,13 @@ def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch)
 
 
 def _scatter(values_N: Tensor, batch: TrainBatch) -> Tensor:
-    """(B, T) the values at the scored positions, 0 elsewhere."""
+    """(B, T) tensor with the given values at the scored positions, and 0 elsewhere."""
     flat = torch.zeros(batch.inputs_BT.numel(), device=values_N.device)
     return flat.index_copy(0, batch.layout.scored_N, values_N).view(batch.inputs_BT.shape)
 
 
 def _values(value_head: nn.Linear, hidden_NH: Tensor) -> Tensor:
-    """(N,) expected returns; float32 even under autocast, because bfloat16 has a resolution of only 1 in 256."""
+    """(N,) predicted returns. Computed in float32 even under autocast: bfloat16 has only 8 significant bits."""
     with torch.autocast(hidden_NH.device.type, enabled=False):
         values_N: Tensor = value_head(hidden_NH.float()).squeeze(-1)
     return values_N

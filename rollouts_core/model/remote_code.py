@@ -1,7 +1,7 @@
-"""Check that a checkpoint has the same Python code as the model from which its training started.
+"""Check that a checkpoint contains no other Python code than the model from which its training started.
 
-With `model.trust_remote_code` the code in a model's folder runs when the model is loaded. The user trusts the code of
-the start model. A checkpoint may come from another machine, so it must not bring other code to this machine. This file
+With `model.trust_remote_code`, the code in a model's folder runs when the model is loaded. The user trusts the code of
+the start model. A checkpoint may come from another machine, which must not be able to run its own code here. This file
 must not import torch.
 """
 
@@ -14,14 +14,15 @@ from pathlib import Path
 from rollouts_core.errors import CheckpointError
 
 SETTINGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-"""Files whose `auto_map` names the classes to run. `REPOSITORY--module.Class` is code of the hub."""
+"""Files whose `auto_map` names the classes to run. An entry `REPOSITORY--module.Class` names code on the hub."""
 
 
 def check_code_of_start(checkpoint: Path, start: Path) -> None:
-    """Check that loading a checkpoint runs no code that is missing in its start model.
+    """Check that loading a checkpoint runs only code that its start model also has.
 
     Args:
-        start: folder of the start model. If it is a name on the hub, nothing is compared, because the code is not here.
+        start: folder of the start model. If it is a name on the hub, nothing is checked, because the code is not on
+            this machine.
 
     Raises:
         CheckpointError: a Python file of the checkpoint, or a class in its `auto_map`, is missing in the start model.
@@ -33,12 +34,13 @@ def check_code_of_start(checkpoint: Path, start: Path) -> None:
         if _digest(path) not in trusted:
             raise CheckpointError(
                 f"{path} differs from the code of the start model at {start}, so loading the checkpoint would run "
-                "code that you have not read (model.trust_remote_code): delete the stage, and train it elsewhere"
+                "code that you have not read (model.trust_remote_code): delete the stage, and train it again on "
+                "another machine"
             )
     if other := sorted(name for name in _classes_of(checkpoint) - _classes_of(start) if "--" in name):
         raise CheckpointError(
-            f"{checkpoint} names {other[0]} in auto_map, code that the start model at {start} does not name "
-            "(model.trust_remote_code): delete the stage, and train it elsewhere"
+            f"{checkpoint} names {other[0]} in auto_map, but the start model at {start} does not name this code "
+            "(model.trust_remote_code): delete the stage, and train it again on another machine"
         )
 
 
@@ -51,7 +53,7 @@ def _digest(path: Path) -> str:
 
 
 def _classes_of(folder: Path) -> set[str]:
-    """Every text in the `auto_map` of a folder."""
+    """All entries in the `auto_map` of a folder's settings files."""
     found: set[str] = set()
     for name in SETTINGS:
         try:

@@ -1,9 +1,10 @@
-"""RMS norm on a CPU with a third of the memory passes of transformers' version, forward and backward.
+"""RMS norm for CPUs that reads memory a third as often as transformers' version, in both passes.
 
     y = w * x * r,  r = (mean(x^2) + eps)^-1/2        dx = r * (w * dy - x * r * mean(w * dy * x * r))
 
-Layer norm's backward kernel, called with mean 0 and r, computes dx and dw at once. The kernel also subtracts
-r * mean(w * dy) from dx. This term comes from layer norm's mean, which RMS norm does not have, so it is added back.
+The backward pass calls torch's kernel for layer norm with mean 0 and r, which computes dx and dw at once. That kernel
+also subtracts r * mean(w * dy) from dx, because layer norm subtracts a mean. RMS norm does not, so the term is added
+back.
 
 N positions, H hidden size.
 """
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRIAL_TOLERANCE = 1e-5
-"""Largest accepted difference to the replaced norm, relative to the largest output."""
+"""Largest accepted difference from the replaced norm in a test, relative to the largest output."""
 
 
 class RMSNorm(nn.Module):
-    """`weight * x / rms(x)` in float32, rounded to the input's format before multiplying the weight, as in Llama."""
+    """`weight * x / rms(x)` in float32, rounded to the input's dtype before the multiplication by the weight, as in
+    Llama."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
-    """Replace the model's RMS norms with the same formula; their weight parameters are kept."""
+    """Replace the model's RMS norms by `RMSNorm`, unless a test shows different results. The weights are kept."""
     for module in list(hf_model.modules()):
         for name, norm in list(module.named_children()):
             if type(norm).__name__.endswith("RMSNorm") and (replacement := _find_replacement(norm)) is not None:
@@ -80,7 +82,7 @@ def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _find_replacement(norm: nn.Module) -> RMSNorm | None:
-    """The replacement of `norm`; None if a trial shows that `norm` has another formula."""
+    """The replacement of `norm`; None if a test shows that `norm` computes another formula."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None or dict(norm.named_children()):
         return None

@@ -1,9 +1,10 @@
-"""Attention over concatenated samples without a mask: torch's `varlen_attn` as a kernel of transformers.
+"""Attention kernel for packed samples without a mask: torch's `varlen_attn`, registered in transformers.
 
     rows without a shared prompt   q, k, v of all samples end to end, and their bounds -> varlen_attn
     rows with a shared prompt      q, k, v of the rows, and a mask of T x T            -> sdpa
 
-With a mask of T x T numbers, a kernel also computes the masked scores. With bounds it computes only the needed scores.
+A kernel with a mask of T x T numbers also computes the masked scores. A kernel with the bounds of the samples computes
+only scores inside samples.
 
 B rows, M tokens of all samples, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -28,30 +29,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VARLEN = "varlen"
-"""Name of this kernel in transformers and in `policy.attention`."""
+"""Name of the `varlen_attn` kernel in transformers and in `policy.attention`."""
 SDPA_BY_ROWS = "sdpa_by_rows"
-"""Name in transformers of sdpa with only the caller's masks. If transformers created a mask, it would test for packed
-rows and so wait for the GPU."""
+"""Name in transformers of an sdpa kernel that uses only the masks of the caller.
+
+transformers' own sdpa kernel creates a mask if it gets none. To do so, it tests for packed rows, which waits for the
+GPU."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Largest supported head width, and the step between supported widths. Other widths are padded with zeros."""
+"""Largest head width that `varlen_attn` supports, and the multiple that widths must have. Narrower heads are padded
+with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments with which models change attention scores, unsupported by this kernel."""
+"""Arguments by which models change attention scores in ways that `varlen_attn` does not support."""
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's `varlen_attn`; None if this version of torch lacks it, or lacks its support for windows."""
+    """torch's `varlen_attn`; None if this version of torch lacks it or its support for sliding windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    found: Callable[..., Any] = varlen_attn  # it returns a tensor unless asked for more
+    found: Callable[..., Any] = varlen_attn  # returns one tensor unless more results are requested
     return found if {"window_size", "scale"} <= _parameters(found) else None
 
 
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Parameter names of a function; cached, because every layer calls this in every pass."""
+    """Parameter names of a function. Cached, because every layer needs them in every pass."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -68,10 +72,15 @@ def attend_varlen(
     max_length_q: int | None = None,
     **others: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, None]:
-    """Causal attention as (B, T, H, D): with bounds if given, else with the caller's mask.
+    """Causal attention, as (B, T, H, D). Uses the bounds of the samples if given, otherwise sdpa with the caller's
+    mask.
+
+    Args:
+        cu_seq_lens_q: start of each sample in the row, and the end of the last one.
+        max_length_q: tokens of the longest sample.
 
     Raises:
-        ConfigError: the model changes attention scores in an unsupported way.
+        ConfigError: the model changes attention scores in a way that the kernel does not support.
     """
     if cu_seq_lens_q is None:
         attended, _ = sdpa_attention_forward(
@@ -112,11 +121,13 @@ def attend_varlen(
 
 def _refuse_unknown_terms(dropout: float, others: Mapping[str, Any]) -> None:
     if dropout or any(others.get(term) is not None for term in UNKNOWN_TERMS) or others.get("is_causal") is False:
-        raise ConfigError('policy.attention "varlen" does not support this model\'s attention terms: set "auto"')
+        raise ConfigError(
+            'policy.attention "varlen" does not support how this model changes attention scores: set "auto"'
+        )
 
 
 def half_precision(value: Tensor) -> torch.dtype:
-    """Dtype of the products: norms and rotations may have produced float32 inputs."""
+    """Dtype for the attention products. Inputs may be float32, because norms and rotations can produce float32."""
     device_type = value.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype
 
@@ -127,23 +138,23 @@ def _fill_up(tensor: Tensor, width: int) -> Tensor:
 
 
 def use_varlen_attention(hf_model: PreTrainedModel) -> None:
-    """Switch a model to this kernel. Call `why_not_varlen` first."""
-    # No mask function is registered: transformers would test for packed rows, and wait for the GPU.
+    """Switch a model to `varlen_attn`. First check with `why_not_varlen` that the model and machine support it."""
+    # No mask function is registered, because transformers would then test for packed rows and wait for the GPU.
     AttentionInterface.register(VARLEN, attend_varlen)
     hf_model.set_attn_implementation(VARLEN)
 
 
 def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
-    """Make a model with sdpa and plain attention use only the caller's masks."""
+    """Make a model with sdpa use only the caller's masks, if its attention allows this."""
     if hf_model.config._attn_implementation == "sdpa" and not _why_no_bounds(hf_model):
         AttentionInterface.register(SDPA_BY_ROWS, attend_varlen)
         hf_model.set_attn_implementation(SDPA_BY_ROWS)
 
 
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
-    """Why the kernel cannot train a model on this machine, as a clause; "" if it can."""
+    """Reason why `varlen_attn` cannot train the model on this machine, as a clause; "" if it can."""
     if find_varlen_attn() is None:
-        return f"torch {torch.__version__} has no varlen_attn with windows"
+        return f"torch {torch.__version__} has no varlen_attn that supports sliding windows"
     if device_type != "cuda":
         return "it needs an NVIDIA GPU"
     if torch.version.hip or torch.cuda.get_device_capability() < MIN_CAPABILITY:
@@ -152,9 +163,10 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(model: ModelConfig) -> str:
-    """Why the kernel does not cover a model's attention, as a clause; "" if it does.
+    """Reason why `varlen_attn` cannot compute the model's attention, as a clause; "" if it can.
 
-    A model's settings do not show every kind of attention, so the model also runs once on tensors without values.
+    The model's settings do not show every kind of attention. Therefore the model also runs once without values, on
+    torch's meta device.
     """
     try:
         hf_model = load_hf_model(model, device="meta", dtype=torch.bfloat16)
@@ -172,7 +184,7 @@ def why_unfit(model: ModelConfig) -> str:
 
 
 def takes_flash_attention(model: ModelConfig) -> bool:
-    """True if flash-attn's kernels, which support score caps, compute the model's attention."""
+    """True if flash-attn's kernels, which support score caps, can compute the model's attention."""
     try:
         return not _why_no_bounds(load_hf_model(model, device="meta", dtype=torch.bfloat16))
     except ConfigError:
@@ -180,10 +192,13 @@ def takes_flash_attention(model: ModelConfig) -> bool:
 
 
 def _why_no_bounds(hf_model: PreTrainedModel) -> str:
-    """Why a model needs more than the bounds of samples, as a clause; "" if it does not."""
+    """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause.
+
+    "" if such a kernel can.
+    """
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
-        return f"{name} models are not known to have plain attention"
+        return f"{name} models are not known to have standard attention"
     if kind := find_unmasked_layers(hf_model.config):
         return f"{name} has {kind} layers"
     has_sinks = any(parameter.endswith("sinks") for parameter, _ in hf_model.named_parameters())
@@ -221,10 +236,10 @@ def _why_trial_fails(hf_model: PreTrainedModel) -> str:
             max_length_q=2,
             max_length_k=2,
         )
-    except Exception:  # noqa: BLE001 - any error of a model's code without values: sdpa may still train the model
-        return f"{hf_model.config.model_type} models have further terms in their attention"
+    except Exception:  # noqa: BLE001 - models raise any error on the meta device; sdpa may still train them
+        return f"{hf_model.config.model_type} models change attention scores in a way that varlen does not support"
     finally:
         AttentionInterface.register(VARLEN, attend_varlen)
     if not widths:
-        return f"{hf_model.config.model_type} models do not use exchangeable attention kernels"
+        return f"{hf_model.config.model_type} models do not let transformers choose their attention kernel"
     return f"its heads have width {max(widths)}, the limit is {MAX_HEAD_DIM}" if max(widths) > MAX_HEAD_DIM else ""

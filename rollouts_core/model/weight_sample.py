@@ -1,11 +1,11 @@
-"""Measure the share of training's changes that survives the engines' number format, on a sample of every weight.
+"""Measure how much of the weight update survives rounding to the engines' number format, on a sample of every weight.
 
-    W_0  weights that training started from      W_t  weights that are published      r(W)  W in the engines' format
+    W_0  weights at the start of training         W_t  weights that are published      r(W)  W in the engines' format
     d = W_t - W_0  change by training            e = r(W_t) - r(W_0)  change in engines
 
     arrived = <e, d> / <d, d>, over all weights: the part of e along d, as a share of d
 
-bfloat16 has 8 significant bits: a bfloat16 weight w does not change while |d| is below |w| / 512.
+Example: bfloat16 has 8 significant bits, so a bfloat16 weight w does not change while |d| is below |w| / 512.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ import torch
 from torch import Tensor
 
 NUM_SAMPLED = 4096
-"""Sampled numbers per tensor, at fixed random places; smaller tensors are used whole. The sampling error of
-`Arrival.arrived` is below 0.01 for models of 10 million weights or more."""
+"""Number of sampled elements per tensor, at fixed random positions. Smaller tensors are used completely.
+
+The sampling error of `Arrival.arrived` is below 0.01 for models with at least 10 million weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """How much of the update since the start of training reached the engines, estimated from a sample."""
+    """How much of the update since the start of training reached the engines, estimated from a sample of the
+    weights."""
 
     arrived: float
-    """<e, d> / <d, d>: 1 without rounding, 0 if engines still compute with the start weights."""
+    """<e, d> / <d, d>: 1 if nothing is lost to rounding, 0 if the engines still compute with the start weights."""
     changed: float
-    """Share of the numbers in trained tensors whose value in engines differs from the start."""
+    """Share of the elements of trained tensors whose value in the engines differs from the start."""
 
 
 @torch.no_grad()
 def sample_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of up to `NUM_SAMPLED` numbers of each tensor, in its number format, in host memory."""
+    """Copy up to `NUM_SAMPLED` elements of each tensor to host memory, in the tensor's own dtype."""
     return {name: _pick(tensor.detach()).to("cpu", copy=True) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Arrival | None:
-    """Measure how much of an update reaches engines with `dtype`; None without an update.
+    """Measure how much of the update reaches engines that compute in `dtype`. Returns None if no weight changed.
 
-    For tensors on a GPU, start values and places are copied there one by one; the sums are read once.
+    For tensors on a GPU, start values and positions are copied to the GPU tensor by tensor, and the sums are read once.
 
     Args:
-        start: `sample_weights` of the start weights. Tensors that are missing in `start` are skipped.
-        weights: whole tensors, before rounding.
+        start: `sample_weights` of the start weights. Tensors missing here are skipped.
+        weights: whole tensors, before rounding to `dtype`.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for name, tensor in weights.items():  # in a fixed order, so that the sums round alike in every process
+    for name, tensor in weights.items():  # a fixed order, so that sums are rounded equally in every process
         if name not in start:
             continue
         before, now = start[name].to(tensor.device), _pick(tensor)

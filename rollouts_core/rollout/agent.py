@@ -1,7 +1,7 @@
-"""Convert an agent's trajectory to samples for training: every call of the policy, token by token.
+"""Convert an agent's trajectory to training samples with the exact token ids of every policy call.
 
 An agent calls the policy once per turn. The policy's input and output are stored as token ids, never as text:
-tokenizing text again may give other tokens, whose log-probs are unknown.
+tokenizing the text again may give other tokens, and their log-probs are unknown.
 
     turn 0   prompt_tokens  [3 14 15 4]                        completion  [27 21 1]
     turn 1   prompt_tokens  [3 14 15 4  27 21 1  8 30 1 4]     completion  [33 1]
@@ -30,42 +30,44 @@ TrajectoryForm = Literal["interleaved", "branching"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTurn:
-    """One call of the policy."""
+    """One call of the policy (the model in training) by an agent."""
 
     prompt_tokens: list[int]
-    """Input of the policy."""
+    """Token ids of the policy's input."""
     completion: Completion
-    """Output, with log-probs and weight versions."""
+    """Token ids that the policy sampled, with their log-probs and weight versions."""
     outcome: Outcome = Outcome.OK
-    """The environment's judgement of the turn."""
+    """The environment's judgement of this turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """All turns of an agent for one prompt."""
+    """All calls of the policy that an agent made for one prompt."""
 
     turns: tuple[AgentTurn, ...]
-    """At least one turn."""
+    """The calls of the policy, in order; at least one."""
     messages: tuple[Message, ...]
-    """The conversation for readers and rewards, beginning with the prompt."""
+    """The conversation as text messages, beginning with the prompt. Rewards and reports use it; training uses `turns`.
+    """
     status: Status
-    """How the trajectory ended."""
+    """Status of the whole trajectory, for example completed or truncated."""
     finish_reason: str
-    """The engine's reason, or the name of the exhausted budget."""
+    """The engine's finish reason of the last turn, or the name of the exhausted budget."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """Additions to the metadata of its samples."""
+    """JSON values to add to the metadata of the trajectory's samples."""
 
 
 def agent_integration(
     trajectory: Trajectory, pending: Sample | None = None, *, form: TrajectoryForm = "interleaved"
 ) -> list[Sample]:
-    """The ungraded samples of a trajectory: one, or with `branching` one per turn.
+    """Convert a trajectory to ungraded samples: one sample if `form` is "interleaved", one per turn if it is
+    "branching".
 
     Args:
-        pending: the sample that asked for the trajectory; the result has its prompt, group, index and metadata.
+        pending: the sample for which the agent ran. The results copy its prompt, group, index and metadata.
 
     Raises:
-        DataError: in an interleaved trajectory, a turn's input does not begin with the previous turns.
+        DataError: in an interleaved trajectory, a turn's input does not begin with the tokens of the previous turns.
     """
     assert trajectory.turns, "a trajectory has at least one turn"
     asked_by = pending or Sample()
@@ -97,15 +99,15 @@ def _check_interleaved(trajectory: Trajectory, pending: Sample) -> None:
         if read != before:
             place = next((i for i, pair in enumerate(zip(read, before, strict=False)) if len(set(pair)) > 1), len(read))
             raise DataError(
-                f"prompt {pending.metadata.get('prompt_id', '?')!r}: the input of turn {number} differs from the "
-                f"previous turns from token {place} on: the agent must keep token ids instead of tokenizing text "
-                'again. An agent that rewrites its history needs the form "branching"'
+                f"prompt {pending.metadata.get('prompt_id', '?')!r}: the input of turn {number} must begin with the "
+                f"tokens of the previous turns, but differs at token {place}: let the agent keep token ids instead "
+                'of tokenizing text again. An agent that rewrites its history needs the form "branching"'
             )
         before = [*turn.prompt_tokens, *turn.completion.tokens]
 
 
 def _fill_in_tokens(sample: Sample, turns: Sequence[AgentTurn]) -> Sample:
-    """Fill a sample with the tokens of turns, each of which begins with the whole previous turn."""
+    """Fill in tokens, masks, log-probs and versions of the turns. Each turn's input must begin with the turn before."""
     tokens: list[int] = []
     loss_mask: list[float] = []
     log_probs: list[float] = []
@@ -124,7 +126,8 @@ def _fill_in_tokens(sample: Sample, turns: Sequence[AgentTurn]) -> Sample:
 
 
 def place_version_spans(completion: Completion, start: int) -> list[VersionSpan]:
-    """The policy versions of a completion whose first token is at `start`."""
+    """Weight versions of a completion's tokens, as spans within a sample in which the completion begins at index
+    `start`."""
     return [
         VersionSpan(_version_number(version), start + begin, start + end)
         for version, begin, end in completion.version_spans
@@ -133,6 +136,6 @@ def place_version_spans(completion: Completion, start: int) -> list[VersionSpan]
 
 
 def _version_number(version: str) -> int:
-    """The number after the last dash of an engine's weight version; -1 for a server's own start version."""
+    """The number after the last dash of an engine's weight version; -1 for the version with which a server starts."""
     number = version.rpartition("-")[2]
     return int(number) if number.isdigit() else -1

@@ -1,13 +1,13 @@
-"""Run one conversation between the policy and an environment, growing by token ids.
+"""Run one conversation between the policy and an environment, as a growing list of token ids.
 
     prompt --tokenize_prompt--> tokens --generate--> completion --+--> environment.respond --> messages
                                   ^                               |                               |
                                   +--- tokens of the completion --+                               |
                                   +--- tokenize_reply <-------------------------------------------+
 
-An exhausted budget ends the conversation as TRUNCATED with the budget's name as reason. Only the environment's time
-counts: the policy is not responsible for an engine that is busy, restarted or loading weights. A reply that the chat
-template hides from the policy ends the conversation as INVALID.
+If a budget is exhausted, the conversation ends as TRUNCATED with the budget's name as finish reason. The time budget
+counts only the environment's time, because an engine may be busy, restarting or loading weights. If the chat template
+omits a reply from the policy's input, the conversation ends as INVALID.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SampleTurn = Callable[[list[int], SamplingConfig, int], Awaitable[Completion]]
-"""(prompt tokens, sampling settings, turn number) -> the policy's completion."""
+"""Samples one turn: (prompt tokens, sampling settings, turn number) -> completion."""
 
 MACHINERY_ERRORS = (EnvironmentUnavailableError, OSError, httpx.TransportError)
-"""Exceptions of an environment that neither the policy nor the environment's code caused."""
+"""Exceptions in an environment that come from files, networks or services, not from the policy or from a bug."""
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -56,12 +56,13 @@ async def hold_conversation(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
 ) -> Trajectory:
-    """Run a conversation from the prompt until it is finished or a budget is exhausted.
+    """Run a conversation from the prompt until the environment gives no reply or a budget is exhausted.
 
     Raises:
-        EnvironmentUnavailableError: a dependency of the environment failed, or did not answer in time. The message
-        names the prompt.
-        RewardError: the environment has a bug, or computes for too long. The message names the prompt.
+        EnvironmentUnavailableError: a dependency of the environment failed, or the environment exceeded
+            `reply_timeout_s`. The message names the prompt.
+        RewardError: the environment raised an error of its own, or blocked the event loop for too long. The message
+            names the prompt.
         EngineError: sampling failed.
     """
     limits = config.multi_turn
@@ -122,10 +123,11 @@ async def hold_conversation(
 def policy_dialect(
     tokenizer: PreTrainedTokenizerBase, environment: MultiTurnEnvironment, config: RolloutConfig
 ) -> Dialect:
-    """The policy's dialect for calls of the environment's tools.
+    """The format in which the policy writes calls of the environment's tools.
 
     Raises:
-        DataError: the chat template's dialect is unknown, and the environment has tools.
+        DataError: the format is not known for this chat template, although the environment has tools or the settings
+            name a response template.
     """
     try:
         return find_dialect(tokenizer, config.multi_turn.response_template)
@@ -147,7 +149,7 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
     try:
         reply = await call_within(timeout_s, environment.respond, conversation)
     except BlockedError as error:
-        raise RewardError(f"{where} blocked all other conversations while computing: {error}") from error
+        raise RewardError(f"{where} blocked the event loop, and so all other conversations: {error}") from error
     except OutOfTimeError as error:
         raise EnvironmentUnavailableError(f"{where} did not answer within {timeout_s:g} s") from error
     except MACHINERY_ERRORS as error:
@@ -166,7 +168,7 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
 
 
 async def _close(environment: MultiTurnEnvironment, conversation: Conversation) -> None:
-    """Let the environment free its resources; a failure does not change the conversation."""
+    """Let the environment free its resources. A failure is logged and does not change the conversation."""
     close = getattr(environment, "close", None)
     if close is None:
         return
@@ -175,7 +177,7 @@ async def _close(environment: MultiTurnEnvironment, conversation: Conversation) 
         with anyio.CancelScope(shield=True):
             await call_within(CLOSE_TIMEOUT_S, close, conversation)
     except OutOfTimeError as error:
-        logger.warning("%s was not closed, and may keep resources open: %s", where, error)
+        logger.warning("%s was not closed in time, so its resources may stay open: %s", where, error)
     except MACHINERY_ERRORS as error:
         logger.warning("%s could not be closed: %s", where, first_line(error))
 

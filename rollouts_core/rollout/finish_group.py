@@ -1,4 +1,4 @@
-"""Finish one group: generate its completions, grade them, and decide whether to train on the group.
+"""Finish one group of samples: generate its completions, grade them, and decide whether to train on the group.
 
 pending group -> generate_fn, again if interrupted -> reward_fn -> filter_fn -> kept or dropped, with a reason
 """
@@ -25,15 +25,15 @@ from rollouts_core.user_code.failures import check_generated, failed_function_er
 logger = logging.getLogger(__name__)
 
 UNAVAILABLE = "environment_unavailable"
-"""Drop reason for groups whose environment or reward was unavailable."""
+"""Drop reason of a group whose environment or reward was unavailable."""
 
 
 class GroupFinisher:
-    """Finishes groups with the functions of a run.
+    """Generates, grades and filters groups with the functions that the rollout settings name.
 
     Args:
-        filter_fn: decides which groups to train on, as a bool or with a reason; None keeps all.
-        num_tokens: samples with a token id of at least this number are invalid.
+        filter_fn: returns whether to train on a group, as a bool or a `FilterDecision`. None keeps all groups.
+        num_tokens: a sample with a sampled token id of at least this number is invalid.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class GroupFinisher:
     async def finish(
         self, group: Group, grade: RewardFn, *, version: int | None, note: Callable[[Group], None]
     ) -> FinishedGroup:
-        """Finish a group. Errors are part of the result instead of being raised.
+        """Generate, grade and filter one group. An error is returned in the result instead of being raised.
 
-        An exception raised in a task of the manager would reach the manager's caller inside an ExceptionGroup.
+        Reason: an exception raised in a task would reach the manager's caller wrapped in an ExceptionGroup.
 
         Args:
-            version: weight version that the engines serve now, if known.
-            note: called with the group's samples each time they grow.
+            version: weight version that the engines serve now; None if unknown.
+            note: called with the group's samples after each call of the generate function.
         """
         try:
             generated = await self._generate(group, version, note)
@@ -71,9 +71,9 @@ class GroupFinisher:
             return FinishedGroup(group=group, decision=FilterDecision(False), error=error)
 
     async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
-        """Generate all completions of a group. Interrupted completions are continued from their tokens."""
+        """Generate the completions of a group. Interrupted completions are continued from their tokens."""
         if all(sample.status not in UNFINISHED for sample in group):
-            return group  # already generated: the group was given up during grading
+            return group  # the group is generated already: an earlier call was cancelled while grading it
 
         async def generate(group: Group) -> Group:
             return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]
@@ -82,7 +82,7 @@ class GroupFinisher:
 
     async def _call_generate_fn(self, group: Group) -> Group:
         try:
-            # No limit for the built-in function: each of its engine requests has its own.
+            # The built-in generate function needs no time limit: each of its engine requests has a time limit.
             timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
             generated: object = await call_within(timeout_s, self.generate_fn, group)
             return check_generated(generated, self.generate_fn, group)
@@ -105,14 +105,14 @@ class GroupFinisher:
 
 
 def dropped_for_outage(group: Group, reason: str) -> FinishedGroup:
-    """A group dropped because an environment or a reward was unavailable."""
+    """Result for a group that is dropped because an environment or a reward was unavailable."""
     logger.warning("dropped group %d: %s", group[0].group_index, reason)
     return FinishedGroup(group=group, decision=FilterDecision(False, UNAVAILABLE), unavailable=reason)
 
 
 def _claim_version(sample: Sample, version: int | None) -> Sample:
-    """Tag the sample with `version` (a lower bound) if the generate function reported none."""
+    """If a sample has no weight versions, tag its sampled tokens with `version`. The actual version may be newer."""
     if version is None or sample.policy_versions or not any(sample.loss_mask):
-        return sample  # a request interrupted before its first token has only the prompt
+        return sample  # a request interrupted before its first token has no sampled token to tag
     first = next(place for place, weight in enumerate(sample.loss_mask) if weight)
     return replace(sample, policy_versions=(VersionSpan(version, first, len(sample.tokens)),))

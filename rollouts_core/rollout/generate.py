@@ -1,6 +1,6 @@
-"""The generate functions for groups of pending samples: one engine request per group, or conversations.
+"""Generate functions for groups of pending samples: one engine request per group, or one conversation per sample.
 
-A single conversation: `conversation.py`. Which groups are generated: `manager.py`.
+A single conversation: `conversation.py`. The choice of groups to generate: `manager.py`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 Group = list[Sample]
 """The samples of one prompt."""
 UNFINISHED = (Status.PENDING, Status.ABORTED)
-"""Statuses of samples without a completion, or with a partial one."""
+"""Statuses of samples without a whole completion: not generated, or interrupted."""
 AT_LIMIT = "length"
-"""The engines' finish reason of a completion at its token limit."""
+"""Finish reason of engines for a completion that reached its token limit."""
 MAX_INTERRUPTIONS = 1000
-"""Highest number of times that an interrupted completion is continued."""
+"""Highest number of engine requests for one completion that keeps being interrupted."""
 
 
 def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
 ) -> CompletionGenerator | ConversationGenerator:
-    """A `generate_fn` that uses `engines`: one request per group, or per turn of a conversation.
+    """Create a `generate_fn` that samples from `engines`: one request per group, or per turn of a conversation.
 
-    Samples with tokens are continued.
+    Samples that already have tokens are continued from these tokens.
     """
     environment = resolve_environment(config)
     if is_multi_turn(environment):
@@ -65,10 +65,10 @@ def create_engine_generate_fn(
 
 
 class CompletionGenerator:
-    """A `generate_fn` with one engine request per group.
+    """A `generate_fn` that generates a group with one engine request.
 
     Args:
-        tools: tool descriptions for the prompts.
+        tools: JSON schemas of the tools that the prompts describe.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CompletionGenerator:
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
         limit = len(prompt_tokens) + self.config.sampling.max_new_tokens
-        # After resuming with other settings, the limit may be lower than before.
+        # A run resumed with a lower limit can have samples that already exceed the limit.
         finished = {
             sample.index: replace(sample, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
             for sample in group
@@ -122,11 +122,11 @@ class CompletionGenerator:
         ]
 
     async def break_off(self) -> None:
-        """Interrupt running requests; their samples keep their tokens. New requests wait until `go_on`."""
+        """Interrupt running requests; their samples keep the tokens so far. New requests wait until `go_on`."""
         await _break_off(self.engines)
 
     def go_on(self) -> None:
-        """Allow requests again."""
+        """Allow engine requests again after `break_off`."""
         _go_on(self.engines)
 
 
@@ -136,12 +136,13 @@ def create_conversation_generate_fn(
     config: RolloutConfig,
     environment: MultiTurnEnvironment,
 ) -> ConversationGenerator:
-    """A `generate_fn` with one conversation per sample of a group, all concurrent."""
+    """Create a `generate_fn` that holds one conversation per sample; the conversations of a group run concurrently."""
     return ConversationGenerator(engines, tokenizer, config, environment)
 
 
 class ConversationGenerator:
-    """A `generate_fn` that keeps the policy's turns of running conversations."""
+    """A `generate_fn` that holds conversations and logs the policy's turns, so that an interrupted conversation can
+    continue."""
 
     def __init__(
         self,
@@ -166,34 +167,36 @@ class ConversationGenerator:
         except BaseException:
             self._log.end(group, is_kept=self._is_broken_off)
             raise
-        self._log.end(group)  # complete: not requested again, even if other groups were interrupted meanwhile
+        # The group is complete, so its log is not needed even if other groups were interrupted meanwhile.
+        self._log.end(group)
         return samples
 
     async def break_off(self) -> None:
-        """Interrupt running requests. A conversation that is given up before `go_on` is continued from its turns when
-        it is requested again."""
+        """Interrupt running requests. A conversation cancelled before `go_on` continues from its logged turns when it
+        is requested again."""
         self._is_broken_off = True
         await _break_off(self.engines)
 
     def go_on(self) -> None:
-        """Allow requests again."""
+        """Allow engine requests again after `break_off`."""
         self._is_broken_off = False
         _go_on(self.engines)
 
     def versions_of(self, group: Sequence[Sample]) -> list[int]:
-        """The weight versions of the turns that these conversations would continue from."""
+        """Weight versions of the logged turns from which the group's conversations would continue."""
         return self._log.versions_of(group)
 
     def forget(self, group: Sequence[Sample]) -> None:
-        """Discard the turns of these conversations."""
+        """Discard the logged turns of the group's conversations."""
         self._log.forget(group)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The turns so far, as JSON values."""
+        """The logged turns of unfinished groups, as JSON values."""
         return self._log.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Restore turns: a conversation repeats them as long as the environment answers the same."""
+        """Restore logged turns. A conversation repeats its turns as long as the environment's replies are the same as
+        before."""
         self._log.load_state_dict(state)
 
     async def _converse(self, pending: Sample) -> list[Sample]:
@@ -203,7 +206,7 @@ class ConversationGenerator:
 
     async def _hold(self, pending: Sample) -> Trajectory:
         log = self._log.begin(pending)
-        # A group keeps its engine, which has the beginning of its conversations in its cache.
+        # All conversations of a group use one engine, whose prefix cache has their common beginning.
         engine = self.engines[pending.group_index % len(self.engines)]
 
         async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
@@ -223,7 +226,7 @@ class ConversationGenerator:
 
 
 def _interruptible(engines: Sequence[InferenceEngine], config: RolloutConfig) -> Sequence[InferenceEngine]:
-    """The engines, wrapped so that interrupted requests keep their tokens if the settings allow partial completions."""
+    """The engines, wrapped to keep the tokens of interrupted requests if the settings allow partial completions."""
     if not config.max_partial_staleness:
         return engines
     return [InFlightEngine(each) if isinstance(each, InterruptibleEngine) else each for each in engines]
@@ -240,14 +243,16 @@ def _go_on(engines: Sequence[InferenceEngine]) -> None:
 
 
 async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
-    """The trajectory, restarted if the environment was unavailable, up to the configured number of retries."""
+    """Hold a conversation; restart it while the environment is unavailable, at most `max_environment_retries` times."""
     for attempt in itertools.count(1):
         try:
             return await hold()
         except EnvironmentUnavailableError as error:
             if attempt > config.max_environment_retries:
                 raise
-            logger.warning("restarted a conversation (attempt %d failed: %s)", attempt, error)
+            logger.warning(
+                "restarting a conversation, because its environment was unavailable in attempt %d: %s", attempt, error
+            )
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
     raise AssertionError("the loop only ends by returning or raising")
 
@@ -258,13 +263,13 @@ async def generate_whole(
     *,
     note: Callable[[Group], None] = lambda group: None,
 ) -> Group:
-    """Generate whole completions. Interrupted completions are continued from their tokens.
+    """Call `generate` until no completion of the group is interrupted. Each call continues from the tokens so far.
 
     Args:
-        note: called with the group's samples each time they grow.
+        note: called with the group's samples after each call of `generate`.
 
     Raises:
-        EngineError: the group was interrupted too often.
+        EngineError: the group was interrupted in `MAX_INTERRUPTIONS` calls.
     """
     generated = group
     for _ in range(MAX_INTERRUPTIONS):
@@ -273,7 +278,9 @@ async def generate_whole(
         if all(sample.status is not Status.ABORTED for sample in generated):
             return generated
     index = group[0].group_index
-    raise EngineError(f"group {index} was interrupted {MAX_INTERRUPTIONS} times: check the engine's log")
+    raise EngineError(
+        f"the completions of group {index} were interrupted {MAX_INTERRUPTIONS} times: check the engine's log"
+    )
 
 
 async def complete_request(
@@ -283,14 +290,14 @@ async def complete_request(
     begun: Completion | None = None,
     note: Callable[[Completion], None] = lambda completion: None,
 ) -> Completion:
-    """Generate the whole completion of a request. After an interruption the completion is continued from its tokens.
+    """Generate the whole completion of a request. After an interruption, the completion is continued from its tokens.
 
     Args:
         begun: the completion so far. A whole completion is returned unchanged.
-        note: called with the completion each time it grows.
+        note: called with the completion after each engine request.
 
     Raises:
-        EngineError: the completion was interrupted too often.
+        EngineError: the completion was interrupted `MAX_INTERRUPTIONS` times.
     """
     completion = begun
     for _ in range(MAX_INTERRUPTIONS):
@@ -304,11 +311,11 @@ async def complete_request(
         note(completion)
         if completion.status is not Status.ABORTED:
             return completion
-    raise EngineError(f"{engine.name} interrupted a completion {MAX_INTERRUPTIONS} times: check its log")
+    raise EngineError(f"{engine.name} interrupted a completion {MAX_INTERRUPTIONS} times: check the log of the engine")
 
 
 def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
-    """A request that continues a completion from these tokens."""
+    """A request that continues a partial completion: its tokens join the prompt and reduce the token limit."""
     if not tokens:
         return request
     num_left = request.sampling.max_new_tokens - len(tokens)
@@ -322,7 +329,7 @@ def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> Gener
 
 
 def join_completions(first: Completion, rest: Completion) -> Completion:
-    """Join an interrupted completion and its continuation."""
+    """Join an interrupted completion and its continuation to one completion."""
     start = len(first.tokens)
     return replace(
         rest,
@@ -338,7 +345,7 @@ def join_completions(first: Completion, rest: Completion) -> Completion:
 def complete_sample(
     pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    """Append an engine's completion to the sample."""
+    """Append an engine's completion to the tokens, masks, log-probs and versions of a sample."""
     before = pending.tokens or prompt_tokens
     start = len(before)
     tokens = [*before, *completion.tokens]
@@ -355,9 +362,10 @@ def complete_sample(
 
 
 def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
-    """The ungenerated samples of one prompt.
+    """Create the samples of one prompt, before their generation.
 
-    Each sample has its own copy of the metadata, so that a reward's changes affect no other sample and no later draw.
+    Each sample has its own copy of the metadata, so that a reward that changes the metadata of a sample does not affect
+    other samples or later epochs.
     """
     metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
     return [
@@ -375,13 +383,14 @@ def check_prompt_lengths(
     tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
     bad: BadRows | None = None,
 ) -> int:
-    """Check prompt lengths; returns the tokens of the longest prompt, including the description of `tools`.
+    """Check the length of all prompts. Returns the number of tokens of the longest prompt, including tool descriptions.
 
     Args:
-        bad: collects errors of rows; None raises the first error.
+        tools: JSON schemas of the tools that each prompt describes.
+        bad: collects the errors of bad rows. None raises the first error.
 
     Raises:
-        DataError: prompts have more than `max_tokens` tokens.
+        DataError: a prompt has more than `max_tokens` tokens, or the chat template cannot render it.
     """
     texts: list[tuple[Prompt, str]] = []
     longest = 0
@@ -392,7 +401,8 @@ def check_prompt_lengths(
         except DataError as error:
             refused[prompt.row] = error
     if not texts and len({str(error) for error in refused.values()}) == 1 < len(prompts):
-        raise next(iter(refused.values()))  # equal errors in all rows: the template is wrong, not the rows
+        # the same error for every row means that the chat template is wrong, not the rows
+        raise next(iter(refused.values()))
     with noted_rows(source, bad) as noted:
         for row, refusal in refused.items():
             noted.note(row, refusal)
@@ -407,5 +417,6 @@ def check_prompt_lengths(
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """A seed below 2**31 that depends only on these numbers."""
+    """Seed below 2**31 for one turn of a sample. It depends only on the arguments, so timing does not change
+    samples."""
     return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

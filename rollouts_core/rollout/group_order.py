@@ -1,4 +1,4 @@
-"""Record and replay in which order a batch considers its groups, if timing decides the order."""
+"""Record and replay the order in which finished groups are kept or dropped, for batches in which timing decides it."""
 
 from __future__ import annotations
 
@@ -16,54 +16,59 @@ logger = logging.getLogger(__name__)
 
 
 class Schedule(NamedTuple):
-    """The decisions of timing and outages about one batch."""
+    """Decisions of timing and outages about the groups of one batch. A replay of the schedule gives the same batch."""
 
     completed: Sequence[int]
-    """Groups in the order in which they were considered."""
+    """Group indices in the order in which the groups were kept or dropped."""
     unavailable: Sequence[int] = ()
-    """Groups dropped because an environment or a reward was unavailable."""
+    """Indices of groups that were dropped because an environment or a reward was unavailable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A finished group and its fate, or its error."""
+    """A group whose generation ended, with the decision to keep or drop it, or with the error that ended it."""
 
     group: list[Sample]
     decision: FilterDecision
     error: RolloutsError | None = None
     unavailable: str = ""
-    """The failure, if the group was dropped because an environment or a reward was unavailable."""
+    """Error message if an environment or a reward was unavailable for the group; otherwise empty."""
 
     @property
     def index(self) -> int:
-        """The group's number."""
+        """Number of the group in the run, counted from 0."""
         return self.group[0].group_index
 
 
 class LoggedOrder:
-    """Holds finished groups back until a schedule reaches them. Without a schedule nothing is held back."""
+    """Returns finished groups in the order of a recorded schedule. Without a schedule: in the order in which they
+    finished."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self.unavailable = frozenset(schedule.unavailable if schedule else ())
-        """Groups to drop without generating them."""
+        """Indices of groups that the schedule dropped as unavailable. A replay drops these groups without generating
+        them."""
         self.was_left = False
-        """True if the schedule could not be followed."""
+        """True if the schedule could not be followed, because its next group was not requested."""
         self._expected = deque(schedule.completed if schedule else ())
         self._early: dict[int, FinishedGroup] = {}
 
     def add(self, finished: FinishedGroup) -> None:
-        """Add a finished group."""
         self._early[finished.index] = finished
 
     def next_finished(self, under_way: Container[int]) -> FinishedGroup | None:
-        """The next group to keep or drop; None until it has finished. The same group until `go_on_behind` or `forget`.
+        """The next group to keep or drop; None if it has not finished yet.
+
+        Returns the same group until `go_on_behind` or `forget` removes it. If the schedule's next group was not
+        requested, the rest of the schedule is ignored with a warning.
 
         Args:
-            under_way: groups that were requested and neither kept nor dropped yet.
+            under_way: indices of groups that were requested and neither kept nor dropped yet.
         """
         if self._expected and self._expected[0] not in under_way:
             logger.warning(
-                "the logged schedule has group %d next, which was not requested: from now on timing decides the order",
+                "group %d, the next group of the recorded schedule, was not requested: from now on groups are "
+                "considered in the order in which they finish",
                 self._expected[0],
             )
             self._expected.clear()
@@ -73,12 +78,12 @@ class LoggedOrder:
         return self._early.get(self._expected[0])
 
     def go_on_behind(self, index: int) -> None:
-        """Remove the group that `next_finished` returned: its fate is decided."""
+        """Remove the group that `next_finished` returned, after it was kept or dropped."""
         del self._early[index]
         if self._expected:
             self._expected.popleft()
 
     def forget(self, indices: Iterable[int]) -> None:
-        """Discard results of groups whose fate is not decided, to wait for them again."""
+        """Discard results of groups that were neither kept nor dropped, because these groups are generated again."""
         for index in indices:
             self._early.pop(index, None)

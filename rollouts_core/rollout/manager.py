@@ -1,20 +1,23 @@
-"""Generate, grade and filter completions until a batch of groups is full, also ahead of the trainer.
+"""Generate, grade and filter groups of completions until a batch is full; optionally several batches ahead of the
+trainer.
+
+A group is all samples of one prompt.
 
     DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
                        ^                                           |
-                       +------------ ask for more <------drop------+
+                       +----------- request more <-----drop--------+
 
-Groups are never selected by reward, which would bias the gradient. The only back-pressure is the number of live groups
-(running or ready):
+Groups are never selected by reward, because that would bias the gradient. Generation is limited only by the number of
+live groups (running or ready):
 
-    max_staleness 0    One batch is generated while the trainer waits, nothing while it trains. A batch takes the groups
-                       that finish first. The other groups are given up and start the next batch, from their prompts or,
-                       with max_partial_staleness, from their tokens. If this or a filter lets timing decide which
-                       groups a batch gets, the batch's metadata records the order. A manager that replays this order
-                       makes the same batch again.
+    max_staleness 0    One batch is generated while the trainer waits, and nothing while it trains. A batch takes the
+                       groups that finish first. The unfinished groups are cancelled and start the next batch: from
+                       their prompts or, with max_partial_staleness, from the tokens generated so far. If this or a
+                       filter makes the batch depend on timing, the batch's metadata records the order of the groups.
+                       A manager that replays this order makes the same batch again.
     max_staleness S    S batches are generated while the trainer trains, and one more while it waits. A batch takes the
                        oldest live groups, so timing decides nothing unless a filter drops groups. A group is at most S
-                       publications old when it is trained on.
+                       weight publications old when it is trained on.
 
 One group: `finish_group.py`. Replayed order: `group_order.py`. Outages: `outage.py`.
 """
@@ -65,37 +68,40 @@ from rollouts_core.user_code.failures import describe_raised
 logger = logging.getLogger(__name__)
 
 BREAK_OFF_TIMEOUT_S = 30.0
-"""Time limit for engines to interrupt their requests, seconds; later tokens are lost."""
+"""Time limit for engines to interrupt running requests at the end of a batch, seconds.
+
+Tokens of requests that take longer are lost."""
 STALE = "stale"
-"""Drop reason for groups that were too old and are generated again."""
+"""Drop reason of a group whose tokens were too old to train on. The group is generated again."""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """Counters since the last batch."""
+    """Counters since the last batch was taken."""
 
     num_asked: int = 0
-    """Groups that were requested."""
+    """Number of requested groups."""
     drops: Counter[str] = field(default_factory=Counter)
-    """Dropped groups by reason."""
+    """Number of dropped groups by reason."""
     completed: list[int] = field(default_factory=list)
-    """Numbers of the groups that were kept or dropped, in order."""
+    """Indices of the groups that were kept or dropped, in this order."""
     unavailable: list[int] = field(default_factory=list)
-    """Groups dropped because of an outage."""
+    """Indices of groups that were dropped because an environment or a reward was unavailable."""
     rewards: list[float] = field(default_factory=list)
-    """Rewards in all kept or dropped groups; a trajectory counts once."""
+    """Rewards of all kept and dropped groups, one per trajectory."""
     paused_s: float = 0.0
-    """Seconds without requests because of an outage."""
+    """Seconds in which an outage paused generation."""
 
 
 class AsyncRolloutManager:
-    """Generates batches of groups in parallel from a `DataBuffer`; owns the live groups.
+    """Generates batches of groups concurrently from the prompts of a `DataBuffer`.
 
-    Use with `async with`. At its end running groups are given up and moved to `partial_samples`. `generate_fn` defaults
-    to the function in `config`.
+    Use it with `async with`. On exit, running groups are cancelled and moved to `partial_samples`.
 
     Args:
-        num_tokens: samples with a token id of at least this number are invalid.
+        generate_fn: default: the function that `config` names.
+        reward_fn: default: the reward that `config` names.
+        num_tokens: a sample with a sampled token id of at least this number is invalid.
 
     Raises:
         ConfigError: a function named in the configuration does not exist.
@@ -123,13 +129,13 @@ class AsyncRolloutManager:
         self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn, num_tokens=num_tokens)
         self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
-        """Groups that were given up, with their tokens. The next batch requests these groups first."""
+        """Samples of cancelled groups, with the tokens generated so far. The next batch requests these groups first."""
         self.published = PublishedVersions(config.max_token_age + 2)
-        """The last published weight versions."""
+        """The most recently published weight versions."""
         self._under_way: dict[int, Group] = {}
-        """Groups that were requested and neither kept nor dropped yet."""
+        """Groups that were requested but neither kept nor dropped yet, by index."""
         self._begun: set[int] = set()
-        """Groups in `_under_way` whose task is running or has finished."""
+        """Indices of groups in `_under_way` with a task, running or finished."""
         self._ready: dict[int, Group] = {}
         self._calls = anyio.Lock(fast_acquire=True)
         self._running = AsyncExitStack()
@@ -164,22 +170,25 @@ class AsyncRolloutManager:
             self._give_up_under_way()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
-        """The next `config.batch_size` groups that pass the filter, ordered by group.
+        """Return the next `config.batch_size` groups that pass the filter, ordered by group index.
 
-        A call implies that the previous batch was trained on and, if due, its weights published. A call that is
-        cancelled or raises loses nothing: the next call continues with the same groups and decisions, and gives the
-        same batch. Concurrent calls run one after another.
+        A call implies that the trainer finished the previous batch and published its weights, if a publication was due.
+        A call that is cancelled or raises an error loses nothing: the next call continues with the same groups and
+        returns the same batch. Concurrent calls run one after another.
+
+        Args:
+            reward_fn: grades the groups of this call; default: the manager's reward.
 
         Raises:
-            RewardError, EngineError: generating or grading a group failed; the other groups are stopped.
+            RewardError, EngineError: generating or grading a group failed. The other groups are stopped.
             DataError: the filter dropped so many groups that `max_refills` was reached, or too many samples are
-            invalid.
+                invalid.
         """
         async with self._calls:
             self._grade = reward_fn or self.reward_fn
             if self.config.max_staleness:
                 assert self._tasks, (
-                    "with max_staleness groups are generated between the calls: use `async with manager`"
+                    "with max_staleness, groups are generated between calls of generate_batch: use `async with manager`"
                 )
                 return self._take_batch(await self._wait_for_batch())
             await self._start()
@@ -198,16 +207,17 @@ class AsyncRolloutManager:
             return self._take_batch(indices)
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
-        """An endless stream of batches."""
+        """Yield batches without end."""
         while True:
             yield await self.generate_batch(reward_fn)
 
     def weights_published(self, version: int) -> None:
-        """Note that the engines serve this version from now on."""
+        """Note that the engines serve this weight version from now on."""
         self.published.add(version)
 
     def take_idle_s(self) -> float:
-        """Seconds since the last call in which no group was running, so that generation waited for the trainer."""
+        """Seconds since the previous call of this method during which no group was running. Generation waited for the
+        trainer."""
         now = perf_counter()
         idle_s = self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
         self._idle_s = 0.0
@@ -215,8 +225,9 @@ class AsyncRolloutManager:
         return idle_s
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The live groups as JSON values: groups to request again, with their tokens, and ready groups."""
-        # With generation ahead, groups are taken by number, so the order of finishing does not matter.
+        """Live groups as JSON values: unfinished groups with their tokens so far, and finished groups for the next
+        batch."""
+        # With generation ahead, batches take groups by index, so the order of finishing does not matter.
         order = sorted if self.config.max_staleness else list
         under_way = [sample for index in order(self._under_way) for sample in self._under_way[index]]
         return {
@@ -228,10 +239,11 @@ class AsyncRolloutManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
-        """Restore the groups of `state_dict`.
+        """Restore the groups from the result of `state_dict`.
 
         Args:
-            is_regraded: grade and filter ready groups again, because the settings of rewards or filters may differ.
+            is_regraded: grade and filter the finished groups again, because settings of rewards or filters may have
+                changed.
         """
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
         ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
@@ -243,7 +255,12 @@ class AsyncRolloutManager:
             self._resumable.load_state_dict(state["generation"])
 
     def replay(self, schedules: Sequence[Schedule]) -> None:
-        """Repeat the schedules of earlier batches, given by `completed` and `unavailable` in their metadata."""
+        """Make the next batches follow recorded schedules, one per batch, so that they equal the batches of an earlier
+        run.
+
+        Args:
+            schedules: `completed` and `unavailable` from the metadata of the earlier batches.
+        """
         self._schedules = deque(schedules)
         self._order = self._next_order()
 
@@ -251,24 +268,24 @@ class AsyncRolloutManager:
         self._tasks = await self._running.enter_async_context(anyio.create_task_group())
 
     async def _stop(self) -> None:
-        """End the tasks. Unfinished groups stay in `_under_way` and restart later."""
+        """Cancel all group tasks. Unfinished groups stay in `_under_way` and are started again later."""
         if self._tasks is None:
             return
-        self._num_wanted = 0  # groups that finish while stopping are not considered
+        self._num_wanted = 0  # a group that finishes during the stop is neither kept nor dropped
         self._is_paused = False
         self._tasks.cancel_scope.cancel()
         try:
             await self._running.aclose()
-        finally:  # also if this task was cancelled, when the last group has ended
+        finally:  # runs also if this task was cancelled; the last group task has ended here
             self._tasks = None
             self._order.forget(self._begun)
             self._begun.clear()
             self._idle_since = perf_counter()
 
     def _give_up_under_way(self) -> None:
-        """Move running groups to the next batch, which starts with them."""
+        """Move unfinished groups to `partial_samples`, so that the next batch starts with them."""
         for index, group in self._under_way.items():
-            # Without permitted staleness, the next weights must generate the group from its prompt.
+            # If the settings allow no old tokens, the group is generated from its prompt with the next weights.
             self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
         self._under_way = {}
 
@@ -276,12 +293,13 @@ class AsyncRolloutManager:
         return LoggedOrder(self._schedules.popleft() if self._schedules else None)
 
     async def _wait_for_batch(self) -> list[int]:
-        """Wait until the groups of the next batch are ready; returns their numbers."""
+        """Wait until all groups of the next batch are ready. Returns the indices of these groups."""
         ahead = self.config.batch_size * self.config.max_staleness
         self._num_wanted = ahead + self.config.batch_size
         self._ask_for_groups()
-        self._look_at_finished()  # groups that finished after a failure and before this call
-        await anyio.lowlevel.checkpoint()  # lets the groups start before the trainer, even if a batch is ready
+        self._look_at_finished()  # also considers groups that finished between the last failure and this call
+        # lets group tasks start their requests before the trainer continues, even if a batch is ready
+        await anyio.lowlevel.checkpoint()
         while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -294,16 +312,19 @@ class AsyncRolloutManager:
         return indices
 
     def _next_batch(self) -> list[int] | None:
-        """The groups of the next batch; None until all are ready."""
+        """Indices of the next batch's groups; None until all of them are ready."""
         alive = sorted({*self._ready, *self._under_way}) if self.config.max_staleness else list(self._ready)
         chosen = alive[: self.config.batch_size]
         is_full = len(chosen) == self.config.batch_size and all(index in self._ready for index in chosen)
         return chosen if is_full and self._failure is None else None
 
     def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
-        """Regenerate ready groups that are too old to train on; False if there are none.
+        """Request ready groups again if their tokens are too old to train on. Returns False if no group was too old.
 
-        Groups that finished after the batch was full take their place.
+        Groups that finished after the batch was full replace the removed groups.
+
+        Args:
+            indices: indices of the groups for the next batch.
         """
         stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_token_age]
         for index in stale:
@@ -337,7 +358,7 @@ class AsyncRolloutManager:
         return convert_to_batch(samples, metadata=metadata)
 
     def _ask_for_groups(self) -> None:
-        """Request groups until enough are alive, and start requested groups without a task."""
+        """Request groups until enough groups are live, and start a task for each requested group without a task."""
         limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
         while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0:
             if self._is_paused or self._failure:
@@ -356,7 +377,8 @@ class AsyncRolloutManager:
         self._begin_groups()
 
     def _begin_groups(self) -> None:
-        """Start a task for each group without one: a new group, or one that a pause or a cancelled call stopped."""
+        """Start a task for each requested group without a task: new groups, and groups stopped by a pause or a
+        cancelled call."""
         assert self._tasks, "the manager must be open"
         if self._is_paused or self._failure:
             return
@@ -369,14 +391,15 @@ class AsyncRolloutManager:
             self._tasks.start_soon(self._finish_group, self._under_way[index], self._grade)
 
     def _next_groups(self, num_groups: int) -> list[Group]:
-        """The groups to request: first given-up groups, then new prompts."""
+        """The next groups to request: cancelled groups first, then groups of new prompts."""
         given_up = self._take_given_up(num_groups)
         first_index = self.data_buffer.num_drawn
         num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
         return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
 
     def _take_given_up(self, num_wanted: int) -> list[Group]:
-        """Given-up groups that the buffer filter selects; the others stay."""
+        """Remove and return the cancelled groups that the buffer filter selects; without a buffer filter, all of
+        them."""
         given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
         chosen = given_up if self.buffer_filter_fn is None else self._choose(given_up, num_wanted)
         taken = {group[0].group_index for group in chosen}
@@ -394,11 +417,11 @@ class AsyncRolloutManager:
         except Exception as error:
             raise RewardError(
                 f"buffer filter {name_of_function(self.buffer_filter_fn)} on {len(given_up)} groups "
-                f"{describe_raised(error)}: return some of the given groups"
+                f"{describe_raised(error)}: it must return some of the given groups"
             ) from error
 
     def _renewed_if_stale(self, group: Group) -> Group:
-        """A given-up group, without its tokens if they are too old to train on."""
+        """Return the cancelled group; if its tokens are too old to train on, return it without tokens."""
         versions = self._remembering.versions_of(group) if self._remembering else ()
         ages = [self.published.oldest(group), *map(self.published.staleness_of, versions)]
         if max(ages) <= self.config.max_token_age:
@@ -419,7 +442,7 @@ class AsyncRolloutManager:
             self._under_way[index] = generated
 
         if index in self._order.unavailable:
-            finished = dropped_for_outage(group, "the replayed schedule dropped it")
+            finished = dropped_for_outage(group, "an outage dropped this group in the recorded schedule")
         else:
             finished = await self._finisher.finish(group, grade, version=self._newest_version, note=note)
         self._order.add(finished)
@@ -427,11 +450,11 @@ class AsyncRolloutManager:
 
     @property
     def _newest_version(self) -> int | None:
-        """The weight version that the engines serve; None if unknown."""
+        """The weight version that the engines serve now; None if no version was published."""
         return self.published.versions[-1] if self.published.versions else None
 
     def _look_at_finished(self) -> None:
-        """Keep or drop finished groups in order, until a full batch waits to be taken."""
+        """Keep or drop finished groups, in the order of the schedule if there is one, until the next batch is full."""
         while self._failure is None and self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
             finished = self._order.next_finished(self._under_way)
             if finished is None:
@@ -441,7 +464,7 @@ class AsyncRolloutManager:
                 continue
             self._failure = finished.error or self._note_outage(finished) or self._invalid.note(finished.group)
             if self._failure:
-                self._order.forget([finished.index])  # the next call restarts it
+                self._order.forget([finished.index])  # the next call of `generate_batch` starts this group again
                 break
             self._order.go_on_behind(finished.index)
             self._settle(finished)
@@ -451,7 +474,7 @@ class AsyncRolloutManager:
         self._changed.set()
 
     def _settle(self, finished: FinishedGroup) -> None:
-        """Keep or drop a group."""
+        """Add the finished group to the ready groups, or count it as dropped."""
         del self._under_way[finished.index]
         self._tally.completed.append(finished.index)
         if finished.unavailable:
@@ -464,7 +487,8 @@ class AsyncRolloutManager:
             self._tally.drops[finished.decision.reason] += 1
 
     def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
-        """True if a group without an available environment restarts after a pause, instead of being dropped."""
+        """True if the finished group was unavailable and is generated again after a pause; False if it is kept or
+        dropped now."""
         assert self._tasks, "the manager must be open"
         if not finished.unavailable or finished.index in self._order.unavailable:
             return False
@@ -479,9 +503,9 @@ class AsyncRolloutManager:
         return True
 
     def _note_outage(self, finished: FinishedGroup) -> RolloutsError | None:
-        """The error that ends the run if an outage dropped too many groups; None otherwise."""
+        """The error that ends the run if too many recent groups were unavailable; None otherwise."""
         if finished.index in self._order.unavailable:
-            return None  # an outage in an earlier attempt says nothing about the present
+            return None  # an outage of the recorded run dropped this group; it says nothing about the present
         return self._outage.note_group(finished.unavailable)
 
     async def _end_pause(self, pause_s: float) -> None:
@@ -494,7 +518,7 @@ class AsyncRolloutManager:
 
 
 def _round_size(config: RolloutConfig) -> int:
-    """Number of groups that are requested together if no groups are generated ahead."""
+    """Number of groups requested together if `max_staleness` is 0. It includes over-sampling."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
 
 

@@ -1,9 +1,9 @@
-"""Recorded rollouts of an earlier run as the batches of RL; no engine is needed.
+"""Train RL on recorded rollouts of an earlier run, without engines.
 
     samples/step_000001.jsonl, step_000002.jsonl, ...  ->  one batch each, in order, then again from the first
 
-A sample keeps its tokens, masks, log-probs and reward bit for bit, so a first step from the same weights gives the same
-weights as the recorded step.
+A recorded sample keeps its tokens, masks, log-probs and reward bit for bit. If training starts from the recorded run's
+weights, the first step therefore gives the same weights as the recorded step.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ STEP_FILES = "step_*.jsonl"
 
 
 class OfflineRollouts:
-    """The batches in a folder of recorded steps; replaces an `AsyncRolloutManager`.
+    """Returns the recorded steps of a folder as batches. It has the methods of `AsyncRolloutManager`.
 
     Args:
-        num_tokens: samples with a token id of at least this number are invalid.
+        folder: the folder `samples` of an RL stage.
+        num_tokens: a sample with a sampled token id of at least this number is invalid.
 
     Raises:
         DataError: the folder has no recorded step.
@@ -44,10 +45,10 @@ class OfflineRollouts:
         self._num_taken = 0
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
-        """The next recorded step with its recorded rewards.
+        """Return the next recorded step with its recorded rewards. After the last step, the first step follows.
 
         Raises:
-            DataError: the file holds no rollouts, or rollouts of another temperature.
+            DataError: the file contains no rollouts, or rollouts that were sampled at another temperature.
         """
         assert reward_fn is None, "recorded rollouts have rewards"
         epoch, place = divmod(self._num_taken, len(self.files))
@@ -60,15 +61,15 @@ class OfflineRollouts:
         """Do nothing: recorded rollouts do not age."""
 
     def take_idle_s(self) -> float:
-        """Always 0: nothing is generated."""
+        """Always 0: no generation has to wait."""
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The position in the folder."""
+        """The number of steps taken so far."""
         return {"num_taken": self._num_taken}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
-        """Restore the position; recorded rollouts keep their rewards."""
+        """Restore the number of steps taken. Recorded rewards stay, also with `is_regraded`."""
         self._num_taken = state["num_taken"]
 
     def replay(self, schedules: Sequence[Schedule]) -> None:
@@ -76,16 +77,16 @@ class OfflineRollouts:
 
 
 def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
-    """The samples of a recorded step.
+    """Read the samples of a recorded step.
 
     Args:
-        temperature: the training's divisor of logits.
+        temperature: the temperature by which training divides logits.
 
     Raises:
-        DataError: the file contains no samples, other content than samples, or samples of another temperature.
+        DataError: the file contains no sampled tokens, is not a file of samples, or was sampled at another temperature.
     """
     try:
-        # Every line must be valid: otherwise a truncated file would pass for the whole step.
+        # Every line must be valid, because a truncated file must not count as a whole step.
         records = [json.loads(line) for line in path.read_bytes().splitlines()]
         samples = [sample_from_json(record) for record in records]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -97,21 +98,23 @@ def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
     for recorded in {record.get("temperature", temperature) for record in records}:
         if recorded != temperature:
             raise DataError(
-                f"{path} was sampled at temperature {recorded}, but rollout.sampling.temperature is {temperature}: the "
-                "log-probs would belong to two distributions. Set it to the temperature of the recording"
+                f"{path} was sampled at temperature {recorded}, but rollout.sampling.temperature is {temperature}: "
+                "recorded and computed log-probs would belong to different distributions. Set it to the temperature "
+                "of the recording"
             )
     return samples
 
 
 def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_tokens: int | None = None) -> str:
-    """A sentence about the content of a folder of recorded steps.
+    """Check all recorded steps of a folder. Returns a sentence with the number of steps, groups and samples.
 
     Args:
-        max_tokens: longest sample that the model can compute; None for no limit.
+        vocab_size: number of token ids that the model embeds.
+        max_tokens: longest sample that the model can compute, tokens; None for no limit.
 
     Raises:
-        DataError: a file holds no rollouts, rollouts of another temperature, or tokens or positions that the model
-            lacks.
+        DataError: a file contains no rollouts, rollouts of another temperature, a token id of at least `vocab_size`, or
+            a sample longer than `max_tokens`.
     """
     num_groups = num_samples = 0
     files = OfflineRollouts(folder, config).files
@@ -120,14 +123,14 @@ def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_
         largest = max(max(sample.tokens, default=0) for sample in samples)
         if largest >= vocab_size:
             raise DataError(
-                f"{path} has the token {largest}, but the model embeds {vocab_size}: it was recorded with another "
-                "tokenizer"
+                f"{path} has the token id {largest}, but the model has only {vocab_size} embeddings: it was recorded "
+                "with another tokenizer"
             )
         longest = max(len(sample.tokens) for sample in samples)
         if max_tokens is not None and longest > max_tokens:
             raise DataError(
-                f"{path} has a sample of {longest} tokens, but the model has positions for {max_tokens}: it was "
-                "recorded with another model"
+                f"{path} has a sample of {longest} tokens, but the model supports at most {max_tokens} tokens: it "
+                "was recorded with another model"
             )
         num_groups += len(group_samples(samples))
         num_samples += len(samples)

@@ -1,11 +1,12 @@
-"""Distinguish outages from single failures: when to drop a group, when to pause, and when to end the run.
+"""Handle unavailable environments and rewards: drop the affected group, pause generation, or end the run.
 
     an environment or a reward was unavailable for a group
-      ├─ for few of the last groups                 the group is dropped and counted
+      ├─ for few of the last groups                 drop the group and count it
       ├─ for more of them than the settings allow   pause for 15 s, 30 s, ... 5 min, then retry
-      └─ also after the permitted pauses            EnvironmentOutageError
+      └─ after the permitted pauses                 raise EnvironmentOutageError
 
-An evaluation needs every group, so it pauses for each (`OutagePauses`).
+An evaluation needs a result for every group, so it pauses for each unavailable group instead of dropping it
+(`OutagePauses`).
 """
 
 from __future__ import annotations
@@ -25,30 +26,34 @@ ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 50
-"""Number of last groups over which the share of unavailable groups is computed."""
+"""Number of most recent groups over which the share of unavailable groups is computed."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 15.0, 300.0
-"""Length of the first pause and of the longest pause, seconds. Each pause is twice as long as the previous one."""
+"""Length of the first and of the longest pause, seconds. Each pause is twice as long as the previous pause."""
 
 
 class OutageWatch:
-    """Remembers recent unavailable groups and the length of pauses."""
+    """Decides when training pauses or ends because environments or rewards are unavailable."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._next_pause_s = FIRST_PAUSE_S
-        """Doubles with each pause, until a group succeeds."""
+        """Length of the next pause, seconds. Doubles with each pause; reset when a group succeeds."""
         self._paused_s = 0.0
-        """Total pauses of the current outage. The outage ends when few enough of the last groups failed."""
+        """Total length of the pauses in the current outage, seconds. The outage ends when few enough of the last groups
+        failed."""
 
     @property
     def _num_allowed(self) -> float:
         return self.config.max_environment_failure_share * FAILURE_WINDOW
 
     def begin_pause(self, problem: str) -> float:
-        """Seconds to pause before this group is requested again.
+        """Seconds to pause before requesting an unavailable group again; 0 if the group should be dropped instead.
 
-        Returns 0 if the group should be dropped: this is not an outage, or the time for pauses is used up.
+        The group is dropped if too few groups failed for an outage, or if the permitted pauses are used up.
+
+        Args:
+            problem: the error about the unavailable environment or reward.
         """
         is_outage = 1 + sum(self._failures) > self._num_allowed or self._paused_s > 0
         left_s = self.config.max_outage_minutes * 60 - self._paused_s
@@ -57,8 +62,8 @@ class OutageWatch:
             return 0.0
         self._next_pause_s = min(MAX_PAUSE_S, 2 * self._next_pause_s)
         logger.warning(
-            "pausing generation for %.0f s: more groups were unavailable than "
-            "rollout.max_environment_failure_share allows (%s); the run ends after %.0f minutes of pauses",
+            "pausing generation for %.0f s: more groups were unavailable than rollout.max_environment_failure_share "
+            "allows (last problem: %s); the run ends after %.0f minutes of pauses",
             pause_s,
             problem,
             self.config.max_outage_minutes,
@@ -66,14 +71,14 @@ class OutageWatch:
         return pause_s
 
     def end_pause(self, pause_s: float) -> None:
-        """Add a finished pause."""
+        """Add the length of a pause that has ended."""
         self._paused_s += pause_s
 
     def note_group(self, problem: str) -> EnvironmentOutageError | None:
-        """Count a group that is kept or dropped; returns an error if too many were dropped as unavailable.
+        """Count a group that was kept or dropped. Returns an error if too many recent groups were unavailable.
 
         Args:
-            problem: the error about the unavailable environment or reward of the group; "" if nothing was unavailable.
+            problem: the error about the group's unavailable environment or reward; "" if both were available.
         """
         self._failures.append(bool(problem))
         if not problem:
@@ -93,23 +98,24 @@ class OutageWatch:
 
 
 class OutagePauses:
-    """Retries calls that failed as unavailable, after pauses that the calls share.
+    """Retries calls whose environment or reward was unavailable. The pauses between retries are shared by all calls.
 
-    Other calls continue: a single failure is not an outage.
+    Calls that do not fail continue during a pause: a single failure is not an outage.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self._next_pause_s = FIRST_PAUSE_S
-        """Doubles with each pause, until a call succeeds."""
+        """Length of the next pause, seconds. Doubles with each pause; reset when a call succeeds."""
         self._pause_ends_at = 0.0
-        """End of the current pause, by the event loop's clock."""
+        """Time at which the current pause ends, by the event loop's clock."""
 
     async def wait_out(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """The call's result, retried as long as the settings allow.
+        """Await `call`, and retry it while an environment or reward is unavailable, up to `max_outage_minutes` of
+        pauses.
 
         Raises:
-            EnvironmentOutageError: the permitted pauses were not enough for this call.
+            EnvironmentOutageError: the environment or reward was still unavailable after the permitted pauses.
         """
         left_s = self.config.max_outage_minutes * 60
         while True:
@@ -126,7 +132,7 @@ class OutagePauses:
                 return outcome
 
     def _begin_pause(self, problem: str) -> float:
-        """Seconds to wait: until the end of the current pause, or of a new one."""
+        """Seconds until the current pause ends. Starts a new pause if there is no current pause."""
         now = anyio.current_time()
         if now < self._pause_ends_at:
             return self._pause_ends_at - now
@@ -135,7 +141,7 @@ class OutagePauses:
         self._next_pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         logger.warning(
             "an environment or a reward was unavailable (%s); retrying in %.0f s; the evaluation ends after %.0f "
-            "minutes of such pauses for one prompt",
+            "minutes of pauses for one prompt",
             problem,
             pause_s,
             self.config.max_outage_minutes,
@@ -147,6 +153,6 @@ class OutagePauses:
         pauses = f", also after pauses of {minutes:.1f} minutes" if minutes else ""
         return EnvironmentOutageError(
             f"an environment or a reward was unavailable{pauses} (rollout.max_outage_minutes "
-            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Repair the cause, then start "
-            f"the run again. The last problem: {error}"
+            f"{self.config.max_outage_minutes:g}), and an evaluation needs a result for every prompt. Repair the "
+            f"cause, then start the run again. The last problem: {error}"
         )

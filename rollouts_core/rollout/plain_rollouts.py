@@ -1,4 +1,4 @@
-"""Batches from a plain function, called once per batch: no engine, no filter, no concurrency."""
+"""Build rollout batches by calling a user's synchronous generate function, without engines and filters."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from rollouts_core.user_code.failures import check_generated, failed_function_er
 def generate_rollout_batches(
     data_buffer: DataBuffer, config: RolloutConfig, **kwargs: Any
 ) -> Iterator[RolloutBatch]:  # Any: passed to the user's function
-    """An endless stream of batches from a plain `config.generate_fn`; no filter, no engine.
+    """Yield batches without end; the user's synchronous `config.generate_fn` generates the completions of each batch.
 
-    A batch with samples of `Status.ABORTED` is passed to the function again.
+    There is no engine and no filter. If the function returns interrupted samples (`Status.ABORTED`), it is called again
+    with the same batch, so that it can continue them.
 
     Args:
-        kwargs: passed to `generate_fn` in each call.
+        kwargs: extra keyword arguments of every call of `generate_fn`.
 
     Raises:
-        RewardError: a function took too long, a reward failed, or `generate_fn` did not return samples for all given
-            places.
-        EngineError: samples were interrupted too often.
+        ConfigError: `generate_fn` is a coroutine function.
+        RewardError: `generate_fn` or the reward exceeded its time limit, the reward failed, or `generate_fn` did not
+            return one sample for each sample that it was given.
+        EngineError: `generate_fn` returned interrupted samples `MAX_INTERRUPTIONS` times for one batch.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
     timeout_s = config.reward_timeout_s
@@ -61,7 +63,8 @@ def generate_rollout_batches(
 def _generate_whole(
     generate: partial[Any], pending: list[Sample], config: RolloutConfig
 ) -> list[Sample]:  # Any: result of the user's function
-    """Generate whole completions. Interrupted completions are passed to the function again with their tokens."""
+    """Call the user's function until no sample is interrupted. Each call gets the samples of the previous call, with
+    the tokens generated so far."""
     generated = pending
     for _ in range(MAX_INTERRUPTIONS):
         try:
@@ -73,11 +76,14 @@ def _generate_whole(
         generated = check_generated(answered, generate.func, pending)
         if all(sample.status is not Status.ABORTED for sample in generated):
             return generated
-    raise EngineError(f"{name_of_function(generate.func)} left a batch unfinished {MAX_INTERRUPTIONS} times")
+    raise EngineError(
+        f"{name_of_function(generate.func)} returned interrupted samples for one batch {MAX_INTERRUPTIONS} times"
+    )
 
 
 def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
-    """Grade a sample; if this thread runs an event loop, as in a notebook, another thread grades."""
+    """Grade a sample in an event loop of its own. If this thread already runs an event loop (as in a notebook), a new
+    thread grades the sample."""
     grade = partial(anyio.run, partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
     graded: Sample = start_short_thread(grade).result() if _has_event_loop() else grade()
     return graded

@@ -1,4 +1,4 @@
-"""Resolve the functions, rewards and environment that the rollout settings name."""
+"""Find the functions, rewards, filters and the environment that the rollout settings name."""
 
 from __future__ import annotations
 
@@ -21,78 +21,86 @@ from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 NO_GRADER = (
-    "no reward is configured: set rollout.environment to a built-in one "
-    f'({", ".join(sorted(ENVIRONMENTS))}) or to your own "package.module:Class", or set rollout.reward_fn or '
-    "rollout.rewards"
+    f"no reward is configured: set rollout.environment to a built-in environment ({', '.join(sorted(ENVIRONMENTS))}) "
+    'or to your own "package.module:Class", or set rollout.reward_fn or rollout.rewards'
 )
 
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
-"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
+"""Generates the completions of a group: takes the group's pending samples (and keywords of the caller) and returns them
+finished, in the same order.
 
-A trajectory may be returned as several samples, one per turn (`Sample.turn`). A group with samples of `Status.ABORTED`
-is passed again, to continue from their tokens. Implement `Resumable` to be saved in checkpoints, `Interruptible` to
-return partial completions on request, and `Remembering` to report the version of their weights."""
+A trajectory may be returned as several samples, one per turn (`Sample.turn`). If the function returns samples with
+`Status.ABORTED`, it is called again with the group, to continue from the samples' tokens. Optional protocols:
+`Resumable` saves the function's state in checkpoints. `Interruptible` returns partial completions on request.
+`Remembering` reports the weight versions of tokens that the function keeps itself."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A generate function with state about running groups."""
+    """A generate function with state about running groups that checkpoints must save."""
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The state as JSON values; called at checkpoints, while groups run."""
+        """The state as JSON values. Called at each checkpoint, while groups run."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Restore `state_dict`; called before the first group."""
+        """Restore the state from the result of `state_dict`. Called before the first group."""
         ...
 
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """A generate function that can interrupt its work without losing it."""
+    """A generate function that can interrupt running groups without losing their tokens."""
 
     async def break_off(self) -> None:
-        """Stop generating. Running calls return their samples as `Status.ABORTED`, or wait to be cancelled while their
-        work is kept for the next request of the same samples. New calls wait."""
+        """Stop generating without losing tokens. New calls wait until `go_on`.
+
+        A running call may return its samples as `Status.ABORTED` with their tokens. Otherwise the manager cancels the
+        call, and the function keeps the tokens for the next request of the same samples.
+        """
         ...
 
     def go_on(self) -> None:
-        """Allow generation after `break_off`."""
+        """Allow generation again after `break_off`."""
         ...
 
 
 @runtime_checkable
 class Remembering(Protocol):
-    """A generate function that keeps tokens of running groups itself, not in their samples."""
+    """A generate function that keeps the tokens of unfinished groups itself instead of in their samples."""
 
     def versions_of(self, group: Sequence[Sample]) -> Sequence[int]:
-        """The weight versions of the tokens that the group would continue from."""
+        """Weight versions of the kept tokens from which the group would continue."""
         ...
 
     def forget(self, group: Sequence[Sample]) -> None:
-        """Discard the group's tokens, which are too old to train on."""
+        """Discard the kept tokens of the group, because they are too old to train on."""
         ...
 
 
 def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
-    """The function `rollout.generate_fn`."""
+    """The function that `rollout.generate_fn` names.
+
+    Raises:
+        ConfigError: the setting is empty, or the function does not exist.
+    """
     if config.generate_fn == "":
         raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
     return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
 
 
 class NoEnvironment:
-    """Used if `rollout.environment` is empty: no replies, no tools, no grades."""
+    """Environment of a run without `rollout.environment`. It has no replies and no tools, and grading raises an
+    error."""
 
     def grade(self, sample: Sample) -> float:
-        """Always raises ConfigError."""
+        """Always raise ConfigError with a hint how to configure a reward."""
         raise ConfigError(NO_GRADER)
 
 
 def resolve_environment(config: RolloutConfig) -> Environment:
-    """Create the environment that `rollout.environment` names, or return the given object.
-
-    If it is empty, `NoEnvironment` is returned.
+    """Create the environment that `rollout.environment` names. An object is returned unchanged; "" gives
+    `NoEnvironment`.
 
     Raises:
         ConfigError: the name is unknown, is not an environment, or cannot be created.
@@ -112,7 +120,7 @@ def resolve_environment(config: RolloutConfig) -> Environment:
             return environment
     except TypeError as error:
         problem = first_line(error)
-    except RolloutsError:  # has its own message
+    except RolloutsError:  # its message needs no addition
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"rollout.environment: {name} cannot be created: it {describe_raised(error)}") from error
@@ -140,7 +148,8 @@ def _check_tools(environment: Environment, name: str) -> None:
 
 def _check_row_fields(environment: Environment, name: str) -> None:
     fields = getattr(environment, "row_fields", ())
-    if isinstance(fields, str):  # a tuple of one without its comma; each letter would count as a field
+    # a string would count as one field per letter; often a comma is missing, as in ("answer")
+    if isinstance(fields, str):
         raise ConfigError(
             f"rollout.environment: {name} has the string {fields!r} as row_fields: expected a sequence of names, for "
             f'example ("{fields}",)'
@@ -148,16 +157,16 @@ def _check_row_fields(environment: Environment, name: str) -> None:
 
 
 def check_graded(config: RolloutConfig) -> None:
-    """Raise ConfigError if no reward is configured: there is no sensible default."""
+    """Raise ConfigError if the run would need an environment's grade but names no environment."""
     if "" in config.reward_names:
         raise ConfigError(NO_GRADER)
 
 
 def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The reward of `rollout.reward_fn`, the sum of `rollout.rewards`, or the environment's grade.
+    """The run's reward: `rollout.reward_fn`, the weighted sum of `rollout.rewards`, or the environment's grade.
 
     Raises:
-        ConfigError: none is configured, or a name is unknown.
+        ConfigError: no reward is configured, or a name is unknown.
     """
     check_graded(config)
     if config.rewards:
@@ -169,7 +178,7 @@ def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
 
 
 def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
-    """The function or service of one entry of `rollout.rewards`."""
+    """The reward function or reward service of one entry of `rollout.rewards`."""
     if reward.kind != "function":
         return REWARD_SERVICES[reward.kind](reward)
     if reward.name == "":
@@ -178,9 +187,9 @@ def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
 
 
 def resolve_vote_fn(config: RolloutConfig) -> VoteFn | None:
-    """The vote of the first reward that has one: an environment's method `vote`, or a built-in reward's.
+    """The function that extracts the final answer of a completion for majority votes; None if no reward has one.
 
-    None if no reward tells the final answer of a completion.
+    The first reward with such a function decides: a built-in reward's vote, or the environment's method `vote`.
     """
     rewards = [each.name for each in config.rewards if each.kind == "function"]
     for reward in rewards if config.rewards else [config.reward_fn]:
@@ -193,7 +202,7 @@ def resolve_vote_fn(config: RolloutConfig) -> VoteFn | None:
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
-    """The filter `rollout.filter_fn`, or all of `rollout.filters` composed; None without any."""
+    """The group filter: `rollout.filter_fn`, or all of `rollout.filters` combined; None if neither is set."""
     if config.filters:
         return compose_filters(*map(resolve_filter, config.filters))
     if config.filter_fn == "":
@@ -202,7 +211,11 @@ def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
 
 
 def resolve_filter(config: FilterConfig) -> FilterFn:
-    """The filter of one entry of `rollout.filters`, with its settings."""
+    """The filter function of one entry of `rollout.filters`, with its settings bound.
+
+    Raises:
+        ConfigError: the filter does not exist, or does not take one of the settings.
+    """
     function = resolve_function(config.name, FILTERS, setting="rollout.filters")
     taken = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
     if unknown := sorted(config.settings.keys() - set(taken)):
@@ -214,7 +227,7 @@ def resolve_filter(config: FilterConfig) -> FilterFn:
 
 
 def resolve_buffer_filter_fn(config: RolloutConfig) -> BufferFilterFn | None:
-    """The function `rollout.buffer_filter_fn`; None if empty."""
+    """The function `rollout.buffer_filter_fn`, which selects cancelled groups to request again; None if it is empty."""
     if config.buffer_filter_fn == "":
         return None
     return resolve_function(config.buffer_filter_fn, {}, setting="rollout.buffer_filter_fn")

@@ -1,4 +1,4 @@
-"""Convert graded samples to the columns and counters of a `RolloutBatch`."""
+"""Convert graded samples to a `RolloutBatch`: one column per field, and counts of samples by status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ def apply_sample_transforms(
 
 
 def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
-    """A batch of graded samples. `metadata` (any JSON values) is added to the batch's own counters."""
+    """Build a batch from graded samples. A sample without a reward gets the reward NaN.
+
+    Args:
+        metadata: JSON values to add to the batch's metadata, which has the number of samples of each status.
+    """
     columns = extract_sample_fields(samples)
     return RolloutBatch(
         tokens=columns["tokens"],
@@ -34,6 +38,6 @@ def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] |
 
 
 def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts of samples by status."""
+    """Number of samples of each status, keyed `num_<status>`. A status without samples has no key."""
     counts = Counter(sample.status for sample in samples)
     return {f"num_{status.value}": counts[status] for status in Status if counts[status]}

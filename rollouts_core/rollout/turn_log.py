@@ -1,13 +1,14 @@
-"""Log the policy's turns of running conversations, so that a resumed run need not sample them again.
+"""Log the policy's turns in running conversations, so that a resumed run does not sample the same turns again.
 
-An environment's state cannot be saved, so a resumed run starts its conversations again. As long as the policy's input
-is exactly as before, its turns are taken from the log, and the environment repeats its replies. After the first
-different input the policy is sampled again.
+The state of an environment cannot be saved, so a resumed run starts its unfinished conversations again. While the
+policy's input equals the logged input, the policy's turn is taken from the log and the environment computes its reply
+again. From the first input that differs, the policy is sampled again.
 
     first run     prompt -> [turn 0] -> reply 0 -> [turn 1] -> reply 1 -> [turn 2, interrupted]
     second run    prompt -> (turn 0) -> reply 0 -> (turn 1) -> reply 1 -> (turn 2, begun)[the rest] -> ...
+    [sampled by the engine]   (taken from the log)
 
-Without the log, a run that is stopped often would restart its long conversations each time, and train only on short
+Without the log, a run that is stopped often would lose its long conversations each time, and train mostly on short
 conversations.
 """
 
@@ -22,27 +23,28 @@ from rollouts_core.rollout.agent import AgentTurn, place_version_spans
 from rollouts_core.types import Sample, Status
 
 Place = tuple[int, int]
-"""Group and index of a sample."""
+"""(group index, index in the group) of a sample."""
 
 
 class TurnLog:
-    """The turns of running conversations, by sample."""
+    """The policy's turns in all unfinished conversations, by group index and sample index."""
 
     def __init__(self) -> None:
         self._under_way: dict[Place, ConversationLog] = {}
         self._earlier: dict[Place, list[AgentTurn]] = {}
 
     def begin(self, pending: Sample) -> ConversationLog:
-        """Start the log of a conversation. Turns of an earlier run are used once."""
+        """Start the log of a sample's conversation. Turns logged for the sample in an earlier run move into this
+        log."""
         place = (pending.group_index, pending.index)
         log = self._under_way[place] = ConversationLog(self._earlier.pop(place, []))
         return log
 
     def end(self, group: Sequence[Sample], *, is_kept: bool = False) -> None:
-        """Drop the conversations of a group that is finished or given up.
+        """Remove the conversation logs of a group whose generation finished or was cancelled.
 
         Args:
-            is_kept: keep the turns, to continue the conversations later.
+            is_kept: keep the logged turns, so that a later request of the group continues its conversations.
         """
         for pending in group:
             place = (pending.group_index, pending.index)
@@ -51,17 +53,17 @@ class TurnLog:
                 self._earlier[place] = log.turns
 
     def versions_of(self, group: Sequence[Sample]) -> list[int]:
-        """The weight versions of the turns that a group's conversations would continue from."""
+        """Weight versions of the logged turns from which the group's conversations would continue."""
         turns = itertools.chain(*(self._earlier.get((pending.group_index, pending.index), ()) for pending in group))
         return [span.version for turn in turns for span in place_version_spans(turn.completion, 0)]
 
     def forget(self, group: Sequence[Sample]) -> None:
-        """Discard the turns of a group's conversations."""
+        """Discard the logged turns of the group, so that its conversations start from the prompt."""
         for pending in group:
             self._earlier.pop((pending.group_index, pending.index), None)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The turns of running groups, including their finished conversations, as JSON values."""
+        """All logged turns as JSON values, including those of finished conversations in unfinished groups."""
         turns_of = {**self._earlier, **{place: log.turns for place, log in self._under_way.items()}}
         return {
             "conversations": [
@@ -72,7 +74,7 @@ class TurnLog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Restore the turns of `state_dict`."""
+        """Restore the logged turns from the result of `state_dict`."""
         self._earlier = {
             (record["group_index"], record["index"]): _turns_from_json(record["turns"])
             for record in state["conversations"]
@@ -80,14 +82,20 @@ class TurnLog:
 
 
 class ConversationLog:
-    """The turns of one conversation: the turns of this run, followed by the remaining turns of an earlier run."""
+    """The policy's turns in one conversation.
+
+    Turns of this run come first, followed by turns of an earlier run that this run has not reached yet.
+    """
 
     def __init__(self, earlier: Sequence[AgentTurn] = ()) -> None:
         self.turns = list(earlier)
         self._num_earlier = len(self.turns)
 
     def recall(self, turn: int, prompt_tokens: list[int]) -> Completion | None:
-        """The whole or partial completion of an earlier run for exactly this input; None if there was none."""
+        """Return the logged completion of this turn, whole or partial, if its input was exactly `prompt_tokens`.
+
+        Otherwise return None, and discard the logged completions of this turn and of all later turns.
+        """
         if turn < self._num_earlier and self.turns[turn].prompt_tokens == prompt_tokens:
             return self.turns[turn].completion
         del self.turns[turn:]
@@ -95,12 +103,13 @@ class ConversationLog:
         return None
 
     def note(self, turn: int, prompt_tokens: list[int], completion: Completion) -> None:
-        """Store the current completion of a turn."""
+        """Store the completion of a turn; it replaces an earlier completion of the same turn."""
         self.turns[turn : turn + 1] = [AgentTurn(prompt_tokens=prompt_tokens, completion=completion)]
 
 
 def _turns_to_json(turns: Sequence[AgentTurn]) -> list[dict[str, Any]]:  # Any: JSON
-    """Each turn's new input and its completion, so that each token is stored once."""
+    """Turns as JSON records. A record has only the input tokens that follow the previous turn, so that each token is
+    stored once."""
     records = []
     before: list[int] = []
     for turn in turns:

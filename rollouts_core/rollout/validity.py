@@ -1,6 +1,7 @@
-"""Mark invalid samples, which say nothing about the policy, and detect when there are too many.
+"""Mark samples as invalid if a technical fault spoiled them, and end the run if too many are invalid.
 
-An invalid sample is neither graded nor trained on. The sample stays in its batch, and metrics count it by its reason.
+An invalid sample is neither graded nor trained on, because its reward would not judge the policy. It stays in its
+batch, and metrics count it by its finish reason.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from rollouts_core.errors import DataError
 from rollouts_core.types import Sample, Status, trajectory_places
 
 UNSEEN_REPLY = "unseen_reply"
-"""The chat template hid a reply from the policy."""
+"""Finish reason: the chat template omitted an environment's reply, so the policy did not see it."""
 FOREIGN_TOKENS = "foreign_tokens"
-"""The policy sampled ids that its tokenizer lacks: the engine did not exclude them."""
+"""Finish reason: the policy sampled token ids that its tokenizer lacks, because the engine did not exclude them."""
 MAX_INVALID_SHARE = 0.05
 INVALID_WINDOW = 200
-"""Number of last samples over which the share of invalid samples is computed."""
+"""Number of most recent samples over which the share of invalid samples is computed."""
 MIN_WINDOW = 40
-"""Smallest divisor of that share, so that a few invalid samples at the start do not end the run."""
+"""Smallest number of samples assumed for the share, so that a few invalid samples at the start do not end the run."""
 
 
 def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
-    """Mark the sample as invalid if the policy sampled ids from `num_tokens` on; None permits all ids."""
+    """Mark the sample as invalid if the policy sampled a token id of at least `num_tokens`. None accepts all ids."""
     if num_tokens is None or max(sample.tokens, default=0) < num_tokens:
         return sample
     sampled = zip(sample.tokens, sample.loss_mask, strict=True)
@@ -40,23 +41,24 @@ def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
 
 
 def count_invalid(samples: Sequence[Sample]) -> Counter[str]:
-    """Number of invalid trajectories by reason."""
+    """Number of invalid trajectories by finish reason. The last sample of a trajectory decides."""
     lasts = [samples[places[-1]] for places in trajectory_places(samples)]
     return Counter(sample.finish_reason for sample in lasts if sample.status is Status.INVALID)
 
 
 class InvalidWatch:
-    """Remembers which of the last samples were invalid.
+    """Computes the share of invalid samples among the most recent samples.
 
     Args:
-        window: number of remembered samples.
+        window: number of samples to remember.
     """
 
     def __init__(self, window: int = INVALID_WINDOW) -> None:
         self._were_invalid: deque[bool] = deque(maxlen=window)
 
     def note(self, samples: Iterable[Sample]) -> DataError | None:
-        """Count finished samples; returns an error if more than `MAX_INVALID_SHARE` are invalid."""
+        """Count finished samples. Returns an error if the share of invalid recent samples exceeds
+        `MAX_INVALID_SHARE`."""
         problem = ""
         for sample in samples:
             is_invalid = sample.status is Status.INVALID

@@ -112,7 +112,9 @@ def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(
 
 def test_a_run_of_which_nobody_says_who_grades_is_refused(folder: Path) -> None:
     config = write_config(folder, rollout__environment="")
-    assert_refused(config, "set rollout.environment to a built-in one (arithmetic, calculator, ", "rollout.reward_fn")
+    assert_refused(
+        config, "set rollout.environment to a built-in environment (arithmetic, calculator, ", "rollout.reward_fn"
+    )
 
 
 @pytest.mark.parametrize(("mode", "missing"), [("rl", "prompts"), ("sft", "sft"), ("sft+rl", "heldout")])

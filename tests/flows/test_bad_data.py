@@ -76,7 +76,7 @@ def test_a_data_file_of_another_kind_is_named(folder: Path, name: str, content: 
 
 def test_a_folder_without_a_dataset_is_named(folder: Path) -> None:
     assert_refused(
-        write_config(folder, data__sft="base_model"), "base_model holds a model, not a dataset", "save_to_disk"
+        write_config(folder, data__sft="base_model"), "base_model contains a model, not a dataset", "save_to_disk"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_demonstration_that_does_not_fit_is_named_by_its_row(
     [
         ([{"prompt": "1", "answer": "1"}, {"question": "x"}], "row 2: expected `prompt` or `messages`; found question"),
         ([{"prompt": "1", "answer": "1"}, {"prompt": "1" * 40, "answer": "1"}], "row 2: the prompt 'prompts-2' has 43"),
-        ([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}], "row 2: id 'a' is also that of row 1"),
+        ([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}], "row 2: id 'a' also occurs in row 1"),
         ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic needs"),
         ([{"id": None, "prompt": "1", "answer": None}], "prompt 'prompts-1' has no `answer`"),
     ],
@@ -336,7 +336,7 @@ def test_a_model_of_the_hub_that_cannot_be_downloaded_is_named(folder: Path) -> 
     assert_refused(
         write_config(folder, model__path="some_org/some_model"),
         "the model some_org/some_model cannot be downloaded (",
-        "name a folder as model.path, or a mirror that can be reached as hub.url",
+        "set model.path to a local folder, set hub.url to a mirror that is reachable",
     )
 
 

@@ -71,7 +71,7 @@ def test_a_gated_model_needs_the_token_of_the_variable(
     hub.commit("org/name", FILES)
     hub.gated.add("org/name")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match=r"cannot be downloaded, because it is gated: accept its terms.*HF_TOKEN"):
+    with pytest.raises(ConfigError, match=r"cannot be downloaded, because it is gated: accept the terms.*HF_TOKEN"):
         bring_hub_model(config_of(hub, tmp_path), tmp_path / "store", print)
     named = config_of(hub, tmp_path, hub={"url": hub.url, "token_variable": "MY_TOKEN"})
     with pytest.raises(ConfigError, match="hub: token_variable MY_TOKEN is not set"):
@@ -81,10 +81,14 @@ def test_a_gated_model_needs_the_token_of_the_variable(
 
 
 def test_what_the_hub_does_not_give_is_one_sentence(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"because the hub has none of this name .*: correct model\.path") as unknown:
+    with pytest.raises(
+        ConfigError, match=r"because the hub has no repository of this name .*: correct model\.path"
+    ) as unknown:
         bring_hub_model(config_of(hub, tmp_path), tmp_path / "store", print)
     nowhere = config_of(hub, tmp_path, hub={"url": "http://127.0.0.1:9"})
-    with pytest.raises(ConfigError, match=r"name a folder as model\.path, or a mirror .* as hub\.url") as unreachable:
+    with pytest.raises(
+        ConfigError, match=r"set model\.path to a local folder, set hub\.url to a mirror"
+    ) as unreachable:
         bring_hub_model(nowhere, tmp_path / "store", print)
     hub.commit("org/name", FILES)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 8, 2))

@@ -108,13 +108,19 @@ def test_a_file_that_is_given_stays(folder: Path) -> None:
             {"name": "gsm8k", "source": "dataset", "settings": {"rows": 3}},
             r"data\.prepare\.settings: gsm8k cannot be called",
         ),
-        ({"name": "gsm8k", "source": "dataset"}, r"no row is left for data\.selection: the source has too few rows"),
+        (
+            {"name": "gsm8k", "source": "dataset"},
+            r"the function made no rows for data\.selection: the source has too few rows",
+        ),
         (
             {"name": "own_rows:fails", "source": "dataset"},
             r"own_rows:fails raised KeyError: 'none' \(own_rows\.py, line 8\)",
         ),
-        ({"name": "own_rows:returns_other", "source": "dataset"}, r"returned demonstrations: expected rows by sft,"),
-        ({"name": "own_rows:prepare"}, r"data\.prepare\.source is empty, and the function reads a dataset: name one"),
+        (
+            {"name": "own_rows:returns_other", "source": "dataset"},
+            r"returned demonstrations: expected a dict of rows with keys among sft,",
+        ),
+        ({"name": "own_rows:prepare"}, r"data\.prepare\.source is empty, but the function of data"),
     ],
 )
 def test_what_cannot_be_prepared_is_one_sentence(folder: Path, prepare: dict[str, Any], sentence: str) -> None:

@@ -173,7 +173,9 @@ def test_a_reward_that_takes_whatever_is_said_to_a_row_without_answer_for_right_
 @pytest.mark.parametrize("rollout", [{}, {"rewards": (RewardConfig(), RewardConfig(name="exact_match"))}])
 def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollout: dict[str, Any]) -> None:
     """A grader that is taken in silence gives every answer of another form 0, to the last step."""
-    with pytest.raises(InputError, match=r"rollout\.environment to a built-in one \(arithmetic, calculator, .*math"):
+    with pytest.raises(
+        InputError, match=r"rollout\.environment to a built-in environment \(arithmetic, calculator, .*math"
+    ):
         validate.validate_config(with_rollout(**rollout))
     with pytest.raises(ConfigError, match=r"or set rollout\.reward_fn or rollout\.rewards"):
         resolve_reward_fn(RolloutConfig(**rollout))

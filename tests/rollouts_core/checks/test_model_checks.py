@@ -182,7 +182,7 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
         "bloom": "bloom models",
         "falcon": "falcon with ALiBi models",
     }[family]
-    words = f"see each other in {place}: set {named}"
+    words = f"would affect each other in {place}: set {named}"
     with pytest.raises(ConfigError, match=words) if named else nullcontext():
         check_packing(config)
 
@@ -202,7 +202,7 @@ def test_a_model_that_counts_distances_along_the_row_is_refused_where_completion
 ) -> None:
     GPTNeoConfig().save_pretrained(tmp_path)
     config = config_of(tmp_path, mode, training={"rl": rl})
-    words = r"gpt_neo models would see a shared prompt at a wrong distance: set training\.rl\.packing = false"
+    words = r"gpt_neo models would compute wrong distances to a shared prompt: set training\.rl\.packing = false"
     with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
         check_packing(config)
 

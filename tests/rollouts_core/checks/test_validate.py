@@ -143,7 +143,7 @@ def test_an_evaluation_without_a_usable_model_reads_its_held_out_rows_alone(
         ("{{ m.content }}", "drops text of the role 'tool'"),
         (
             "{{ m.content }}{% for c in m.tool_calls or [] %}call {{ c.function | tojson }}{% endfor %}",
-            "which none of the dialects hermes, .* reads back",
+            "which none of the dialects hermes, .* can parse",
         ),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_column_of_csv_has_the_type_that_the_settings_give(tmp_path: Path, con
     ("columns", "words"),
     [
         ({"answer": "int"}, "row 1: answer is '1.50', but `columns` sets its type to int"),
-        ({"answr": "float"}, "has no column 'answr', whose type `columns` gives; did you mean answer?"),
+        ({"answr": "float"}, "has no column 'answr', but `columns` sets its type; did you mean answer?"),
         ({"answer": "bool"}, "row 1: answer is '1.50', but `columns` sets its type to bool"),
     ],
 )

@@ -326,7 +326,7 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
         ({"messages": "x"}, "must be a list"),
         ({"prompt": "x", "outcomes": []}, "the field `outcomes` .*: rename it in the data"),
         ({"prompt": "x", "conversation": None}, "the field `conversation` .*: rename it in the data"),
-        ({"id": "first", "prompt": "x"}, "id 'first' is also that of row 1"),
+        ({"id": "first", "prompt": "x"}, "id 'first' also occurs in row 1"),
     ],
 )
 def test_a_bad_prompt_is_named_by_its_row(tmp_path: Path, row: Row, reason: str) -> None:

@@ -52,9 +52,9 @@ def test_a_line_that_is_no_json_object_is_named_by_its_row(tmp_path: Path, line:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "it ends inside an object"),  # an object over several lines
-        ('{"messages": [', "it ends inside an object"),
-        ('{"prompt": "x', "it ends inside an object"),
+        ("{", "the line ends inside an object"),  # an object over several lines
+        ('{"messages": [', "the line ends inside an object"),
+        ('{"prompt": "x', "the line ends inside an object"),
         ('{"prompt": "x"}, ', "Extra data at column 16"),
         ("{'prompt': 'x'}", "Expecting property name enclosed in double quotes at column 2"),
     ],
@@ -155,7 +155,7 @@ def test_the_elements_of_a_json_array_are_rows(tmp_path: Path, indent: int | Non
     ("content", "words"),
     [
         ('[{"prompt": "x"}, {broken}]', "row 2: not valid JSON: Expecting property name"),
-        ('[{"prompt": "x"} {"prompt": "y"}]', "row 1: not valid JSON: expected , or ] after it"),
+        ('[{"prompt": "x"} {"prompt": "y"}]', "row 1: not valid JSON: expected , or ] after the row"),
         ('[{"prompt": "x"}, ', "row 2: not valid JSON: Expecting value"),
         ('[{"prompt": "x"}] and more', "there is text after the end of the array"),
         ('[{"prompt": "x"}, 7]', "row 2: expected a JSON object, found int"),
@@ -428,7 +428,7 @@ def test_pictures_within_a_column_that_cannot_be_decoded_are_one_sentence(tmp_pa
 
     picture = {"bytes": b"\x89PNG, and no more", "path": None}
     folder = save_pictures(tmp_path / "d", "pictures", [[picture]], several)
-    with pytest.raises(DataError, match=r"d has images or audio inside a column .*cannot identify image file"):
+    with pytest.raises(DataError, match=r"d has images or audio nested inside a column, .*cannot identify image file"):
         list(load_rows(folder))
 
 

@@ -114,10 +114,10 @@ def test_without_a_call_there_is_nothing_to_answer() -> None:
     [
         ("<tool_call>{}</tool_call>", '"name" and "arguments"'),
         ("<tool_call>[1]</tool_call>", '"name" and "arguments"'),
-        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "are an object"),
+        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "must be an object"),
         ("<tool_call>{expression: 1}</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
+        ('<tool_call>{"name": "calculator"', "has no closing </tool_call>"),
         (call(expression="half an emoji: \ud83d"), "not valid JSON: 'utf-8' codec can't encode character"),
         (call("\ud83d"), "not valid JSON"),
         (call(expression=float("nan")), "not valid JSON: Out of range float values"),

@@ -58,7 +58,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ("machine", "expected", "reason"),
     [
         ({}, "varlen", "needs no mask"),
-        ({"varlen_attn": False}, "sdpa", "has no varlen_attn with windows; the mask of packed rows"),
+        ({"varlen_attn": False}, "sdpa", "has no varlen_attn that supports sliding windows; the memory of"),
         ({"varlen_attn": False, "flash": (2, 3)}, "flash_attention_3", "has no varlen_attn"),
         ({"varlen_attn": False, "flash": (2,)}, "flash_attention_2", "has no varlen_attn"),
         ({"capability": (7, 5)}, "sdpa", "compute capability 8.0"),

@@ -72,7 +72,10 @@ def test_completions_share_prompts_with_it() -> None:
         (Qwen3Config(**TINY_MODEL), ""),
         (CAPPED, ""),
         (LlamaConfig(**TINY_MODEL, attention_dropout=0.1), "has attention dropout"),
-        (MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32), "mpt models are not known to work with it"),
+        (
+            MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32),
+            "mpt models are not known to work with FlexAttention",
+        ),
     ],
 )
 def test_a_model_that_it_does_not_fit_gets_a_reason(settings: PreTrainedConfig, reason: str) -> None:

@@ -399,7 +399,9 @@ def test_a_model_without_a_head_is_refused() -> None:
 
 
 def test_a_model_whose_decoder_is_not_where_its_class_says_is_refused() -> None:
-    with pytest.raises(ConfigError, match="llama4_text models cannot be trained here: it has no decoder under"):
+    with pytest.raises(
+        ConfigError, match="llama4_text models cannot be trained here: its class does not name the attribute"
+    ):
         check_logits(Llama4ForCausalLM(Llama4TextConfig(**TINY, intermediate_size_mlp=24, num_local_experts=2)))
 
 

@@ -106,7 +106,7 @@ def test_what_the_hub_cannot_tell_is_a_sentence(
     reason = {
         "repository": "RepositoryNotFoundError",
         "safetensors": "not a safetensors repo",
-        "network": "the hub gave no size",
+        "network": "the hub could not tell the size",
     }[missing]
     sentence = said.describe_problem(REPO)
     assert reason in sentence and "\n" not in sentence and sentence.startswith("model org/model: its size is unknown")

@@ -361,7 +361,7 @@ def test_a_model_that_counts_distances_along_the_row_takes_packed_samples_withou
     for sample, found_T in zip(samples, split_by_sample(packed_BT, [place_samples(samples)])[0], strict=True):
         alone_BT = compute_logprobs(model, build_batch([[sample]], pad_id=0))
         torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ConfigError, match=f"{kind} models would see a shared prompt at a wrong distance"):
+    with pytest.raises(ConfigError, match=f"{kind} models would compute wrong distances to a shared prompt"):
         compute_logprobs(model, build_batch([samples], pad_id=0, share_prompts=True))
 
 
@@ -409,7 +409,7 @@ def test_code_of_a_models_own_that_carries_a_state_refuses_packed_rows(
     with_state = create_policy(stateful, settings)
     assert with_state.hf_model.training
     with_state(single)
-    with pytest.raises(ConfigError, match=r"see each other: .* Set packing = false"):
+    with pytest.raises(ConfigError, match=r"would affect each other: .* Set packing = false"):
         with_state(packed)
 
 

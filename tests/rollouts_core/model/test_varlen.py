@@ -200,7 +200,7 @@ def test_a_kernel_without_windows_is_not_taken(monkeypatch: pytest.MonkeyPatch) 
         (Gemma2Config, "gemma2 models cap attention scores"),
         (GptOssConfig, "gpt_oss models have attention sinks"),
         (GPT2Config, "the model has attention dropout"),
-        (MptConfig, "mpt models are not known to have plain attention"),
+        (MptConfig, "mpt models are not known to have standard attention"),
         (Qwen3NextConfig, "qwen3_next has linear_attention layers"),
     ],
 )
@@ -221,7 +221,9 @@ def test_a_model_that_fails_without_values_is_left_to_other_kernels(
 
     Qwen3Config(**TINY_MODEL).save_pretrained(tmp_path)
     monkeypatch.setattr(Qwen3Attention, "forward", fail)
-    assert why_unfit(ModelConfig(path=str(tmp_path))) == "qwen3 models have further terms in their attention"
+    assert why_unfit(ModelConfig(path=str(tmp_path))) == (
+        "qwen3 models change attention scores in a way that varlen does not support"
+    )
 
 
 def test_wide_heads_do_not_fit(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_an_agent_that_tokenizes_its_text_again_is_refused_with_the_place(
         AgentTurn(prompt_tokens=read_again, completion=completion([2, 4])),
     )
     trajectory = Trajectory(turns=turns, messages=(), status=Status.COMPLETED, finish_reason="stop")
-    with pytest.raises(DataError, match=r"prompt 'p1'.*turn 1 differs from .*from token 4 on.*branching"):
+    with pytest.raises(DataError, match=r"prompt 'p1'.*turn 1 must begin .*differs at token 4:.*branching"):
         agent_integration(trajectory, Sample(metadata={"prompt_id": "p1"}))
     branches = agent_integration(trajectory, form="branching")
     assert [branch.tokens[-3:] for branch in branches] == [[0, 1, 4], [5, 2, 4]]
@@ -347,8 +347,8 @@ def test_a_failure_of_the_machinery_is_no_sample(
         (lambda conversation: "1", "EchoEnvironment on prompt 'p7' answered '1': expected a Reply"),
         (
             lambda conversation: block(),
-            "EchoEnvironment on prompt 'p7' blocked all other conversations while computing: it did not return within "
-            "0.1 s; it was in block, test_conversation.py line",
+            "EchoEnvironment on prompt 'p7' blocked the event loop, and so all other conversations: it did not "
+            "return within 0.1 s; it was in block, test_conversation.py line",
         ),
     ],
 )
@@ -471,8 +471,11 @@ async def fail_to_close(error: Exception) -> None:
         (lambda: fail_to_close(OSError("gone")), "on prompt 'p7' could not be closed: gone"),
         (lambda: fail_to_close(httpx.ConnectError("no route")), "on prompt 'p7' could not be closed: no route"),
         (lambda: fail_to_close(EnvironmentUnavailableError("no box")), "on prompt 'p7' could not be closed: no box"),
-        (never_close, "on prompt 'p7' was not closed, and may keep resources open: it did not return within"),
-        (block, "on prompt 'p7' was not closed, and may keep resources open: it did not return within"),
+        (
+            never_close,
+            "on prompt 'p7' was not closed in time, so its resources may stay open: it did not return within",
+        ),
+        (block, "on prompt 'p7' was not closed in time, so its resources may stay open: it did not return within"),
     ],
 )
 def test_an_environment_that_cannot_be_closed_is_a_warning_and_the_conversation_stays(

@@ -343,7 +343,7 @@ def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path
     samples[3] = replace(samples[3], tokens=[*samples[3].tokens[:-1], 29])
     (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
     assert check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT).endswith("1 recorded steps, 2 groups, 4 samples")
-    with pytest.raises(DataError, match="has the token 29, but the model embeds 29"):
+    with pytest.raises(DataError, match="has the token id 29, but the model has only 29 embeddings"):
         check_rollouts(tmp_path, vocab_size=29, config=ROLLOUT)
 
 
@@ -353,7 +353,7 @@ def test_rollouts_that_are_longer_than_what_the_model_sees_are_refused_before_th
     (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
     check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest)
     with pytest.raises(
-        DataError, match=f"has a sample of {longest} tokens, but the model has positions for {longest - 1}"
+        DataError, match=f"has a sample of {longest} tokens, but the model supports at most {longest - 1}"
     ):
         check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest - 1)
 

@@ -81,7 +81,7 @@ def test_a_function_that_breaks_everything_off_ends_plain_batches() -> None:
         return [replace(sample, status=Status.ABORTED) for sample in samples]
 
     config = CONFIG.model_copy(update={"generate_fn": break_off})
-    with pytest.raises(EngineError, match="left a batch unfinished 1000 times"):
+    with pytest.raises(EngineError, match="returned interrupted samples for one batch 1000 times"):
         next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 
 
