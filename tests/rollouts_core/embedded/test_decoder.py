@@ -95,7 +95,7 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower_and_stays_as_it_is(
     try:
         with pytest.raises(
             NoMemoryError,
-            match=r"no memory for 2\.0 GiB .* of 4096 completions with room for 1024 .*: lower",
+            match=r"too little memory for a KV cache of 2\.0 GiB for 4096 completions of up to 1024 .*: lower",
         ):
             decoder.step(torch.ones(4096, dtype=torch.int64), torch.full((4096,), 1000))
     finally:
