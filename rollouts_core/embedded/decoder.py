@@ -221,7 +221,7 @@ class Decoder:
         if self.architecture.ties_embeddings and HEAD in tensors:
             if EMBEDDING in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
                 raise CheckpointError(
-                    f"{source}: {HEAD} and {EMBEDDING} must be equal, because the loaded model ties them"
+                    f"{source}: {HEAD} differs from {EMBEDDING}, but the loaded model ties the two weights"
                 )
             shapes[HEAD] = shapes[EMBEDDING]
         kept_adapters = {name: tensor for name, tensor in self._adapters.items() if name in kept}

@@ -239,7 +239,7 @@ def test_weights_for_another_rotation_are_refused(
     before = decoder.weight_digests()
     rope = {"rope_type": "default", "rope_theta": 5.0}
     directory = edit_config(save_model(other_model, tmp_path), rope_parameters=rope)
-    with pytest.raises(CheckpointError, match=r"rope_theta 5.0, the loaded model has 10000.0"):
+    with pytest.raises(CheckpointError, match=r"rope_theta 5.0, but the loaded model has 10000.0"):
         decoder.load_weights(directory)
     assert decoder.weight_digests() == before
 
@@ -266,7 +266,7 @@ def test_an_unsupported_model_is_refused_with_what_is_supported(
 
 
 def test_a_context_longer_than_the_model_was_made_for_is_refused(model_dir: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="1 to 2048 positions, found a context length of 4096"):
+    with pytest.raises(UnsupportedModelError, match="a context length of 1 to 2048 tokens, found 4096"):
         Decoder(model_dir, num_slots=1, context_length=4096)
 
 
