@@ -651,9 +651,7 @@ def _is_i64(value: Json) -> bool:
 
 
 def _is_f64(value: Json) -> bool:
-    return isinstance(value, float) or (
-        _is_integer(value) and value.bit_length() < 1024
-    )  # larger integers exceed a float
+    return isinstance(value, float) or (_is_integer(value) and value.bit_length() < 1024)  # larger ints overflow
 
 
 def _is_bias(token: str, value: Json) -> bool:

@@ -55,9 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """True if the connection waits for the rest of a request. False if it is idle after an answer."""
         if self.cycle is None or self.cycle.response_complete:
             return self.timeout_keep_alive_task is None
-        return (
-            self.cycle.more_body and not self.pipeline
-        )  # uvicorn reads a pipelined request only after the current answer
+        return self.cycle.more_body and not self.pipeline  # pipelined requests wait for the answer
 
 
 class SlowClients:

@@ -158,7 +158,7 @@ def _as_json(answer: Any) -> Any:  # Any: JSON, or its text in a row's answer
         return json.loads(answer)
     except ValueError as error:
         raise ValueError(
-            f"the answer {answer!r} is not JSON ({error}): if it is a string, put it in quotes of its own, "
+            f"the answer {answer!r} is not JSON ({error}): if it is a string, write it with its own quotes, "
             f"{json.dumps(json.dumps(answer))}"
         ) from error
 
