@@ -50,7 +50,7 @@ def create_backend(
     if ranks is None:
         create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
     elif policy.backend == "pytorch":
-        from rollouts_core.backends.fsdp import create_fsdp_backend  # takes half a second
+        from rollouts_core.backends.fsdp import create_fsdp_backend  # the import takes half a second
 
         create = partial(create_fsdp_backend, ranks=ranks)
     else:

@@ -139,7 +139,7 @@ class Link:
         if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # torchrun's agent does not run yet
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the agent has no handler yet
             os._exit(MACHINE_LOST_CODE)
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun's agent then ends its processes
 
@@ -350,7 +350,7 @@ def find_interface(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no address
+            with suppress(OSError):  # skips interfaces without an address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name

@@ -114,7 +114,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
             try:
                 prove_as_asking(further, key)
             except ProofError as error:
-                logger.warning("the ranks' store at %s:%d: %s", *target, error)
+                logger.warning("the connection to the ranks' store at %s:%d failed: %s", *target, error)
                 return
         for end in (connection, further):
             end.settimeout(None)

@@ -219,6 +219,6 @@ def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
         if isinstance(piece, ToolCall) or isinstance(last, ToolCall) or type(last) is not type(piece):
             joined.append(piece)
         else:
-            assert last is not None, "it has the type of the piece"
+            assert last is not None, "the last piece has the same type"
             joined[-1] = piece._replace(text=last.text + piece.text)
     return joined

@@ -323,7 +323,7 @@ class Decoder:
             if len(hidden) > num_tokens:
                 parts.append(hidden.new_zeros(len(hidden) - num_tokens, parts[0].shape[1]))
             attended = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if work.spans and weights is self._weights.layers[-1]:  # drops tokens without logits
+            if work.spans and weights is self._weights.layers[-1]:  # other tokens need no logits
                 hidden, attended = hidden[last_R], attended[last_R]
             hidden = self._finish_block(hidden, attended, weights)
         end = num_rows + -num_rows % self.row_step

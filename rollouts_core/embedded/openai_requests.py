@@ -123,7 +123,7 @@ class SamplingFields(Fields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, max_tokens: int | None) -> dict[str, Json]:
-        """Convert the fields to SGLang's sampling parameters. If `max_tokens` is None, the context is the limit."""
+        """Convert the fields to SGLang's sampling parameters. None: limited only by the context length."""
         given = {
             "n": self.n,
             "frequency_penalty": self.frequency_penalty,
@@ -334,7 +334,7 @@ def join_parts(content: str | Sequence[Part] | None) -> str:
 
 
 def logprob_fields(num_top: int | None, *, with_prompt: bool) -> dict[str, Json]:
-    """The fields of /generate that ask for log-probs with `num_top` alternatives per position; none if it is None."""
+    """The fields of /generate that ask for log-probs with `num_top` alternatives per position; {} for None."""
     if num_top is None:
         return {}
     if num_top < 0:

@@ -598,7 +598,7 @@ def _logprob_params(body: Mapping[str, Json], prompts: Sequence[tuple[int, ...]]
 
 
 def _check_num_logprobs(requests: Sequence[GenerationRequest], context_length: int | None) -> None:
-    """Raise RequestError if the answer could have more than `MAX_LOGPROBS` log-probs besides sampled tokens' own."""
+    """Raise RequestError if the answer could exceed `MAX_LOGPROBS`: log-probs besides those of the sampled tokens."""
     total = 0
     for asked in requests:
         num_prompt, limit = len(asked.input_ids), asked.params.max_new_tokens

@@ -81,7 +81,7 @@ class BucketCall:
 
 
 class WeightReceiver:
-    """Process groups with trainers, and the tensors of the open weight update. Only for one event loop's thread.
+    """Process groups with trainers, and the tensors of the open update. Use it only in the thread of one event loop.
 
     Args:
         max_bytes: limit of the size of all tensors of an update.

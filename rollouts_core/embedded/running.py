@@ -295,7 +295,7 @@ class RunningBatch:
         )
 
     def row_of(self, request_id: str) -> int | None:
-        """The row of a request; None if the request is not running."""
+        """The index of a request's row; None if the request is not running."""
         ids = (p.request.request_id for p in self._partials)
         return next((row for row, found in enumerate(ids) if found == request_id), None)
 
@@ -406,7 +406,7 @@ class RunningBatch:
         wanted = self._partials[row].request.params.stop
         if not wanted:
             return ""
-        assert self._tokenizer is not None, "the scheduler refuses stop strings where there is no tokenizer"
+        assert self._tokenizer is not None, "the scheduler refuses stop strings without a tokenizer"
         num_tail = max(len(string.encode()) for string in wanted) + 1  # a token has at least one byte
         count = self._num_output[row]
         tail_ids = self._output_ids[row, max(0, count - num_tail) : count].tolist()
@@ -415,7 +415,7 @@ class RunningBatch:
 
     def _pattern_search(self, row: int) -> Search:
         """The search for the stop patterns of a row in its text, limited to its remaining CPU time."""
-        assert self._tokenizer is not None, "the scheduler refuses stop patterns where there is no tokenizer"
+        assert self._tokenizer is not None, "the scheduler refuses stop patterns without a tokenizer"
         count = int(self._num_output[row])
         limit_s = MAX_SEARCH_S + MAX_SEARCH_S_PER_TOKEN * count - float(self._search_s[row])
         text = self._tokenizer.decode(self._output_ids[row, :count].tolist(), skip_special_tokens=False)

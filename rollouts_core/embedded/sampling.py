@@ -194,7 +194,7 @@ class SamplingRows:
             column[target] = column[source]
 
     def first(self, num_rows: int) -> SamplingRows:
-        """A view of the first rows."""
+        """A view of the first `num_rows` rows."""
         rows = SamplingRows(0)
         vars(rows).update({name: column[:num_rows] for name, column in vars(self).items()})
         return rows

@@ -112,7 +112,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes as in a safetensors file: row-major, little-endian. Copied only if its memory differs."""
+    """The tensor's bytes as in a safetensors file: row-major, little-endian. Copied only if the layout differs."""
     data: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
 

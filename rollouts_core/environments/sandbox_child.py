@@ -227,7 +227,7 @@ def set_limits(settings: dict[str, Any]) -> None:
 def lower_limit(kind: int, limit: int, *, is_hard: bool) -> None:
     """Lower a limit of this process. With `is_hard` it cannot be raised again. A limit that is already lower stays."""
     _, hard = resource.getrlimit(kind)
-    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # it cannot be raised
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # hard limits cannot rise
     resource.setrlimit(kind, (lower, lower if is_hard else hard))
 
 
@@ -471,7 +471,7 @@ def main() -> int:
         group = create_group(settings)
         enter_namespaces()
         end_with_parent(signal.SIGTERM)
-        if os.getppid() != starter:  # the parent died before the kernel could watch it
+        if os.getppid() != starter:  # the parent died before `end_with_parent`
             raise ProcessLookupError("the process that requested the program has ended")
         # SIGTERM is blocked until the child's id is known. SIGCHLD stays blocked, because `wait_for_end` polls for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])

@@ -105,7 +105,7 @@ RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
     ("socket", tuple(Condition(0, family, is_equal=False) for family in (AF_UNIX, AF_INET, AF_INET6)), errno.EPERM),
     ("socketpair", (Condition(0, AF_UNIX, is_equal=False),), errno.EPERM),
     ("fcntl", (Condition(1, F_SETPIPE_SZ),), errno.EPERM),
-    # OFD locks belong to no process, so the locks of the sandbox could not be counted.
+    # Open file description (OFD) locks belong to no process, so the locks of a sandbox could not be counted.
     ("fcntl", (Condition(1, F_OFD_SETLK),), errno.EPERM),
     ("fcntl", (Condition(1, F_OFD_SETLKW),), errno.EPERM),
     # These calls succeed without an effect, because harmless programs use them too. If they took effect, a program that
