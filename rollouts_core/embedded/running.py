@@ -65,8 +65,9 @@ class FinishReason(NamedTuple):
 
 NO_NUMBERS = FinishReason(
     "error",
-    message="The log-probs of the next token are NaN or infinite. The training of these weights may have diverged. If "
-    "not, use a smaller logit_bias, or a repetition_penalty further from 0.",
+    # `engines/http.py` recognizes the first sentence.
+    message="The log-probs of the next token are no finite numbers. The training of these weights may have diverged. "
+    "If not, use a smaller logit_bias, or a repetition_penalty further from 0.",
 )
 
 

@@ -289,7 +289,7 @@ def test_parameters_that_leave_no_numbers_to_choose_by_end_their_own_request_alo
 
         refused, other = await asyncio.gather(complete(**params), complete())
         assert refused.status_code == 400
-        assert "The log-probs of the next token are NaN or infinite" in refused.json()["error"]["message"]
+        assert "The log-probs of the next token are no finite numbers" in refused.json()["error"]["message"]
         assert other.json()["meta_info"]["completion_tokens"] == 9
 
     talk(scheduler, converse)
