@@ -133,7 +133,10 @@ def test_text_goes_through_the_tokenizer() -> None:
         ),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "str `hot` for `temperature`, expected f64"),
         ({"input_ids": [1], "sampling_params": {"temperature": 10**400}}, "for `temperature`, expected f64"),
-        ({"input_ids": [1], "sampling_params": {"logit_bias": {"3": 10**400}}}, "expected an object from token ids to numbers"),
+        (
+            {"input_ids": [1], "sampling_params": {"logit_bias": {"3": 10**400}}},
+            "expected an object from token ids to numbers",
+        ),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "expected i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 3}}, "expected a list of i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": [2**63]}}, "expected a list of i64"),
@@ -147,7 +150,10 @@ def test_text_goes_through_the_tokenizer() -> None:
             {"input_ids": [1], "sampling_params": {"logit_bias": {"3": "1"}}},
             "expected an object from token ids to numbers",
         ),
-        ({"input_ids": [1], "sampling_params": {"logit_bias": {"3" * 5000: 1}}}, "expected an object from token ids to numbers"),
+        (
+            {"input_ids": [1], "sampling_params": {"logit_bias": {"3" * 5000: 1}}},
+            "expected an object from token ids to numbers",
+        ),
         ({"input_ids": [1], "sampling_params": {"n": 1.5}}, "for `n`, expected i64"),
         ({"input_ids": [1], "rid": 3}, "expected a string"),
     ],
