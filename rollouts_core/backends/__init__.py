@@ -1,1 +1,1 @@
-"""Models in training: the `TrainingBackend` Protocol, and backends for PyTorch, several GPUs (FSDP2) and JAX."""
+"""Training backends: the interface `TrainingBackend`, and its implementations in PyTorch, FSDP2 and JAX."""

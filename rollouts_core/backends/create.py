@@ -1,4 +1,4 @@
-"""Create the training backend that the settings choose."""
+"""Create the training backend that the setting `policy.backend` selects."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def create_backend(
     seed: int = 0,
     ranks: Ranks | None = None,
 ) -> TrainingBackend:
-    """Create model, optimizer, schedule and loss as the backend `policy.backend`.
+    """Create the backend `policy.backend` with model, optimizer, learning-rate schedule and loss.
 
     Args:
-        num_steps: optimizer steps of the whole schedule.
-        temperature: the rollouts' temperature in RL, 1 in SFT.
-        with_entropies: also compute entropies.
+        num_steps: number of optimizer steps of the whole schedule.
+        temperature: divisor of the logits: the sampling temperature of rollouts in RL, 1 in SFT.
+        with_entropies: compute entropies too.
         with_values: train a value head.
-        with_reference: keep the start weights, for `score(reference=True)`.
-        within_tokenizer: exclude token ids without a token from the softmax, as engines do in RL.
+        with_reference: keep a copy of the start weights, for `score(reference=True)`.
+        within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
         with_start_sample: keep a sample of the start weights, which only RL needs.
-        seed: seed of every library's random numbers.
-        ranks: the processes that train together; None uses only this process.
+        seed: seed of the random numbers of all libraries.
+        ranks: connections to the other processes that train together; None if this process trains alone.
 
     Raises:
         ConfigError: the backend does not support a setting, or is not installed.

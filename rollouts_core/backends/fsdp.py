@@ -1,12 +1,13 @@
-"""Train a Hugging Face model in several processes, each with a part of every weight: FSDP2.
+"""Train a Hugging Face model in several processes with FSDP2. Every process has a part of every weight.
 
-    leader: a method of TrainingBackend -> scatter the task, with each rank's share of it -> every rank: the same task
+    leader: a method of TrainingBackend -> scatter the task and a share of the batch per rank -> every rank: same task
                                                                                                |
-            layer by layer: gather its weights, compute, drop them; sum and scatter its gradients
+            for each layer: gather its weights, compute, drop them; sum and scatter its gradients
 
-Weights, gradients and AdamW's moments are split along their first dimension, one piece per rank. The losses of all
-shares sum to the step's loss, so gradients are summed, not averaged. Results equal those of one process up to the order
-of floating-point sums. Processes: `launch.py`, `ranks.py`. Shares of a batch: `split_batch.py`.
+Weights, gradients and AdamW's moments are split along their first dimension, one part per rank. The loss of a step is
+the sum of all ranks' losses, so gradients are summed, not averaged. Results equal those of one process, except for the
+order of floating-point sums. Not here: starting processes (`launch.py`), their communication (`ranks.py`), shares of a
+batch (`split_batch.py`).
 """
 
 from __future__ import annotations
@@ -79,36 +80,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """A request of the leader to a rank."""
+    """A task that the leader sends to a rank."""
 
     name: str
     """A key of `FSDPTrainingBackend._tasks`."""
     payload: Any = None
-    """The rank's share of the input, of the type that the task expects."""
+    """Input of the task for this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Restored:
-    """State of a checkpoint for every rank; only the leader also has the tensors."""
+    """The state in a checkpoint, as sent to every rank. Only the leader's object also has the tensors."""
 
     moments: dict[str, tuple[torch.Size, torch.dtype]]
-    """The optimizer's tensors, in order."""
+    """Shape and dtype of the optimizer's tensors by name, in order."""
     scheduler: dict[str, Any]  # Any: JSON
-    """State of the schedule."""
+    """State of the learning-rate schedule."""
     num_optim_steps: int
-    """Optimizer steps before this checkpoint."""
+    """Number of optimizer steps before this checkpoint."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Weights, adapters and value head by their names in the checkpoint, and the optimizer's tensors."""
 
 
 class FSDPTrainingBackend:
-    """A policy spread over ranks, with optimizer and schedule; the leader's object implements `TrainingBackend`.
+    """Trains a policy that is sharded over ranks. The leader's object implements `TrainingBackend`.
 
     Args:
-        policy: result of `create_sharded_policy`, on every rank.
-        ranks: connections of this process. The leader calls the methods; the other ranks call `follow`.
-        reference: frozen policy for `score(reference=True)`, spread in the same way.
-        seed: seed of dropout on ranks other than the leader.
+        policy: sharded policy from `create_sharded_policy`, which every rank calls.
+        ranks: connections to the other ranks. The leader calls the backend's methods; other ranks call `follow`.
+        reference: frozen copy of the start policy, sharded too, for `score(reference=True)`.
+        seed: seed of dropout on all ranks except the leader.
     """
 
     def __init__(
@@ -165,10 +166,10 @@ class FSDPTrainingBackend:
         ranks.followers_wait = True
 
     def follow(self) -> None:
-        """Run the leader's tasks on this rank until the leader stops it.
+        """Run tasks for the leader on this rank until the leader stops this rank.
 
         Raises:
-            LeaderGoneError: the leader ended without stopping this rank; `join_ranks` handles it.
+            LeaderGoneError: the leader ended without stopping this rank. `join_ranks` handles this error.
         """
         while (task := self.ranks.scatter()) is not None:
             with suppress(NonFiniteError), self.ranks.working():  # the leader raises the same error
@@ -180,8 +181,8 @@ class FSDPTrainingBackend:
         """Run a task on every rank; returns the leader's result.
 
         Args:
-            payloads: one per rank.
-            at_leader: replaces the leader's payload, to avoid a copy.
+            payloads: input of the task for each rank.
+            at_leader: input of the task on the leader, which avoids sending a copy to itself.
         """
         with self.ranks.working():
             tasks = [_Task(name=name, payload=payload) for payload in payloads or [None] * self.num_ranks]
@@ -190,30 +191,30 @@ class FSDPTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax covers token ids below this; None covers all ids of the model."""
+        """The softmax includes only token ids below this number; None includes all token ids of the model."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`sample_weights` of the start weights at the leader; empty on other ranks."""
+        """The `sample_weights` of the start weights on the leader; empty on other ranks."""
         return self.policy.start_sample
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that share the rows of each batch."""
+        """Number of processes that share the rows of each micro-batch."""
         return self.ranks.size
 
     @property
     def weight_version(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of optimizer steps so far."""
         self._steps.settle()
         return self._steps.num_done
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to the step; each rank computes its rows.
+        """Add the gradient of a micro-batch to the current step. Each rank computes its share of the rows.
 
         Raises:
-            NonFiniteError: the loss is not finite on some rank; all ranks drop the step's gradient.
+            NonFiniteError: the loss of a rank is not finite. All ranks drop the gradient of the whole step.
         """
         return future_from(lambda: self._share_out("forward_backward", batch))
 
@@ -231,14 +232,14 @@ class FSDPTrainingBackend:
             loss, own_metrics = call_loss(self.loss_fn, scores, batch)
         except Exception as raised:  # noqa: BLE001 - a user's function; raised below, after telling the other ranks
             error = raised
-        # Before the backward pass, in which other ranks would wait for a failed rank's gradients.
+        # Exchange errors before the backward pass, in which other ranks would wait for the gradients of a failed rank.
         self.ranks.gather_unless_failed(None, error)
         future = self._steps.add(None if share.is_idle else own_metrics)
         torch.autograd.backward(loss * self.num_ranks)  # FSDP averages over the ranks
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Scores of the batch by the policy or the reference, without gradient or dropout, on the CPU."""
+        """Compute token scores by policy or reference, without gradient and dropout; returns them on the CPU."""
         name = "score_reference" if reference else "score"
         return future_of(lambda: join_scores(self._together(name, split_batch(batch, self.num_ranks)), batch))
 
@@ -252,19 +253,19 @@ class FSDPTrainingBackend:
 
     @torch.no_grad()
     def _ask(self, asked: Policy, share: Share) -> list[TokenScores]:
-        """The scores of every rank."""
+        """Compute the scores of this rank's share; returns the scores of all ranks."""
         asked.eval()
         scores: TokenScores = asked(share.batch.to(self.ranks.device)).to(torch.device("cpu"))
-        # The root keeps gathered weights for a backward pass. Without one, the next pass would use them outdated.
+        # FSDP's root module keeps its gathered weights for a backward pass. Here they would stay, and become outdated.
         _reshard(asked)
         self.policy.train()
         return self.ranks.gather(scores)
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient by its norm over all ranks, step, and advance the schedule.
+        """Clip the gradient by its norm over all ranks, update the weights, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. It is dropped, and the weights are unchanged.
         """
         return future_from(self._ask_for_step)
 
@@ -278,19 +279,19 @@ class FSDPTrainingBackend:
         _reshard(self.policy)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The whole weights by Hugging Face name, tied ones once, adapters merged in, in host memory."""
+        """Return whole weights in host memory by Hugging Face name, with merged adapters. Tied weights appear once."""
         return future_of(lambda: self._together("gather_weights"))
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Copies of the whole adapters in host memory, as engines take them; empty if all weights are trained."""
+        """Return copies of the whole adapters in host memory, scaled for engines; empty if all weights are trained."""
         return future_of(lambda: self._together("gather_adapters"))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The whole weights that the adapters belong to, in host memory; training does not change them."""
+        """Return the whole frozen weights that the adapters belong to, in host memory."""
         return future_of(lambda: self._together("gather_base"))
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free unused cached memory of every rank's GPU."""
+        """Free the GPU memory that is cached but unused, on every rank."""
         return future_of(lambda: self._together("release_cache"))
 
     def _gather_weights(self, _: None) -> dict[str, Tensor]:
@@ -306,14 +307,14 @@ class FSDPTrainingBackend:
         return {name: tensor.to("cpu") for name, tensor in self._gather(tensors) if self.ranks.is_leader}
 
     def _gather(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on every rank, one after another, so that only one needs room at a time."""
+        """Yield the whole tensors on every rank, one after another, so that only one of them needs memory at a time."""
         return ((name, _whole(tensor)) for name, tensor in tensors)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state, and adapters are reset.
+        """Replace the weights and reset the adapters. The optimizer's state stays.
 
         Raises:
-            CheckpointError: names or shapes differ from the model's; the weights are unchanged.
+            CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
         """
         return future_of(lambda: self._spread_weights(weights))
 
@@ -332,9 +333,9 @@ class FSDPTrainingBackend:
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a checkpoint that engines can load and that any number of processes can resume.
 
-        The call gathers weights and optimizer state in the leader's host memory; a thread writes them.
+        The call gathers weights and optimizer state in the leader's host memory. A thread of the leader writes them.
         """
-        assert self._saving.done(), "only one save at a time: wait for the result of the last one"
+        assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         self._steps.settle()
         trainer = {
             "scheduler": self.scheduler.state_dict(),
@@ -364,18 +365,19 @@ class FSDPTrainingBackend:
         return copied | get_random_tensors(own_gpu_only=True)
 
     def _start_random_stream(self) -> None:
-        """Give a follower its own random numbers, equal after a save and after resuming from it.
+        """Seed the random state of a rank other than the leader, after a checkpoint was saved or loaded.
 
-        The leader's random state is part of the checkpoint.
+        A resumed run therefore draws the same numbers as a run that continued. The leader's random state is in the
+        checkpoint.
         """
         if not self.ranks.is_leader:
             torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._steps.num_done))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint, written by any number of processes; returns the loop's state. Only the leader reads it.
+        """Load a checkpoint of any number of processes; returns the training loop's state. Only the leader reads files.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or without trainer state.
+            CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.
         """
         return future_of(lambda: self._spread_checkpoint(path))
 
@@ -384,7 +386,7 @@ class FSDPTrainingBackend:
         self._steps.settle()
         check_named_tensors(own_weights(self.policy), saved.own_weights)
         weights: dict[str, Tensor] = {}
-        if not self.has_adapters:  # with adapters, the frozen weights are the start weights
+        if not self.has_adapters:  # with adapters, the model has its frozen weights already
             weights = read_hf_weights(path, self.model)
             check_named_tensors(base_weights(self.model), weights)
         restored = _Restored(
@@ -425,14 +427,14 @@ class FSDPTrainingBackend:
             self.optimizer.state[parameter][quantity] = moment
 
     def _fill_all(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Distribute the leader's values; `values` is empty on other ranks."""
+        """Fill sharded tensors with the leader's values. `values` is empty on other ranks."""
         for name, target in targets.items():
             _fill(target, values.get(name))
 
 
 @torch.no_grad()
 def _fill(target: Tensor, value: Tensor | None) -> None:
-    """Distribute the leader's value to all ranks."""
+    """Fill a sharded tensor with the leader's value, which is None on other ranks."""
     own = torch.empty(target.shape) if value is None else value
     whole = own.to(target.device, target.dtype)
     if isinstance(target, DTensor):
@@ -443,13 +445,13 @@ def _fill(target: Tensor, value: Tensor | None) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor, gathered from all ranks if it is spread."""
+    """Return the whole tensor, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _reshard(policy: Policy) -> None:
-    """Drop the gathered weights that the root keeps between forward and backward pass."""
-    assert isinstance(policy, FSDPModule), "create_sharded_policy makes one"
+    """Drop the gathered weights that FSDP's root module keeps between forward and backward pass."""
+    assert isinstance(policy, FSDPModule), "`create_sharded_policy` returns an FSDPModule"
     policy.reshard()
 
 
@@ -469,16 +471,16 @@ def create_fsdp_backend(
     with_start_sample: bool = True,
     seed: int = 0,
 ) -> FSDPTrainingBackend:
-    """Create model, AdamW, schedule and loss as a backend over ranks: `create_pytorch_backend` for several processes.
+    """Create a backend for several processes, with model, AdamW, learning-rate schedule and loss.
 
-    Every rank calls this. Then the leader runs a loop, and the other ranks call `follow`.
+    Every rank calls this function. Then the leader runs the training loop, and the other ranks call `follow`.
 
     Args:
-        ranks: connections of this process.
+        ranks: connections to the other ranks.
 
     The other arguments are those of `create_pytorch_backend`. Only the leader reads the model's weights.
     """
-    recomputes = ranks.begin(policy.activation_checkpointing)  # only the leader applies settings of less_memory.py
+    recomputes = ranks.begin(policy.activation_checkpointing)  # only the leader has the settings of less_memory.py
     agreed = policy.model_copy(update={"activation_checkpointing": recomputes})
     seed_everything(seed)
     tokenizer = load_tokenizer(model)

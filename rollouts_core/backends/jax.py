@@ -1,7 +1,7 @@
-"""Train a Llama or Qwen model with JAX: a `TrainingBackend` with the losses and checkpoints of the PyTorch backend.
+"""Train Llama and Qwen models with JAX, with the same losses and checkpoint format as the PyTorch backend.
 
-The losses are PyTorch functions of a few numbers per token. JAX computes these numbers, PyTorch the loss and its
-gradient with respect to them, and JAX propagates the gradient to the weights:
+The losses are PyTorch functions of a few scores per token. JAX computes the scores. PyTorch computes the loss and its
+gradient with respect to the scores. JAX propagates this gradient to the weights:
 
     weights --JAX--> TokenScores --PyTorch--> loss
     gradient <--JAX-- gradient of the scores <--'
@@ -73,21 +73,21 @@ if TYPE_CHECKING:
 
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""PyTorch's names of AdamW's two moving averages."""
+"""PyTorch's names of the two moving averages of AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Replaces a transformers model when a checkpoint is written."""
+    """Stands in for a transformers model when a checkpoint is written: it writes the model's Hugging Face files."""
 
     model_dir: Path
-    """Folder with the model's configuration."""
+    """Folder with the model's config.json."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> None:
-        """Write float32 weights and the configuration."""
+        """Write the weights as float32, and the configuration files."""
         save_file(state_dict, save_directory / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # the dtype's name in older versions of transformers
+        config.pop("torch_dtype", None)  # name of the setting `dtype` in older versions of transformers
         (save_directory / "config.json").write_text(
             json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8"
         )
@@ -96,14 +96,14 @@ class ModelFiles:
 
 
 class JAXTrainingBackend:
-    """A model with optimizer and schedule on JAX's default device; implements `TrainingBackend`.
+    """Trains a model on JAX's default device; implements `TrainingBackend`.
 
     Args:
-        weights: the weights by Hugging Face name, tied weights once, and the value head if it is trained.
-        model_dir: folder of the weights; its configuration goes into checkpoints.
-        num_steps: optimizer steps of the whole schedule.
-        with_reference: keep the weights for `score(reference=True)`.
-        with_start_sample: keep a sample of the weights.
+        weights: the weights by Hugging Face name, and the value head if it is trained. Tied weights appear once.
+        model_dir: folder of the model. Its configuration files are copied into checkpoints.
+        num_steps: number of optimizer steps of the whole schedule.
+        with_reference: keep a copy of the start weights, for `score(reference=True)`.
+        with_start_sample: keep a sample of the start weights, which only RL needs.
     """
 
     def __init__(
@@ -126,35 +126,35 @@ class JAXTrainingBackend:
         self.optim = optim
         self.num_steps = num_steps
         self.start_sample = sample_weights(_without_value_head(weights)) if with_start_sample else {}
-        """`sample_weights` of the start weights; empty without `with_start_sample`."""
+        """The `sample_weights` of the start weights; empty without `with_start_sample`."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None
         self._num_optim_steps = 0
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
-        # A separate copy, because the optimizer reuses the memory of the weights.
+        # The reference is a copy, because the optimizer step reuses the memory of the weights.
         self._reference = to_params(_without_value_head(weights)) if with_reference else None
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax covers token ids below this; None covers all ids of the model."""
+        """The softmax includes only token ids below this number; None includes all token ids of the model."""
         return self.settings.num_tokens
 
     @property
     def num_ranks(self) -> int:
-        """Always 1: one process on one device."""
+        """Always 1: one process computes all rows on one device."""
         return 1
 
     @property
     def weight_version(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of optimizer steps so far."""
         return self._num_optim_steps
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to the step.
+        """Add the gradient of a micro-batch to the current step.
 
         Raises:
-            NonFiniteError: the loss is not finite; the step's gradient is dropped.
+            NonFiniteError: the loss is not finite. The gradient of the whole step is dropped.
         """
         return future_of(lambda: self._forward_backward(batch))
 
@@ -173,7 +173,7 @@ class JAXTrainingBackend:
         return metrics
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Scores of the batch by the policy or the reference, without gradient, on the CPU."""
+        """Compute token scores by the policy or the reference, without gradient; returns them on the CPU."""
         return future_of(lambda: self._score(batch, reference=reference))
 
     def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
@@ -183,7 +183,7 @@ class JAXTrainingBackend:
         return _token_scores([None if s is None else _cut_to(batch, s) for s in scores])
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, step, and advance the schedule.
+        """Clip the gradient, update the weights, and advance the schedule.
 
         Raises:
             NonFiniteError: the gradient is not finite. The gradient is dropped, and the weights are unchanged.
@@ -191,7 +191,7 @@ class JAXTrainingBackend:
         return future_of(self._optim_step)
 
     def _optim_step(self) -> Metrics:
-        assert self._grads is not None, "forward_backward comes before optim_step"
+        assert self._grads is not None, "call forward_backward before optim_step"
         grads, self._grads = self._grads, None
         norm = float(_norm(grads))
         if not math.isfinite(norm):
@@ -212,18 +212,18 @@ class JAXTrainingBackend:
         return {"grad_norm": norm, "lr": lr}
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """A copy of the weights by Hugging Face name, tied weights once."""
+        """Return a copy of the weights by Hugging Face name. Tied weights appear once."""
         return ImmediateTrainFuture(_without_value_head(to_weights(self._params)))
 
     def release_cache(self) -> ImmediateTrainFuture[None]:
-        """Do nothing: JAX keeps its memory (XLA_PYTHON_CLIENT_PREALLOCATE and related variables set how much)."""
+        """Do nothing: JAX keeps its memory. Variables such as XLA_PYTHON_CLIENT_PREALLOCATE limit this memory."""
         return ImmediateTrainFuture(None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state.
+        """Replace the weights. The optimizer's state stays.
 
         Raises:
-            CheckpointError: names or shapes differ from the model's; the weights are unchanged.
+            CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
         """
         return future_of(lambda: self._load_weights(weights))
 
@@ -237,9 +237,9 @@ class JAXTrainingBackend:
         shutil.copyfile(self.model_dir / "config.json", path)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
-        """Write a checkpoint in the PyTorch backend's layout, which engines can load and either backend can resume.
+        """Write a checkpoint in the format of the PyTorch backend. Engines can load it; both backends can resume it.
 
-        The call copies weights and optimizer state to host memory; a thread writes the copy.
+        The call copies weights and optimizer state to host memory. A thread writes the copy.
         """
         assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         trainer = {
@@ -264,12 +264,12 @@ class JAXTrainingBackend:
         """Load a checkpoint of this backend, or of the PyTorch backend without adapters.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, of another model, or without trainer state.
+            CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.
         """
         return future_of(lambda: self._load_checkpoint(path))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state under the PyTorch backend's names; empty before the first step."""
+        """The state of AdamW under the names of the PyTorch backend; empty before the first step."""
         if self._num_optim_steps == 0:
             return {}
         named: dict[str, Tensor] = {}
@@ -292,7 +292,7 @@ class JAXTrainingBackend:
         return state
 
     def _moments_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Params]:
-        """The moving averages of a checkpoint; 0 for weights without a gradient so far, which PyTorch does not save."""
+        """The moving averages in a checkpoint. They are 0 for weights without a gradient, which PyTorch omits."""
         return {
             quantity: to_params(
                 {
@@ -319,11 +319,11 @@ def create_jax_backend(
     with_start_sample: bool = True,
     seed: int = 0,
 ) -> JAXTrainingBackend:
-    """Create model, AdamW, schedule and loss as a backend; the arguments are those of `create_backend`.
+    """Create a JAX backend with model, AdamW, learning-rate schedule and loss. Arguments: see `create_backend`.
 
     Raises:
-        ConfigError: the model is not in a folder, or has dropout, which this backend does not support.
-        CheckpointError: the folder has no loadable model, or a model of another family.
+        ConfigError: the model is not in a local folder, or it has dropout, which this backend does not support.
+        CheckpointError: the folder has no readable model, or a model of an unsupported family.
     """
     seed_everything(seed)
     model_dir = Path(model.path)
@@ -357,10 +357,10 @@ def create_jax_backend(
 
 
 def read_weights(model_dir: Path, settings: ModelSettings) -> dict[str, Tensor]:
-    """The weights in a folder, tied weights once.
+    """Read the weights in a folder. Tied weights appear once.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, not finite or of another shape.
+        CheckpointError: a tensor is missing, unexpected, not finite, or has a wrong shape.
     """
     tensors = read_tensors(model_dir)
     tied = tensors.pop(HEAD, None) if settings.architecture.ties_embeddings else None
@@ -371,7 +371,7 @@ def read_weights(model_dir: Path, settings: ModelSettings) -> dict[str, Tensor]:
 
 
 def global_norm(grads: Params) -> jax.Array:
-    """The Euclidean norm of all gradients together."""
+    """The Euclidean norm of the gradient of all weights."""
     return jnp.sqrt(sum(jnp.square(grad).sum() for grad in grads.values()))
 
 
@@ -386,10 +386,10 @@ def adamw_step(
     step_size: float,
     root_correction: float,
 ) -> tuple[Params, dict[str, Params]]:
-    """Weights and moving averages after one step, with the arithmetic of `torch.optim.AdamW`.
+    """Compute weights and moving averages after one AdamW step, with the arithmetic of `torch.optim.AdamW`.
 
     Args:
-        scale: factor of the gradient, from clipping.
+        scale: factor by which clipping scales the gradient.
         step_size: lr / (1 - beta1 ** step).
         root_correction: sqrt(1 - beta2 ** step).
 
@@ -411,7 +411,7 @@ def adamw_step(
 def _score_and_pull_back(
     params: Params, batch: PaddedBatch, settings: ModelSettings
 ) -> tuple[Scores, Callable[[Scores], tuple[Params]]]:
-    """The scores, and a function from the loss's gradient for scores to its gradient for weights."""
+    """Return the scores, and a function that converts the loss's gradient for scores to its gradient for weights."""
     scores, pull_back = jax.vjp(lambda p: score_batch(p, batch, settings), params)
     return scores, pull_back
 
@@ -420,7 +420,7 @@ def _add_up(first: Params, second: Params) -> Params:
     return {name: grad + second[name] for name, grad in first.items()}
 
 
-# Compiled once per settings and bucket of batch sizes, for all backends of the process.
+# Compiled once per combination of settings and padded batch size, for all backends of the process.
 _score = jax.jit(score_batch, static_argnames="settings")
 _score_with_pull_back = jax.jit(_score_and_pull_back, static_argnames="settings")
 _pull_back = jax.jit(lambda pull_back, gradient: pull_back(gradient)[0])
@@ -430,7 +430,7 @@ _step = jax.jit(adamw_step, static_argnames="optim", donate_argnames=("params", 
 
 
 def _is_matrix(name: str, value: jax.Array) -> bool:
-    """True if weight decay acts on a weight; stacked layers have one more dimension."""
+    """True if a weight is a matrix, to which weight decay applies. Stacked layers add one dimension to weights."""
     return bool(value.ndim - name.startswith(ALL_LAYERS) > 1)
 
 
@@ -443,18 +443,18 @@ def _without_value_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _policy_name(name: str) -> str:
-    """A parameter's name in the PyTorch policy."""
+    """The name of a weight in the PyTorch policy."""
     return name if name in VALUE_HEAD else POLICY_PREFIX + name
 
 
 def _cut_to(batch: TrainBatch, scores_BT: jax.Array) -> Tensor:
-    """A copy of the scores without the padding to a bucket's size."""
+    """Copy padded scores to a tensor of the batch's shape."""
     num_rows, length = batch.inputs_BT.shape
     return torch.from_numpy(np.array(scores_BT)[:num_rows, :length].copy())
 
 
 def _padded_gradient(leaf: Tensor, scores_BT: jax.Array) -> jax.Array:
-    """The loss's gradient for padded scores; 0 if the loss does not depend on them."""
+    """The gradient of the loss for padded scores; 0 if the loss does not depend on these scores."""
     padded_BT = np.zeros(scores_BT.shape, dtype=np.float32)
     if leaf.grad is not None:
         padded_BT[: leaf.shape[0], : leaf.shape[1]] = leaf.grad.numpy()
@@ -463,5 +463,5 @@ def _padded_gradient(leaf: Tensor, scores_BT: jax.Array) -> jax.Array:
 
 def _token_scores(scores: Sequence[Tensor | None]) -> TokenScores:
     logprobs_BT, entropies_BT, values_BT = scores
-    assert logprobs_BT is not None, "every policy gives log-probs"
+    assert logprobs_BT is not None, "scores always have log-probs"
     return TokenScores(logprobs_BT=logprobs_BT, entropies_BT=entropies_BT, values_BT=values_BT)

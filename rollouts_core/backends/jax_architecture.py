@@ -1,4 +1,4 @@
-"""Check whether JAX can train a model, by the settings in its folder, without importing jax."""
+"""Check from a model's config.json whether the JAX backend can train the model, without importing jax."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollouts_core.errors import ConfigError
 
 
 def load_jax_architecture(model: ModelConfig) -> Architecture:
-    """The architecture of a model for JAX.
+    """Read the architecture of a model, and refuse models that the JAX backend does not support.
 
     Raises:
-        CheckpointError: config.json is unreadable, or the model is of another family.
-        ConfigError: the model is on the hub, or has dropout, which the JAX backend does not support.
+        CheckpointError: config.json cannot be read, or the model's family is not supported.
+        ConfigError: the model is on the hub instead of in a folder, or it has dropout.
     """
     folder = Path(model.path)
     if not folder.is_dir():

@@ -1,9 +1,9 @@
-"""Decoders of the Llama and Qwen families as JAX functions of their weights, and scores of a batch.
+"""Compute the token scores of a batch with Llama and Qwen models, as JAX functions of the weights.
 
-    batch -> embedding -> scan over the layers -> hidden states -> scored ones first -> head, a piece at a time
+    batch -> embedding -> scan over layers -> hidden states -> sort scored positions first -> head, in pieces
 
-The weights of all layers are stacked under one name, `model.layers.*.mlp.up_proj.weight`, for a scan over layers, so
-the compile time does not grow with depth. Outside of this file weights have their Hugging Face names.
+The weights of all layers are stacked under one name, such as `model.layers.*.mlp.up_proj.weight`, and the layers run in
+a scan. Therefore the compile time does not grow with depth. Other files use the Hugging Face names of the weights.
 
 B rows, T token positions, N = B x T positions, L layers, H hidden size, Q query heads, K key heads, D width of a head,
 V vocabulary.
@@ -27,7 +27,7 @@ from rollouts_core.embedded.rotary import rotary_frequencies
 from rollouts_core.model import logprobs
 
 Params = dict[str, jax.Array]
-"""Weights by name, with stacked layers."""
+"""Weights by name. The weights of all layers are stacked."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
@@ -35,31 +35,31 @@ ALL_LAYERS = LAYERS + "*."
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
 
 SMALLEST_LENGTH = 16
-"""Shorter rows are padded to this length."""
+"""Least number of positions of a padded batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Static settings of the compiled functions."""
+    """Settings of the compiled functions. Other settings cause another compilation."""
 
     architecture: Architecture
-    """The shape of the model."""
+    """Shapes and settings of the model."""
     compute_dtype: str = "float32"
-    """Number format of the matrix products; norms, softmax and the residual stream are float32."""
+    """Dtype of the matrix products. Norms, softmax and residual stream are float32."""
     temperature: float = 1.0
     """Divisor of the logits."""
     with_entropies: bool = False
-    """Whether to also compute entropies."""
+    """Compute entropies too."""
     recompute_layers: bool = False
-    """Whether to keep only the layers' inputs for the backward pass, which recomputes the rest."""
+    """Activation checkpointing: store only the inputs of layers, and recompute the rest in the backward pass."""
     num_tokens: int | None = None
-    """The softmax covers token ids below this; None covers all ids of the model."""
+    """The softmax includes only token ids below this number; None includes all token ids of the model."""
     untrained_input_id: int | None = None
-    """Token whose input embedding gets no gradient: the padding token of config.json, as in transformers."""
+    """Id of the padding token in config.json. As in transformers, its input embedding gets no gradient."""
 
 
 class PaddedBatch(NamedTuple):
-    """The inputs of the model from a `TrainBatch`, padded to one of a few sizes."""
+    """The model's inputs of a `TrainBatch`, padded to one of a few sizes, so that few sizes are compiled."""
 
     inputs_BT: jax.Array
     position_ids_BT: jax.Array
@@ -67,13 +67,13 @@ class PaddedBatch(NamedTuple):
     prompt_ids_BT: jax.Array
     targets_BT: jax.Array
     order_N: jax.Array
-    """All positions of the flat batch, positions in the loss mask first."""
+    """Indices of all positions of the flattened batch. Positions in the loss mask come first."""
     num_scored: jax.Array
     """Number of positions in the loss mask."""
 
 
 class Scores(NamedTuple):
-    """`TokenScores` in JAX."""
+    """The `TokenScores` of a batch as JAX arrays."""
 
     logprobs_BT: jax.Array
     entropies_BT: jax.Array | None
@@ -81,7 +81,7 @@ class Scores(NamedTuple):
 
 
 def pad_batch(batch: TrainBatch) -> PaddedBatch:
-    """Pad rows and positions to sizes of `bucket_size`."""
+    """Pad the rows and positions of a batch to sizes from `bucket_size`."""
     num_rows, length = batch.inputs_BT.shape
     shape = (bucket_size(num_rows), bucket_size(max(length, SMALLEST_LENGTH)))
 
@@ -104,13 +104,13 @@ def pad_batch(batch: TrainBatch) -> PaddedBatch:
 
 
 def bucket_size(count: int) -> int:
-    """The next number with at most three significant bits: 1 to 8, 10, 12, 14, 16, 20, ...; up to 25 % more."""
+    """Round up to a number with at most three significant bits: 1 to 8, 10, 12, 14, 16, 20, ... Adds at most 25 %."""
     step = 1 << max(0, count.bit_length() - 3)
     return -(-count // step) * step
 
 
 def score_batch(params: Params, batch: PaddedBatch, settings: ModelSettings) -> Scores:
-    """Scores of the targets in the loss mask; 0 at other positions, as in `policy.score_targets`."""
+    """Compute the scores of target tokens in the loss mask. Other positions get 0, as in `policy.score_targets`."""
     with jax.default_matmul_precision("highest" if settings.compute_dtype == "float32" else "default"):
         hidden_BTH = compute_hidden_states(params, batch, settings)
         ordered_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[batch.order_N]
@@ -132,11 +132,11 @@ def score_batch(params: Params, batch: PaddedBatch, settings: ModelSettings) -> 
 
 
 def compute_hidden_states(params: Params, batch: PaddedBatch, settings: ModelSettings) -> jax.Array:
-    """(B, T, H) float32 after the last norm; each sample sees only itself and its prompt."""
+    """Hidden states (B, T, H) after the last norm, float32. A sample attends only to itself and to its prompt."""
     a = settings.architecture
     keys_B1T = batch.segment_ids_BT[:, None, :]
     is_read_BTT = (batch.segment_ids_BT[:, :, None] == keys_B1T) | (batch.prompt_ids_BT[:, :, None] == keys_B1T)
-    mask_B1TT = jnp.tril(is_read_BTT)[:, None]  # padding reads padding, so that every query reads something
+    mask_B1TT = jnp.tril(is_read_BTT)[:, None]  # padding attends to padding, so that no query has an empty softmax
     rotation = _rotation(batch.position_ids_BT, a)
 
     def block(hidden_BTH: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -157,9 +157,9 @@ def compute_hidden_states(params: Params, batch: PaddedBatch, settings: ModelSet
 def score_in_pieces(
     params: Params, hidden_NH: jax.Array, targets_N: jax.Array, num_scored: jax.Array, settings: ModelSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """(N,) log-probs and (N,) entropies of the first `num_scored` positions, without storing all logits.
+    """Log-probs (N,) and entropies (N,) of the first `num_scored` positions, without storing all logits.
 
-    Pieces without a scored position are skipped; the backward pass computes the logits of the others again.
+    Pieces without a scored position are skipped. The backward pass recomputes the logits of the other pieces.
     """
     head_VH = params.get(HEAD, params[EMBEDDING])[: settings.num_tokens]
     num_positions = len(targets_N)
@@ -190,7 +190,7 @@ def score_in_pieces(
 
 
 def to_params(weights: Mapping[str, Tensor]) -> Params:
-    """A float32 copy of weights on the device, with stacked layers."""
+    """Copy weights to the device as float32, and stack those of the layers."""
     params = {name: _to_array(value) for name, value in weights.items() if not name.startswith(LAYERS)}
     of_layers = [name.removeprefix(LAYERS).partition(".") for name in weights if name.startswith(LAYERS)]
     num_layers = 1 + max((int(layer) for layer, _, _ in of_layers), default=-1)
@@ -201,7 +201,7 @@ def to_params(weights: Mapping[str, Tensor]) -> Params:
 
 
 def to_weights(params: Params) -> dict[str, Tensor]:
-    """A copy of the weights in host memory by Hugging Face name: the inverse of `to_params`."""
+    """Copy weights to host memory, by Hugging Face name. The inverse of `to_params`."""
     weights: dict[str, Tensor] = {}
     for name, value in params.items():
         copied = torch.from_numpy(np.array(value))
@@ -214,7 +214,7 @@ def to_weights(params: Params) -> dict[str, Tensor]:
 
 
 def _to_array(value: Tensor) -> jax.Array:
-    return jnp.array(value.detach().float().numpy(), copy=True)  # own memory, which the optimizer may reuse
+    return jnp.array(value.detach().float().numpy(), copy=True)  # a copy, because the optimizer step reuses the memory
 
 
 def _attend(
@@ -259,7 +259,7 @@ def _linear(
     settings: ModelSettings,
     output_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """inputs @ weight.T + bias in the compute format."""
+    """inputs @ weight.T + bias, computed in `settings.compute_dtype`."""
     dtype = settings.compute_dtype
     outputs = jnp.einsum(
         "...i,oi->...o", inputs.astype(dtype), weight_OI.astype(dtype), preferred_element_type=output_dtype
@@ -268,22 +268,22 @@ def _linear(
 
 
 def _rms_norm(inputs: jax.Array, weight: jax.Array, architecture: Architecture) -> jax.Array:
-    """Computed in float32 for inputs of any dtype."""
+    """RMS norm over the last dimension, computed in float32."""
     values = inputs.astype(jnp.float32)
     mean_square = jnp.square(values).mean(-1, keepdims=True)
     return values * jax.lax.rsqrt(mean_square + architecture.norm_eps) * weight
 
 
 def _rotation(position_ids_BT: jax.Array, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary embedding, (B, T, 1, D / 2) each."""
-    # Frequencies from torch, as in the models' training: a rounding difference grows with the position.
+    """Cosines and sines of the rotary embedding for each position, (B, T, 1, D / 2) each."""
+    # The frequencies come from torch, as when the models were trained. A rounding difference would grow with position.
     frequencies = jnp.asarray(rotary_frequencies(architecture).numpy())
     angles = (position_ids_BT[:, :, None].astype(jnp.float32) * frequencies)[:, :, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the pairs (i, i + D / 2) of every head."""
+    """Apply the rotary embedding to the pairs of dimensions (i, i + D / 2) of every head."""
     cos, sin = rotation
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,8 +1,11 @@
-"""Prove over a connection that both ends know a key, without sending the key. Nothing is encrypted.
+"""Mutual authentication: client and server of a connection prove that they know a key, without sending the key.
 
-client:  nonce a ──>                               32 random bytes
+client                                server
+nonce a ──>                                          32 random bytes
                  <── nonce b, HMAC(key, "asked" a b)
 HMAC(key, "asks" a b) ──>
+
+The connection itself is not encrypted.
 """
 
 from __future__ import annotations
@@ -13,18 +16,18 @@ import socket
 import time
 
 ASKING_S, ASKED_S = 10.0, 4.0
-"""Time limits of client and server for the whole exchange, seconds. The server handles one connection at a time, so a
-silent stranger must not use up the client's time."""
+"""Time limits of client and server for the handshake, seconds. The server handles one connection at a time. Its limit
+is shorter, so that a client that sends nothing does not make another client time out."""
 _NUM_BYTES = 32
 _ASKS, _ASKED = b"asks", b"asked"
 
 
 class ProofError(Exception):
-    """The other end does not know the key, or did not prove it in time."""
+    """The peer does not know the key, or did not prove it in time."""
 
 
 def prove_as_asking(connection: socket.socket, key: str) -> None:
-    """Run the client's side: prove the key and verify the server's proof.
+    """Run the client's side of the handshake: verify the server's proof, and prove the key.
 
     Raises:
         ProofError: the server gave no valid proof.
@@ -39,7 +42,7 @@ def prove_as_asking(connection: socket.socket, key: str) -> None:
 
 
 def prove_as_asked(connection: socket.socket, key: str) -> None:
-    """Run the server's side: prove the key and verify the client's proof.
+    """Run the server's side of the handshake: prove the key, and verify the client's proof.
 
     Raises:
         ProofError: the client gave no valid proof.

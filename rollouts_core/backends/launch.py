@@ -1,11 +1,11 @@
-"""Start a job as several processes with torchrun, and return their exit code. torch is imported only when needed.
+"""Run a job in several processes with torchrun, and return their exit code. torch is imported only when needed.
 
-    python -m rollouts_core sft job.json                      the launcher, with torchrun's agent in it
+    python -m rollouts_core sft job.json                      the launcher, which runs torchrun's agent
         +-- RANK=0 python -m rollouts_core sft job.json       the leader
         +-- RANK=1 python -m rollouts_core sft job.json       a follower, which dies with the launcher
 
-A failing process ends the others. A signal to the launcher reaches all. With several machines, each has a launcher
-(`multi_node.py`).
+If a process fails, torchrun ends the other processes. A signal to the launcher reaches all processes. With several
+machines, each machine has a launcher (`multi_node.py`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollouts_core.job import Job, TrainingJob
 from rollouts_core.less_memory import FULL_GPU_CODE
 
 SHUTDOWN_S = 8
-"""With several machines: seconds between SIGTERM and SIGKILL, since a process may wait for a lost machine."""
+"""Seconds between SIGTERM and SIGKILL with several machines. A process may be waiting for a lost machine."""
 LAUNCHER = -1
-"""Rank number for the launcher itself."""
+"""Number that stands for the launcher itself in place of a rank."""
 
 
 def num_processes(job: Job) -> int:
-    """Number of this machine's processes for a job: `num_trainer_processes` for training, else 1."""
+    """Number of processes that run a job on this machine: `num_trainer_processes` for training, else 1."""
     return job.deployment.num_trainer_processes if isinstance(job, TrainingJob) else 1
 
 
@@ -49,7 +49,7 @@ def is_launched() -> bool:
 
 
 def is_follower() -> bool:
-    """True if this process follows another rank. A follower writes no files."""
+    """True if this process is not the leader (rank 0). Only the leader writes files."""
     return is_launched() and os.environ["RANK"] != "0"
 
 
@@ -60,24 +60,25 @@ def launch(
     log_dir: Path,
     join: Callable[[], AbstractContextManager[Unit | None]] = nullcontext,
 ) -> int:
-    """Run `python -m rollouts_core arguments` as several processes of this machine; returns the exit code.
+    """Run `python -m rollouts_core arguments` in several processes on this machine; returns the exit code.
 
-    If a signal killed a process, this process dies of the same signal, so that the caller learns the cause, for
+    If a signal killed a process, this process kills itself with the same signal, so that its caller sees the cause, for
     example a lack of memory. Otherwise the exit code is that of a failed process.
 
     Args:
-        log_dir: folder of torchrun's own files, removed at the end, and at the start if a killed run left it.
+        log_dir: folder for torchrun's own files. It is removed at the end, and at the start if a killed run left it.
         join: connects this machine to the other machines of the training.
 
     Raises:
-        MachineLostError: another machine did not connect, or is gone.
+        MachineLostError: another machine did not connect, or its connection was lost.
     """
     import torch.distributed.run  # noqa: F401 - takes seconds, so imported before other machines wait for this one
 
     with _removed_before_and_after(log_dir), join() as unit, _meeting_of(unit) as meeting:
         where = agent_arguments(meeting)
         shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
-        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # keeps the user's own
+        # Variables that the user has set take precedence.
+        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))
         program = ["--no-python", sys.executable, "-P", "-u", "-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
@@ -88,7 +89,7 @@ def launch(
 
 @contextmanager
 def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
-    """The address where this machine's agent meets the agents of other machines, or its own ranks."""
+    """Yield the meeting point of torchrun's agents, or with one machine, of the agent and its ranks."""
     if unit is not None:
         yield unit.meeting
         return
@@ -96,14 +97,14 @@ def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
 
     store, port = open_store(LOOPBACK, multi_tenant=True)
     yield Meeting(num_nodes=1, node_rank=0, store_port=port, own_address=LOOPBACK)
-    del store  # kept until here, because a store closes with its last reference
+    del store  # the store closes with its last reference, so the variable lives until here
 
 
 def agent_arguments(meeting: Meeting) -> list[str]:
-    """torchrun's arguments for the meeting point of its agents and ranks.
+    """The arguments that tell torchrun where its agents and ranks meet.
 
-    The leader's agent uses the store that this process opened at the port. torchrun's own store would listen on all
-    interfaces, and with `--standalone` the agent would unpickle anything written to it.
+    The leader's agent uses the store that this process has opened at the port. A store of torchrun would listen on all
+    network interfaces, and with `--standalone` the agent would unpickle everything that others write to the store.
     """
     size = ["--nnodes", str(meeting.num_nodes), "--node-rank", str(meeting.node_rank)]
     place = ["--master-addr", LOOPBACK, "--master-port", str(meeting.store_port)]
@@ -111,12 +112,12 @@ def agent_arguments(meeting: Meeting) -> list[str]:
 
 
 def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
-    """Run torchrun to its end; returns the exit codes of failed processes by rank."""
+    """Run torchrun's agent until all processes ended; returns the exit codes of failed processes by rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # would log after the job's last line
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its messages would follow the job's last line
     try:
         run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -136,10 +137,10 @@ def _removed_before_and_after(folder: Path) -> Iterator[None]:
 
 
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
-    """The exit code that best explains the end of a job; negative for a signal.
+    """Choose the exit code that best explains the end of a job; negative for a signal.
 
-    Code 2 (the user must change something) comes first, then a full GPU, then a signal: all three often make other
-    processes fail. SIGTERM counts least: torchrun sends it to the remaining processes.
+    Code 2 (the user must change something) comes first, then a full GPU, then a signal, because these three often make
+    other processes fail. SIGTERM comes last, because torchrun sends it to the remaining processes.
 
     Args:
         exit_codes: exit codes of failed processes by rank.
@@ -163,10 +164,10 @@ def _end_like(code: int, exit_codes: Mapping[int, int]) -> int:
 
 
 def run_worker(program: Callable[[], int]) -> NoReturn:
-    """Run a worker's program and exit with its code, skipping the interpreter's shutdown.
+    """Run the program of a worker process and exit with its code, without the interpreter's normal shutdown.
 
-    The shutdown sometimes aborts in threads of torch's connections: with torch 2.13 and gloo after one in eight
-    finished jobs.
+    The normal shutdown sometimes crashes in threads of torch's connections. With torch 2.13 and gloo this happened
+    after one in eight finished jobs.
     """
     code = 1
     try:
@@ -175,8 +176,8 @@ def run_worker(program: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001 - the last frame of the process: an unprinted error would be lost
         traceback.print_exc()
-    # This part of the shutdown is needed: threads of unclosed pools end only when it notifies them.
-    threading._shutdown()  # type: ignore[attr-defined]  # the interpreter calls it too
+    # Threads of unclosed pools end only when this part of the shutdown notifies them.
+    threading._shutdown()  # type: ignore[attr-defined]  # the interpreter's shutdown calls it too
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

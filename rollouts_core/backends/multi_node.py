@@ -1,14 +1,14 @@
-"""Several machines that train one model together: how their launchers connect, and detect a lost machine.
+"""Training on several machines: connect the launchers of all machines, and detect the loss of a machine.
 
     the leader's machine                                       each further machine
     launcher ── connects: "meet at HOST:PORT" ── handshake ──> launcher, listening at its address
       └─ torchrun, which listens at HOST:PORT <─────────────────── torchrun
                 <── a heartbeat every BEAT_S, in both directions ──>
-                <── "ended with code N" ── , or the end of the connection
+                <── "ended with code N" ── , or the connection ends
 
-One attempt is one connection. When the connection ends or is silent for SILENCE_S, both launchers end their processes,
-so a machine stops computing for a lost machine even if no login to it is possible. A further machine renews its job's
-lease at each heartbeat.
+Each attempt of a training has a new connection. If the connection ends, or is silent for SILENCE_S, both launchers end
+their processes. A machine therefore stops computing if another machine is lost, even if no login to it is possible. A
+further machine renews its job's lease at each heartbeat.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rollouts_core.job import FurtherTrainer
 from rollouts_core.less_memory import FULL_GPU_CODE
 
 JOIN_S = 300.0
-"""Seconds until the launchers of further machines must listen. They first import torch, possibly from a slow disk."""
+"""Seconds within which the launchers of further machines must listen. They import torch first, which may be slow."""
 BEAT_S = 2.0
 SILENCE_S = 30.0
 LEAVE_S = 5.0
-"""Seconds for this machine's processes to end by themselves when the other launcher is gone."""
+"""Seconds in which this machine's processes may end by themselves after the connection to another launcher ended."""
 SETTLE_S = 5.0
-"""Seconds to listen to other machines after the leader's processes failed: other processes may have failed first."""
+"""Seconds to wait for reports of other machines after the leader's processes failed. The cause may be there."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 4096
 MACHINE_LOST_CODE = os.EX_TEMPFAIL
-"""Exit code of a training that ended because another machine is gone."""
+"""Exit code of a launcher whose training ended because another machine was lost."""
 TOLD_TO_END_CODE = 128 + signal.SIGTERM
 _BEAT = b"\n"
 _SIOCGIFADDR = 0x8915
@@ -56,46 +56,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The meeting point of torchrun's agents for one attempt."""
+    """Where torchrun's agents of all machines meet in one attempt of a training."""
 
     num_nodes: int
     node_rank: int
     store_port: int
-    """Port on this machine's loopback that leads to the store of all agents and ranks."""
+    """Port at this machine's loopback address of the store, or of a tunnel to the store, for all agents and ranks."""
     own_address: str
-    """This machine's address in the common network."""
+    """This machine's address in the network that connects the machines."""
 
 
 class Unit(Protocol):
-    """The machines of a training, seen from one machine's launcher."""
+    """The connections of one machine's launcher to the other machines of a training."""
 
     meeting: Meeting
 
     def conclude(self, exit_code: int) -> int:
-        """Exchange the end of the attempt with the other machines; returns the exit code of the attempt.
+        """Exchange exit codes with the other machines after the processes ended; returns the exit code of the attempt.
 
         Args:
-            exit_code: result of this machine's own processes.
+            exit_code: exit code of this machine's own processes.
 
         Raises:
-            MachineLostError: the attempt ended because another machine is gone.
+            MachineLostError: the attempt ended because another machine was lost.
         """
 
 
 class Link:
-    """The connection to another launcher. When it ends, this process is asked to end its processes.
+    """The connection to the launcher of another machine. If it ends, this launcher gets SIGTERM to end its processes.
 
     Args:
-        name: the other machine, for messages.
-        on_beat: called at each message of the other launcher.
+        name: name of the other machine, for messages.
+        on_beat: called for each message from the other launcher.
     """
 
     def __init__(self, name: str, connection: socket.socket, *, on_beat: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self.exit_code: int | None = None
-        """The exit code that the other machine reported; None without a report."""
+        """The exit code that the other launcher reported; None if it has not reported."""
         self.problem = ""
-        """Why the connection ended without a report; empty otherwise."""
+        """Why the other machine counts as lost; empty if it does not."""
         self._connection = connection
         self._on_beat = on_beat
         self._has_ended = threading.Event()
@@ -111,21 +111,21 @@ class Link:
         self._is_closed.set()
         self.conclude()
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
         self._thread.join()
         self._connection.close()
 
     def tell_end(self, exit_code: int) -> None:
-        """Report the exit code of this machine's processes."""
+        """Report the exit code of this machine's processes to the other launcher."""
         with suppress(OSError):
             self._connection.sendall(json.dumps({"exit_code": exit_code}).encode() + b"\n")
 
     def conclude(self) -> None:
-        """Mark this machine's processes as ended, so that nothing is signalled any more."""
+        """Record that this machine's processes have ended, so that a lost connection no longer causes a signal."""
         self._is_concluded.set()
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """True if the connection has ended, or ends within `timeout_s`."""
+        """Wait until the connection ends; returns False if it did not end within `timeout_s`."""
         return self._has_ended.wait(timeout_s)
 
     def _watch(self) -> None:
@@ -135,22 +135,22 @@ class Link:
             self.problem = f"sent an unreadable message ({error})"
         finally:
             self._has_ended.set()
-        # Wait first: this machine's processes may be ending for the same reason, or because all work is done.
+        # First give this machine's processes time to end for the same reason, or because the training is done.
         if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # torchrun's agent is still waiting and would not react
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the agent has no handler yet
             os._exit(MACHINE_LOST_CODE)
-        os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its processes
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun's agent then ends its processes
 
     def _listen(self) -> None:
-        """Return when the other launcher reported its end or is no longer heard."""
+        """Exchange heartbeats until the other launcher reports its end or is lost. Sets `exit_code` or `problem`."""
         heard = told = time.monotonic()
         rest = b""
         while not self._is_closed.is_set():
             if time.monotonic() >= told:
                 told = time.monotonic() + BEAT_S
-                with suppress(OSError):  # messages sent before a close must still be read
+                with suppress(OSError):  # reads what the other launcher sent before it closed
                     self._connection.sendall(_BEAT)
             try:
                 is_heard = bool(select.select([self._connection], [], [], BEAT_S)[0])
@@ -177,7 +177,7 @@ class Link:
 
 
 class LeaderUnit:
-    """The machines of a training, seen from the leader's launcher."""
+    """The connections of the leader's launcher to all further machines."""
 
     def __init__(self, meeting: Meeting, trainers: Sequence[FurtherTrainer], links: Sequence[Link]) -> None:
         self.meeting = meeting
@@ -185,7 +185,7 @@ class LeaderUnit:
         self._links = links
 
     def conclude(self, exit_code: int) -> int:
-        """See `Unit`. If the processes of a machine failed first, the log names this machine."""
+        """See `Unit`. If the processes of a further machine failed, the log names the machine."""
         for link in self._links:
             link.conclude()
         if exit_code == 0:
@@ -207,14 +207,14 @@ class LeaderUnit:
 
 
 class FurtherUnit:
-    """The machines of a training, seen from a further machine's launcher: its leader."""
+    """The connection of a further machine's launcher to the leader."""
 
     def __init__(self, meeting: Meeting, leader: Link) -> None:
         self.meeting = meeting
         self._leader = leader
 
     def conclude(self, exit_code: int) -> int:
-        """See `Unit`. The leader gets the exit code, and then closes the connection."""
+        """See `Unit`. The leader closes the connection after it got the exit code."""
         self._leader.conclude()
         if exit_code != 0 and self._leader.wait_for_end(0.0):
             raise MachineLostError(f"the leader's launcher on {self._leader.name} {self._leader.problem}")
@@ -224,16 +224,16 @@ class FurtherUnit:
 
 
 def where_its_log_is(trainer: FurtherTrainer) -> str:
-    """The place of a further machine's log, for messages."""
+    """A text for messages with the path of a further machine's log."""
     return f"its log: {trainer.run_dir}/log.txt there"
 
 
 @contextmanager
 def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
-    """Connect to the launchers of all further machines for the duration of the block.
+    """On the leader: connect to the launchers of all further machines for the duration of the `with` block.
 
     Raises:
-        MachineLostError: a machine is not reachable within JOIN_S.
+        MachineLostError: a machine was not reachable within JOIN_S.
     """
     from rollouts_core.backends.process_group import open_store  # imports torch
 
@@ -252,7 +252,7 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
             links.append(stack.enter_context(Link(trainer.name, connection)))
         meeting = Meeting(num_nodes=1 + len(trainers), node_rank=0, store_port=store_port, own_address=own_address)
         yield LeaderUnit(meeting, trainers, links)
-        del store  # kept until here, because a store closes with its last reference
+        del store  # the store closes with its last reference
 
 
 def _connect(trainer: FurtherTrainer, key: str, deadline: float) -> socket.socket:
@@ -282,10 +282,10 @@ def _connect_once(trainer: FurtherTrainer, key: str) -> socket.socket:
 
 @contextmanager
 def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -> Iterator[FurtherUnit]:
-    """Wait for the leader, limited by the job's lease, and stay connected for the duration of the block.
+    """On a further machine: wait for the leader's connection, and keep it for the duration of the `with` block.
 
     Raises:
-        MachineLostError: this machine's address cannot be listened on.
+        MachineLostError: this machine cannot listen at its address.
     """
     with ExitStack() as stack:
         with _listen_at(own.host, own.port) as listener:
@@ -293,7 +293,7 @@ def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -
         stack.enter_context(connection)
 
         def renew() -> None:
-            with suppress(OSError):  # without a supervisor there is no file; a lost disk ends the lease
+            with suppress(OSError):  # without a supervisor there is no lease file
                 os.utime(lease_file)
 
         leader = stack.enter_context(Link(str(greeting["host"]), connection, on_beat=renew))
@@ -316,12 +316,12 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """Accept the connection that proves the key; returns the connection and the leader's greeting."""
+    """Accept connections until one of them proves the key; returns it with the leader's first message."""
     while True:
         connection, _ = listener.accept()
         try:
             prove_as_asked(connection, key)
-            connection.settimeout(JOIN_S)  # the leader greets when all machines are connected
+            connection.settimeout(JOIN_S)  # the leader sends it when all machines are connected
             with connection.makefile("rb") as reader:
                 return connection, json.loads(reader.readline(MAX_LINE_BYTES))
         except (OSError, ProofError, ValueError) as error:
@@ -330,9 +330,9 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Variables that make gloo and NCCL use the network of this machine's `address`; {} if no interface has it.
+    """Environment variables that make gloo and NCCL use the network interface with this address; {} if not found.
 
-    By default gloo uses the network of the machine's hostname, and NCCL chooses a network by itself.
+    By default gloo uses the interface of the machine's hostname, and NCCL chooses an interface by itself.
     """
     interface = find_interface(address)
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
@@ -350,7 +350,7 @@ def find_interface(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no address
+            with suppress(OSError):  # skips interfaces without an address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and the names of its saved state."""
+"""Create AdamW and its learning-rate schedule, and convert its state to named tensors and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def create_adamw_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay acts on matrices, not on norms and biases."""
+    """Create AdamW for the trainable parameters. Weight decay applies to matrices, not to norms and biases."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -28,14 +28,14 @@ def create_adamw_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim
 def create_warmup_cosine_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, *, num_steps: int
 ) -> LambdaLR:
-    """Linear warmup, then the shape `config.schedule` down to `min_lr_ratio` at the last step."""
+    """Create a schedule with linear warmup, then `config.schedule` down to `min_lr_ratio` at the last step."""
     return LambdaLR(optimizer, partial(lr_ratio, config=config, num_steps=num_steps))
 
 
 def lr_ratio(step: int, *, config: OptimConfig, num_steps: int) -> float:
-    """The learning rate of step 0, 1, ... divided by its peak.
+    """The learning rate of step 0, 1, ..., divided by the peak learning rate.
 
-    The peak is at the last warmup step, or at the first step without warmup; the minimum is at the last step.
+    The peak is at the last warmup step, or at the first step if there is no warmup. The minimum is at the last step.
     """
     if step < config.num_warmup_steps:
         return (step + 1) / config.num_warmup_steps
@@ -52,7 +52,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # Any: JSON
-    """Move a schedule to a saved step. The schedule keeps the peak and the length of its creation."""
+    """Move a schedule to a saved step. Its peak and its number of steps stay as they were created."""
     scheduler.last_epoch = state["last_epoch"]
     scheduler._step_count = state["_step_count"]
     ratios = [ratio_of(scheduler.last_epoch) for ratio_of in scheduler.lr_lambdas]
@@ -62,7 +62,7 @@ def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # 
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as tensors named `<parameter>/<quantity>`."""
+    """Return the optimizer's state as tensors with names of the form `<parameter>/<quantity>`."""
     named: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for quantity, value in optimizer.state.get(parameter, {}).items():
@@ -71,7 +71,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore the tensors of `optimizer_tensors`."""
+    """Restore an optimizer's state from the tensors of `optimizer_tensors`."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():

@@ -1,7 +1,7 @@
-"""Process groups outside of torch.distributed's default group, for weights from trainer to engines.
+"""Create process groups, besides torch.distributed's default group, that send weights from a trainer to engines.
 
-The groups have the form that torch.distributed and therefore SGLang use, so either end may be SGLang.
-Only torch is imported, because vLLM's workers load this file by its path.
+The groups are compatible with those of torch.distributed and SGLang. This file imports only torch, because vLLM's
+workers load it by its path.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
 TIMEOUT_S = 120.0
-"""Time limit for all members to join, and for one bucket to arrive, seconds."""
+"""Time limit for all members to join a group, and time limit for sending one bucket of tensors, seconds."""
 POLL_S = 0.001
 
 
 def find_address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to another host; OSError without a route."""
+    """Return this machine's address on the route to another host. Raises OSError if there is no route."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # nothing is sent
+        probe.connect(place)  # sends nothing, but chooses the route
         return str(probe.getsockname()[0])
 
 
 def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, int]:
-    """Open a store; returns it with its port.
+    """Open a torch store that listens only at `address`; returns the store and its port.
 
-    The store listens only at this address, because every client of a store can take part. A TCPStore that opens its
-    own port listens on all interfaces.
+    A TCPStore that opens its own port would listen on all network interfaces, and every client of a store can read
+    and change it.
 
     Args:
-        multi_tenant: further stores that this process opens at the port are the same store.
+        multi_tenant: if this process opens further stores at the same port, they are the same store.
 
     Raises:
-        OSError, RuntimeError: the address cannot be listened on.
+        OSError, RuntimeError: this machine cannot listen at the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
@@ -60,26 +60,26 @@ def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, i
 
 
 def join_store(address: str, port: int, *, size: int) -> TCPStore:
-    """Connect to the trainer's store, through which the members find each other; RuntimeError if it is unreachable.
+    """Connect to the trainer's store, through which the members of a group find each other.
 
-    The connection counts as one member, as in `torch.distributed.rendezvous`: a trainer that opened the store in that
-    way waits until `size` members were counted. Members do not wait.
+    The connection counts as one member, as in `torch.distributed.rendezvous`. A trainer that opened its store with
+    rendezvous waits for `size` members; this function does not wait. Raises RuntimeError if the store is unreachable.
     """
     return TCPStore(address, port, world_size=size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
 def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:
-    """The prefix in a store under which torch.distributed would look for the group."""
+    """Return the part of a store, by key prefix, that torch.distributed would use for a group of this name."""
     return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
 def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> Any:
-    """Join a group; returns when all members are connected. Raises RuntimeError if a member does not connect.
+    """Join a gloo group, and wait until all members are connected. Raises RuntimeError if a member does not connect.
 
-    Returns ProcessGroupGloo, a type that only some builds of torch have.
+    Returns a ProcessGroupGloo, a type that some builds of torch lack.
 
     Args:
-        address: this machine's address as seen by the others.
+        address: address at which the other members reach this machine.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's own tests use it
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -88,17 +88,17 @@ def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> A
 
 
 def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
-    """Join a group of GPUs; returns ProcessGroupNCCL, which only CUDA builds have."""
+    """Join an NCCL group of GPUs; returns a ProcessGroupNCCL, a type that only CUDA builds of torch have."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    # Makes new groups raise if a rank is gone, instead of ending the process. The variable stays set, because several
-    # threads connect to engines.
+    # With this variable, a new group raises an error if a rank is lost; without it, NCCL would end the process. The
+    # variable stays set, because several threads connect to engines.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def begin_broadcast(group: Any, flat: Tensor) -> Any:
-    """Start to send these bytes as rank 0, or to receive rank 0's bytes into them.
+    """Begin a broadcast: rank 0 sends the bytes of `flat`, other ranks receive rank 0's bytes into `flat`.
 
     Returns the work, for `wait_for`. While waiting, the caller must hold no reference to the group; see `let_go`.
     """
@@ -108,7 +108,7 @@ def begin_broadcast(group: Any, flat: Tensor) -> Any:
 
 
 def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's Work
-    """Wait until a group's work is done.
+    """Wait until work that a group began is done.
 
     Raises:
         RuntimeError: the work failed, the group was closed meanwhile, or the work took too long.
@@ -120,13 +120,13 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
         if time.monotonic() > deadline:
             raise RuntimeError(f"not finished within {TIMEOUT_S:g} s")
         time.sleep(POLL_S)
-    work.wait()  # raises the error of failed work
+    work.wait()  # raises the error if the work failed
 
 
 def let_go(held: list[Any]) -> None:  # Any: see connect_gloo
-    """Drop the only reference to a group, in a thread.
+    """Delete a group in a thread. `held` must have the only reference to the group.
 
-    This needs a thread, because gloo keeps sending until its timeout and the group's destructor waits for gloo.
+    The group's destructor waits for gloo, which may continue to send until its timeout. The caller does not wait.
     """
 
     def end() -> None:

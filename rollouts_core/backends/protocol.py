@@ -1,4 +1,4 @@
-"""`TrainingBackend`: the interface between the training loops and a model in training, with futures."""
+"""The interface `TrainingBackend`, through which the training loops train a model, and its futures."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 TrainingState = Mapping[str, Any]  # Any: JSON
-"""A loop's state besides the model: cursors and counters, as JSON values."""
+"""The state of a training loop besides the model, for instance its position in the data, as JSON values."""
 
 
 class TrainFuture(Protocol[T_co]):
-    """Work requested from a backend. `result` raises the work's errors."""
+    """A future of work that was requested from a training backend."""
 
     async def result(self) -> T_co:
-        """Wait for the work and return its result, or raise its error."""
+        """Wait until the work is done. Returns its result or raises its error."""
         ...
 
     def done(self) -> bool:
-        """True if `result` would not wait."""
+        """True if `result` would return at once."""
         ...
 
 
 class ImmediateTrainFuture(Generic[T]):
-    """A future of finished work."""
+    """A future of work that is already done."""
 
     def __init__(self, value: T) -> None:
         self._value = value
 
     async def result(self) -> T:
-        """The value, without waiting."""
+        """Return the value at once."""
         return self._value
 
     def done(self) -> bool:
@@ -50,7 +50,7 @@ class ImmediateTrainFuture(Generic[T]):
 
 
 class ThreadTrainFuture(Generic[T]):
-    """A future of work in its own thread, started now. The interpreter does not exit before it is done."""
+    """A future of work that runs in a new thread. The interpreter does not exit before the thread has ended."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train future")
@@ -58,7 +58,7 @@ class ThreadTrainFuture(Generic[T]):
         executor.shutdown(wait=False)
 
     async def result(self) -> T:
-        """Wait for the thread; cancelling the wait does not stop the work."""
+        """Wait for the thread. Cancelling the wait does not stop the work."""
         return await asyncio.shield(asyncio.wrap_future(self._future))
 
     def done(self) -> bool:
@@ -67,20 +67,20 @@ class ThreadTrainFuture(Generic[T]):
 
 
 class LateTrainFuture(Generic[T]):
-    """A future of work queued on a device; only `result` waits for the device, once.
+    """A future of work that is queued on a device. Only the first call of `result` waits for the device.
 
     Args:
-        read: returns the value or raises the error.
-        is_read: True if `read` would not wait.
+        read: waits for the device; returns the value or raises the error.
+        is_read: True if `read` would return at once.
     """
 
     def __init__(self, read: Callable[[], T], is_read: Callable[[], bool]) -> None:
         self._read, self._is_read = read, is_read
         self._outcome: TrainFuture[T] | None = None
-        """None before the first `result`."""
+        """The value or error; None before the first call of `result`."""
 
     async def result(self) -> T:
-        """Wait for the device, including earlier work in its queue."""
+        """Wait for the device to finish this work and all earlier work in its queue."""
         if self._outcome is None:
             self._outcome = future_of(self._read)
         return await self._outcome.result()
@@ -91,13 +91,13 @@ class LateTrainFuture(Generic[T]):
 
 
 class FailedTrainFuture:
-    """A future of work that already failed; fits any result type."""
+    """A future of work that already failed. It can stand for any result type."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     async def result(self) -> NoReturn:
-        """Raise the error."""
+        """Raise the error of the work."""
         raise self._error
 
     def done(self) -> bool:
@@ -106,12 +106,12 @@ class FailedTrainFuture:
 
 
 def future_of(work: Callable[[], T]) -> TrainFuture[T]:
-    """Do the work now; `result` returns its value or raises its error."""
+    """Run `work` now. The returned future has its value or its error."""
     return future_from(lambda: ImmediateTrainFuture(work()))
 
 
 def future_from(begin: Callable[[], TrainFuture[T]]) -> TrainFuture[T]:
-    """The future from `begin`, or a failed one if `begin` raises."""
+    """Return the future that `begin` returns. If `begin` raises, return a future with its error."""
     try:
         return begin()
     except Exception as error:  # noqa: BLE001 - a future carries any exception of its work
@@ -119,36 +119,38 @@ def future_from(begin: Callable[[], TrainFuture[T]]) -> TrainFuture[T]:
 
 
 class TrainingBackend(Protocol):
-    """A model, its optimizer and its schedule.
+    """A model in training, with its optimizer and learning-rate schedule.
 
-    `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of a step's micro-batches
-    are summed.
+    `forward_backward` accumulates the gradients of micro-batches. `optim_step` applies the sum and clears it.
 
-    Optional members: with `save_model_config(path)`, which writes the model's config.json, RL needs no
-    `PublishTarget`. With `start_sample`, the `sample_weights` of the start weights, RL reports how much of an update
-    survives rounding in engines. A backend that also `TrainsAdapters` can publish them without the other weights.
+    Optional members:
+        save_model_config(path)  writes the model's config.json. Without this method, RL needs a `PublishTarget`
+        start_sample             the `sample_weights` of the start weights. With them, RL reports how much of the weight
+                                 changes remains after rounding in engines
+    A backend that also implements `TrainsAdapters` can publish only its adapters.
     """
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that share the rows of each batch; a micro-batch may be that many times larger."""
+        """Number of devices that share the rows of each micro-batch. A micro-batch may be larger by this factor."""
         ...
 
     @property
     def weight_version(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of optimizer steps so far."""
         ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient; returns metrics to sum over the step's micro-batches.
+        """Add the gradient of a micro-batch; returns metrics, which the caller sums over the micro-batches of a step.
 
-        With a `LateTrainFuture`, the rest of the step may be requested before its result. If a loss or gradient is not
-        finite, the step then changes no weights, and the results of this call and of `optim_step` raise NonFiniteError.
+        If this returns a `LateTrainFuture`, the caller may request the rest of the step before it asks for the result.
+        If a loss or the gradient is not finite, the step then leaves the weights unchanged. The results of this call
+        and of `optim_step` raise NonFiniteError.
         """
         ...
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Scores of the batch without a gradient, on the CPU.
+        """Compute the scores (such as log-probs) of a batch's tokens without a gradient; returns them on the CPU.
 
         Args:
             reference: use the start weights instead of the current ones.
@@ -156,61 +158,61 @@ class TrainingBackend(Protocol):
         ...
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip, step, and advance the schedule; returns the gradient's norm and the learning rate."""
+        """Clip the gradient, update the weights, and advance the schedule; returns gradient norm and learning rate."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The weights by Hugging Face name."""
+        """Return the weights by Hugging Face name."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state."""
+        """Replace the weights. The optimizer's state stays."""
         ...
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free unused cached memory of the device for other processes."""
+        """Free the device memory that is cached but unused, for other processes."""
         ...
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
         """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory.
 
-        The content is that at the time of the call; training may continue meanwhile. The caller waits for the future
-        before the next save.
+        The checkpoint has the state at the time of the call. Training may continue while it is written. The caller must
+        wait for the future before the next save.
 
         Args:
-            state: `step`, `score` and `settings` also go into the manifest. The file at `served_file`, if any, becomes
-                `trainer/served.safetensors`.
+            state: state of the training loop. `step`, `score` and `settings` also go into the manifest. The file at
+                `served_file`, if any, becomes `trainer/served.safetensors`.
         """
         ...
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint; returns the `state` that was saved with it."""
+        """Load a checkpoint; returns the `state` that `save_checkpoint` stored in it."""
         ...
 
 
 @runtime_checkable
 class TrainsAdapters(Protocol):
-    """A backend that may train low-rank adapters alone."""
+    """A training backend that can train only low-rank adapters (LoRA)."""
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Copies of the adapters in host memory; empty if all weights are trained.
+        """Return copies of the adapters in host memory, by name; empty if all weights are trained.
 
-        Named `<layer>.lora_A.weight` (rank, inputs) and `<layer>.lora_B.weight` (outputs, rank). A layer adds B (A x),
-        so B includes the adapters' scale.
+        Names are `<layer>.lora_A.weight` (rank, inputs) and `<layer>.lora_B.weight` (outputs, rank). B includes the
+        adapter's scale, so B (A x) is added to the layer's output.
         """
         ...
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The weights that the adapters belong to, by Hugging Face name; training does not change them."""
+        """Return the frozen weights that the adapters belong to, by Hugging Face name."""
         ...
 
 
 def adapters_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
-    """A backend's adapters; empty if it trains none."""
+    """Return the adapters of a backend; empty if the backend does not train adapters."""
     return backend.get_adapters() if isinstance(backend, TrainsAdapters) else ImmediateTrainFuture({})
 
 
 def base_weights_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
-    """The weights that a backend's adapters belong to."""
+    """Return the frozen weights that the adapters of a backend belong to."""
     assert isinstance(backend, TrainsAdapters), f"{type(backend).__name__} has no adapters"
     return backend.get_base_weights()

@@ -68,10 +68,10 @@ if TYPE_CHECKING:
 
 
 class PyTorchTrainingBackend:
-    """A policy with optimizer and schedule on one device; implements `TrainingBackend`.
+    """Trains a policy on one device; implements `TrainingBackend`.
 
     Args:
-        reference: frozen policy for `score(reference=True)`.
+        reference: frozen copy of the start policy, for `score(reference=True)`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PyTorchTrainingBackend:
         )
         self._snapshot = HostSnapshot()
         self._copied = threading.Event()
-        """Set while no save reads weights and optimizer state."""
+        """Set unless a save is copying weights and optimizer state, which must not change meanwhile."""
         self._copied.set()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
@@ -113,12 +113,12 @@ class PyTorchTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax covers token ids below this; None covers all ids of the model."""
+        """The softmax includes only token ids below this number; None includes all token ids of the model."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`sample_weights` of the start weights; empty without `with_start_sample`."""
+        """The `sample_weights` of the start weights; empty without `with_start_sample`."""
         return self.policy.start_sample
 
     @property
@@ -128,15 +128,15 @@ class PyTorchTrainingBackend:
 
     @property
     def weight_version(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of optimizer steps so far."""
         self._steps.settle()
         return self._steps.num_done
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to the step.
+        """Add the gradient of a micro-batch to the current step.
 
         Raises:
-            NonFiniteError: the loss is not finite; the step's gradient is dropped.
+            NonFiniteError: the loss is not finite. The gradient of the whole step is dropped.
         """
         return future_from(lambda: self._forward_backward(batch))
 
@@ -149,7 +149,7 @@ class PyTorchTrainingBackend:
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Scores of the batch by the policy or the reference, without gradient or dropout, on the CPU."""
+        """Compute token scores by policy or reference, without gradient and dropout; returns them on the CPU."""
         return future_from(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
@@ -163,10 +163,10 @@ class PyTorchTrainingBackend:
         return LateTrainFuture(lambda: scores.to(torch.device("cpu")), lambda: self.device.type == "cpu")
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, step, and advance the schedule.
+        """Clip the gradient, update the weights, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite; it is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. It is dropped, and the weights are unchanged.
         """
         return future_from(self._optim_step)
 
@@ -175,23 +175,23 @@ class PyTorchTrainingBackend:
         return self._steps.take(before_change=self._copied.wait)
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """The weights by Hugging Face name, tied ones once. With adapters these are merged into copies in host memory;
-        other weights are views."""
+        """Return the weights by Hugging Face name; tied weights appear once. Weights with adapters are merged copies in
+        host memory. Other weights are views."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def get_adapters(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Copies of the adapters in host memory, as engines take them; empty if all weights are trained."""
+        """Return copies of the adapters in host memory, scaled for engines; empty if all weights are trained."""
         return ImmediateTrainFuture({name: tensor.cpu() for name, tensor in scaled_adapters(self.model)})
 
     def get_base_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """The weights that the adapters belong to, which training does not change."""
+        """Return the frozen weights that the adapters belong to."""
         return ImmediateTrainFuture(base_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state, and adapters are reset.
+        """Replace the weights and reset the adapters. The optimizer's state stays.
 
         Raises:
-            CheckpointError: names or shapes differ from the model's; the weights are unchanged.
+            CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
         """
         return future_of(lambda: self._load_weights(weights))
 
@@ -201,7 +201,7 @@ class PyTorchTrainingBackend:
         replace_weights(self.model, weights)
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free unused cached memory of the GPU."""
+        """Free the GPU memory that is cached but unused."""
         return future_of(torch.cuda.empty_cache)  # does nothing without a GPU
 
     def save_model_config(self, path: Path) -> None:
@@ -211,10 +211,10 @@ class PyTorchTrainingBackend:
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a checkpoint that engines can load and that training can resume exactly.
 
-        A thread copies weights and optimizer state to host memory and writes the copy. Forward and backward passes
-        continue meanwhile; changes of weights wait for the copy.
+        A thread copies weights and optimizer state to host memory, then writes the copy. Meanwhile forward and backward
+        passes continue. Changes of the weights wait until they are copied.
         """
-        assert self._saving.done(), "only one save at a time: wait for the result of the last one"
+        assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         self._steps.settle()
         trainer = {
             "scheduler": deepcopy(self.scheduler.state_dict()),
@@ -224,22 +224,22 @@ class PyTorchTrainingBackend:
         }
         tensors = self._trainer_tensors()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # kernels of the last step may still change the tensors
+            torch.cuda.synchronize(self.device)  # kernels of the last step may still be writing the tensors
         self._copied.clear()
         saving = ThreadTrainFuture(lambda: self._copy_and_write(path, trainer, tensors, state))
         self._saving = saving
         return saving
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint of this backend; returns the loop's state.
+        """Load a checkpoint of this backend; returns the state of the training loop.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or without trainer state.
+            CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.
         """
         return future_of(lambda: self._load_checkpoint(path))
 
     def _trainer_tensors(self) -> dict[str, Tensor]:
-        """Content of a checkpoint besides the Hugging Face files."""
+        """The tensors of a checkpoint besides the weights in its Hugging Face files."""
         return {
             **{WEIGHT_KEY + name: value.detach() for name, value in own_weights(self.policy).items()},
             **optimizer_tensors(self.policy, self.optimizer),
@@ -251,7 +251,7 @@ class PyTorchTrainingBackend:
     ) -> None:
         try:
             copied: dict[str, Tensor] = {}
-            for name, tensor in checkpoint_weights(self.model):  # one by one: a GPU may lack room for all merged ones
+            for name, tensor in checkpoint_weights(self.model):  # one by one, to save GPU memory
                 copied |= self._snapshot.take({name: tensor})
             copied |= self._snapshot.take(tensors)
         finally:
@@ -267,7 +267,7 @@ class PyTorchTrainingBackend:
         self._copied.wait()
         own = own_weights(self.policy)
         check_named_tensors(own, saved.own_weights)
-        if not self.has_adapters:  # with adapters, the frozen weights are the start weights
+        if not self.has_adapters:  # with adapters, the model has its frozen weights already
             weights = read_hf_weights(path, self.model)
             check_named_tensors(base_weights(self.model), weights)
             replace_weights(self.model, weights)
@@ -298,19 +298,19 @@ def create_pytorch_backend(
     seed: int = 0,
     device: str = "",
 ) -> PyTorchTrainingBackend:
-    """Create model, AdamW, schedule and loss as a backend.
+    """Create a backend with model, AdamW, learning-rate schedule and loss.
 
     Args:
-        num_steps: optimizer steps of the whole schedule.
-        policy: precision, adapters and memory savings.
-        temperature: the rollouts' temperature in RL, 1 in SFT.
-        with_entropies: also compute entropies.
+        num_steps: number of optimizer steps of the whole schedule.
+        policy: settings of precision, adapters and memory savings.
+        temperature: divisor of the logits: the sampling temperature of rollouts in RL, 1 in SFT.
+        with_entropies: compute entropies too.
         with_values: train a value head.
-        with_reference: keep the start weights, for `score(reference=True)`.
-        within_tokenizer: exclude token ids without a token from the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the start weights. Needed in RL only.
+        with_reference: keep a copy of the start weights, for `score(reference=True)`.
+        within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
+        with_start_sample: keep a sample of the start weights, which only RL needs.
         seed: seed of new adapters and dropout.
-        device: "" uses the first GPU if there is one, else the CPU.
+        device: device of the model. "" uses the first GPU, or the CPU on machines without GPUs.
     """
     seed_everything(seed)
     place = device or default_device()

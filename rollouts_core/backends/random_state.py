@@ -1,8 +1,8 @@
-"""Seed, read and restore the random state of every library that training uses.
+"""Seed, read and restore the global random state of all libraries that training uses.
 
-Seeds of samples and the order of data do not depend on this state.
+Sampling seeds of rollouts and the order of the data do not depend on this state.
 
-    torch on the CPU and on every GPU -> tensors      Python's random, numpy -> JSON values
+    torch on the CPU and on every GPU -> tensors      Python's `random` and numpy -> JSON values
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUDA_KEY = "rng/cuda/"
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The random state at one moment."""
+    """The random state of all libraries at one moment."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]  # Any: JSON
@@ -35,9 +35,10 @@ _remembered = threading.local()
 
 @contextmanager
 def remembered(state: RandomState) -> Iterator[None]:
-    """In this thread, let reads of the random state return `state`, so that a save stores an earlier moment.
+    """Make this module's functions that read the random state return `state` in this thread, inside the `with` block.
 
-    The state itself is not restored, because other threads may draw random numbers meanwhile.
+    A save in a thread thereby stores the state of an earlier moment. The libraries' own state is not changed, because
+    other threads may be drawing random numbers.
     """
     _remembered.state = state
     try:
@@ -51,17 +52,17 @@ def get_random_state() -> RandomState:
 
 
 def seed_everything(seed: int) -> None:
-    """Start every run with the same random state."""
+    """Seed the random state of all libraries."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
-    """torch's random state by name, for the CPU and every GPU.
+    """Return torch's random state for the CPU and every GPU, by name.
 
     Args:
-        own_gpu_only: include only the current GPU, as the first one. Reading the state of other GPUs would allocate
+        own_gpu_only: include only the current GPU, under the name of the first GPU. Reading other GPUs would allocate
             memory there.
     """
     if (state := _read_remembered()) is not None:
@@ -74,7 +75,7 @@ def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
 
 
 def get_random_values() -> dict[str, Any]:  # Any: JSON
-    """The random state of Python and numpy."""
+    """Return the random state of Python and numpy."""
     if (state := _read_remembered()) is not None:
         return dict(state.values)
     version, words, gauss = random.getstate()
@@ -91,7 +92,7 @@ def _read_remembered() -> RandomState | None:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # Any: JSON
-    """Restore the results of `get_random_tensors` and `get_random_values`; missing GPUs are skipped."""
+    """Restore a random state from `get_random_tensors` and `get_random_values`. States of missing GPUs are skipped."""
     torch.set_rng_state(tensors[TORCH_KEY])
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -104,5 +105,5 @@ def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -
 
 
 def is_random_state(name: str) -> bool:
-    """True for names from `get_random_tensors`."""
+    """True if a tensor's name is one that `get_random_tensors` uses."""
     return name == TORCH_KEY or name.startswith(CUDA_KEY)

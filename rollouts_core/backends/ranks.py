@@ -1,7 +1,8 @@
-"""The processes that train one model together: this process's rank, and the exchange of objects.
+"""Communication between the processes (ranks) that train one model together.
 
-Rank 0 leads: only the leader runs the loop, talks to engines and writes files. The followers hold their share of the
-model and run the leader's tasks, so the loops need not know the number of processes.
+Rank 0 is the leader. Only the leader runs the training loop, calls engines and writes files. The other ranks, the
+followers, have a part of the model and run tasks for the leader. Training loops are therefore the same for any number
+of processes.
 
     leader     loop -> backend.forward_backward(batch) -> scatter -+-> its share  -> gather -> the batch's metrics
     followers  ......................................... waiting --+-> its share  -> gather -> waiting ...
@@ -31,29 +32,29 @@ from rollouts_core.user_code.failures import describe_raised
 logger = logging.getLogger(__name__)
 
 MAX_WAIT = timedelta(days=30)
-"""How long a follower waits for the leader, which may be generating, evaluating or writing. A dead leader is noticed at
-once, because its connections close."""
+"""Timeout of a follower that waits for the leader, which may be generating, evaluating or writing. If the leader's
+process ends, its connections close, so followers notice this at once."""
 
 
 class LeaderGoneError(TrainingError):
-    """The leader of this follower is gone."""
+    """The leader's process ended, so this follower has to end too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """An error that one rank reports to the others."""
+    """An error on one rank, as reported to the other ranks."""
 
     sentence: str
-    """The rank and its error."""
+    """Message with the number of the rank and its error."""
     is_of_input: bool
-    """Whether the user must change something."""
+    """True if the user must change something, so that the error becomes a ConfigError."""
 
 
 class Ranks:
-    """This process among those that torchrun started, with connections to the others.
+    """The rank of this process among the processes that torchrun started, with connections to the others.
 
     Args:
-        device: device of this process; "" uses the GPU of its local rank if there is one, else the CPU.
+        device: device of this process. "" uses the GPU of its local rank, or the CPU on machines without GPUs.
 
     Raises:
         TrainingError: torchrun did not start this process.
@@ -69,20 +70,20 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        # gloo for objects: they are small and on the CPU, and waiting in NCCL would occupy the GPU and time out.
+        # Objects are small and on the CPU, so they use gloo. Waiting in NCCL would occupy the GPU and time out.
         self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
         self._types: list[type] = [_Failure]
         self.followers_wait = True
-        """True while every follower waits in `scatter`; sending is only allowed then."""
+        """True if every follower waits in `scatter`. The leader may send objects only then."""
 
     @property
     def is_leader(self) -> bool:
-        """True if this process runs the loop."""
+        """True if this process is rank 0, which runs the training loop."""
         return self.rank == 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A block that all ranks run together and leave together, at its end or by NonFiniteError."""
+        """A context for work that all ranks do together. All ranks leave it at its end, or all by NonFiniteError."""
         self.followers_wait = False
         try:
             yield
@@ -92,13 +93,13 @@ class Ranks:
         self.followers_wait = True
 
     def begin(self, value: object = True) -> Any:  # Any: the leader's object
-        """Wait until all ranks have reached this call, before they create something together.
+        """Wait until all ranks have reached this call, before they create a model together.
 
         Returns:
-            The leader's `value`, so that all ranks create the same.
+            The leader's `value`, so that all ranks use the same settings.
 
         Raises:
-            LeaderGoneError: the leader ended earlier.
+            LeaderGoneError: the leader ended before it reached this call.
         """
         agreed = self.scatter([value] * self.size if self.is_leader else None)
         if agreed is None:
@@ -107,10 +108,10 @@ class Ranks:
         return agreed
 
     def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: the leader's object
-        """Send one object to each rank; returns this rank's object. Only the leader passes `objects`, one per rank.
+        """Send one object from the leader to each rank; returns this rank's object. Only the leader passes `objects`.
 
         Raises:
-            LeaderGoneError: on a follower, if the leader ended without stopping it.
+            LeaderGoneError: raised on a follower if the leader ended without stopping it.
         """
         assert (objects is not None) == self.is_leader, "only the leader passes objects"
         contents = None if objects is None else [_pack(each) for each in objects]
@@ -122,17 +123,17 @@ class Ranks:
             raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
 
     def gather(self, value: object) -> list[Any]:  # Any: the ranks' objects
-        """Every rank's object, in order, on every rank."""
+        """Exchange objects; returns the objects of all ranks, in order, on every rank."""
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
 
     def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
-        """`gather`, or an error on every rank if one rank failed, so that no rank waits for the failed rank.
+        """Like `gather`, but if a rank failed, raise an error on every rank, so that no rank waits for the failed rank.
 
         Args:
-            error: this rank's error, if it has no value.
+            error: the error of this rank; None if it did not fail.
 
         Raises:
-            ConfigError, TrainingError: another rank failed; the message names the rank and its error.
+            ConfigError, TrainingError: another rank failed. The message names the rank and its error.
         """
         failure = error and _Failure(
             sentence=f"rank {self.rank} {describe_raised(error)}", is_of_input=isinstance(error, InputError)
@@ -146,14 +147,14 @@ class Ranks:
         return gathered
 
     def allow(self, *types: type) -> None:
-        """Permit objects of these types, besides tensors, numbers, strings and their containers."""
+        """Permit these types in received objects, besides tensors, numbers, strings and their containers."""
         self._types.extend(types)
 
     def _unpack(self, content: Tensor) -> Any:  # Any: the sent object
-        """Deserialize an object. The connection is not authenticated, so only permitted types are constructed.
+        """Deserialize a received object. Connections are not authenticated, so only permitted types are constructed.
 
         Raises:
-            TrainingError: the bytes contain another type.
+            TrainingError: the object has a type that is not permitted.
         """
         with torch.serialization.safe_globals([*self._types]):
             try:
@@ -178,7 +179,7 @@ class Ranks:
         return [each[: int(size)] for each, size in zip(gathered, sizes, strict=True)]
 
     def stop_followers(self) -> None:
-        """Make `FSDPTrainingBackend.follow` return on the other ranks."""
+        """Make `FSDPTrainingBackend.follow` return on all followers."""
         assert self.is_leader, "only the leader stops followers"
         self.scatter([None] * self.size)
         self.followers_wait = False
@@ -197,11 +198,11 @@ def _pad(content: Tensor, width: int) -> Tensor:
 
 @contextmanager
 def join_ranks(*, device: str = "") -> Iterator[Ranks]:
-    """The connections to the other ranks, for the duration of the block.
+    """Connect to the other ranks for the duration of the `with` block.
 
-    When the leader's block ends, also by an error, the followers' `follow` returns. Exception: after an error inside
-    shared work the followers are left in it, and the launcher ends them. A follower's block ends without an error when
-    the leader is gone.
+    When the leader leaves the block, also by an error, `follow` returns on the followers. After an error inside
+    `working`, followers may still wait for other ranks; the launcher then ends them. If the leader's process ended, a
+    follower leaves the block without an error.
     """
     ranks = Ranks(device=device)
     try:
@@ -211,7 +212,7 @@ def join_ranks(*, device: str = "") -> Iterator[Ranks]:
         return
     except BaseException:
         if ranks.is_leader and ranks.followers_wait:
-            with suppress(RuntimeError):  # the followers may be gone too
+            with suppress(RuntimeError):  # the followers may have ended too
                 ranks.stop_followers()
         raise
     if ranks.is_leader and ranks.followers_wait:

@@ -1,7 +1,7 @@
-"""Spread a policy over ranks layer by layer, without two copies of it on any rank.
+"""Shard a policy over ranks, layer by layer, so that no rank needs memory for two copies of the model.
 
-leader: the model on disk, in host memory          every rank: the same model without values
-                 layer by layer: room on the device <- the leader's values, then cut into pieces
+leader: loads the model into host memory           every rank: creates the same model without values
+                 for each layer: allocate on the device, broadcast the leader's values, keep this rank's part
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rollouts_core.model.policy import Policy, create_policy, find_kernel, loade
 def create_sharded_policy(
     model: ModelConfig, config: PolicyConfig, ranks: Ranks, **options: Any
 ) -> Policy:  # Any: the keywords of create_policy
-    """Load a model from disk as a policy spread over all ranks; every rank calls this.
+    """Load a model as a policy that is sharded over all ranks. Every rank calls this function.
 
-    Layers gather their weights in the products' number format, other modules in the weights' format. The computation
-    equals one process under autocast, except that the weights of norms are rounded.
+    Layers gather their weights in the dtype of matrix products; other modules gather them in the dtype of the weights.
+    The computation equals that of one process under autocast, except that the weights of norms are rounded.
     """
     kernel = find_kernel(model, config, ranks.device.type)
     plain = config.model_copy(update={"compile": False, "attention": loaded_kernel(kernel)})
     source = create_policy(model, plain, device="cpu", **options) if ranks.is_leader else None
-    ranks.begin()  # the leader may have loaded for longer than the time limit of the next collective calls
+    ranks.begin()  # loading may take longer than the time limit of collective calls
     policy = create_policy(model, plain, device="meta", **options)
     use_kernel(policy.hf_model, kernel, ranks.device.type)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -45,26 +45,26 @@ def create_sharded_policy(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=in_layers)
     _give_values(policy, source, ranks.device)
-    # The head's weight is also read outside of the head, and the root's modules run first and last: keep it gathered.
+    # The weights outside of layers stay gathered: they are needed first and last, and the head's weight also elsewhere.
     fully_shard(policy, mesh=mesh, mp_policy=outside, reshard_after_forward=False)
     [policy.mixes_samples, *_] = ranks.gather(source is not None and source.mixes_samples)  # rank 0 is the leader
-    if source is not None:  # checkpoints also contain settings from the model's files
+    if source is not None:  # settings from the model's files also go into checkpoints
         policy.hf_model.generation_config = source.hf_model.generation_config
         policy.start_sample = source.start_sample
     return policy
 
 
 def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
-    """The transformer layers by name: the modules that transformers never splits between devices.
+    """Find the transformer layers by name: the modules that transformers never splits between devices.
 
     Raises:
-        ConfigError: the model does not declare its layers.
+        ConfigError: the model's class does not declare its layers.
     """
     kinds = set(policy.hf_model._no_split_modules or ())
     layers = [(name, module) for name, module in policy.named_modules() if type(module).__name__ in kinds]
     if not layers:
         raise ConfigError(
-            f"{type(policy.hf_model).__name__} does not declare its layers, so it cannot be spread over processes: "
+            f"{type(policy.hf_model).__name__} does not declare its layers, so it cannot be sharded over processes: "
             "train it with one process"
         )
     return layers
@@ -72,12 +72,12 @@ def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _give_values(module: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Replace parameters and buffers without values by tensors on `device` with the leader's values.
+    """Replace parameters and buffers on the meta device with tensors on `device` that have the leader's values.
 
     Args:
         source: the leader's module with values; None on other ranks.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # so that modules still share parameters
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # so that modules continue to share parameters
     for owner_name, owner in module.named_modules():
         values = _own_tensors(source.get_submodule(owner_name)) if source else {}
         for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -93,12 +93,12 @@ def _give_values(module: nn.Module, source: nn.Module | None, device: torch.devi
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module itself, without its submodules."""
+    """Parameters and buffers of a module, without those of its submodules."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
 def _receive(like: Tensor, value: Tensor | None, device: torch.device) -> Tensor:
-    """The leader's value, on every rank."""
+    """Broadcast the leader's tensor; returns it on every rank. `value` is None on ranks other than the leader."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     if value is not None:
         whole.copy_(value)

@@ -1,4 +1,4 @@
-"""Copy tensors to host memory, so that training continues while the copy is written."""
+"""Copy tensors to host memory, so that training can continue while a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class HostSnapshot:
-    """Host memory for a copy of some tensors; reused for each copy, because fresh memory is slow on first use."""
+    """Host memory for copies of tensors. Later copies reuse the memory, because new memory is slow at its first use."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors. Tensors that share memory share it in the copy too; the next call overwrites the copy."""
+        """Copy the tensors. Tensors that share memory also share it in the copy. The next call overwrites the copy."""
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is None:
             return self._copy(tensors)
-        # A separate stream, so that the copy does not queue behind the training's kernels.
+        # On a separate stream, the copy does not wait for the training's kernels.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -44,7 +44,7 @@ class HostSnapshot:
 
     @torch.no_grad()
     def keep(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy one tensor, for tensors that are gathered one after another."""
+        """Copy a single tensor, for callers that gather tensors one after another."""
         return self._buffer(name, tensor).copy_(tensor)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class HostSnapshot:
 def _copy(source: Tensor, target: Tensor) -> Tensor:
     """Copy `source` into `target`.
 
-    On the CPU without torch: torch would give this thread its own OpenMP workers. With more workers than cores, all of
-    them, including the training's, would sleep at every barrier as long as this thread lives.
+    Copies on the CPU do not use torch, which would start OpenMP workers for this thread. With more workers than cores,
+    all workers, also those of the training, would sleep at every barrier as long as this thread lives.
     """
     if source.is_cuda or not source.is_contiguous():
         return target.copy_(source, non_blocking=True)

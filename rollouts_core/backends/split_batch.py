@@ -1,8 +1,8 @@
-"""Split a batch into one share of rows per rank, and join the ranks' scores.
+"""Split a batch into one share of rows per rank, and join the ranks' scores again.
 
-    rows 0 1 2 3 4 over two ranks  ->  0 2 4 | 1 3      rows are sorted by length, which balances the work
-    row  0         over two ranks  ->  0 | idle         an idle rank computes one position without weight, because every
-                                                        rank must take part in each gather of weights
+    rows 0 1 2 3 4 over two ranks  ->  0 2 4 | 1 3      rows are sorted by length, so this balances the work
+    row  0         over two ranks  ->  0 | idle         an idle rank computes one position with loss mask 0, because
+                                                        every rank must take part in each gather of weights
 
 B rows of a batch, T token positions.
 """
@@ -22,16 +22,16 @@ from rollouts_core.batch import TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of a batch."""
+    """The part of a batch that one rank computes."""
 
     batch: TrainBatch
-    """The rank's rows, with the totals of the whole step: losses and metrics of all shares are summed."""
+    """The rows of this rank, with the totals of the whole step, so that losses and metrics of all shares add up."""
     is_idle: bool
-    """True if no position of the share has weight."""
+    """True if the rank has no rows. Its single position has loss mask 0."""
 
 
 def split_batch(batch: TrainBatch, num_ranks: int) -> list[Share]:
-    """The share of each rank: every `num_ranks`-th row, without columns of padding."""
+    """Split a batch into shares: every rank gets every `num_ranks`-th row, without columns that have only padding."""
     num_rows = len(batch.inputs_BT)
     return [
         _take_rows(batch, range(rank, num_rows, num_ranks)) if rank < num_rows else _idle_share(batch)
@@ -40,7 +40,7 @@ def split_batch(batch: TrainBatch, num_ranks: int) -> list[Share]:
 
 
 def join_scores(parts: Sequence[TokenScores], batch: TrainBatch) -> TokenScores:
-    """Join the scores of a batch's shares, in the order of `split_batch`."""
+    """Join the scores of all shares to scores of the batch. `parts` has the order of the ranks."""
     return TokenScores(
         logprobs_BT=_join([part.logprobs_BT for part in parts], batch),
         entropies_BT=_join_optional([part.entropies_BT for part in parts], batch),
@@ -56,7 +56,7 @@ def _take_rows(batch: TrainBatch, rows: range) -> Share:
 
 
 def _idle_share(batch: TrainBatch) -> Share:
-    """The first position of the batch, without weight in the loss."""
+    """A share of only the first position of the batch, with loss mask 0."""
     cut = _cut(batch, [0], 1)
     return Share(batch=replace(cut, loss_mask_BT=torch.zeros_like(cut.loss_mask_BT)), is_idle=True)
 

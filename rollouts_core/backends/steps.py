@@ -1,12 +1,11 @@
-"""The optimizer steps of a backend: a whole step is queued on the device, and its numbers are read afterwards.
+"""Run optimizer steps without waiting for the GPU: queue a whole step, and read its losses and metrics afterwards.
 
     forward, add, backward --+
-    forward, add, backward --+-> take: clip, AdamW unless a number is not finite     nothing waits for the device
+    forward, add, backward --+-> take: clip, AdamW unless a number is not finite     no call waits for the device
                                    |
-                                   +-> look: all numbers of the step in one transfer, then the schedule moves on
+                                   +-> look: read all numbers of the step in one transfer, then advance the schedule
 
-On the CPU numbers are available at once. The next pass waits until the numbers were checked, so a step ends at its
-first loss that is not finite.
+On the CPU the numbers of each forward pass are checked at once, so a step ends at its first loss that is not finite.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
 
 Gather = Callable[[list[Metrics | None]], list[list[Metrics | None]]]
-"""Exchanges lists so that every rank has the lists of all ranks."""
+"""A function that every rank calls with its own list. It returns the lists of all ranks."""
 
 
 class Step:
-    """The numbers of one optimizer step, on the device until they are read."""
+    """The numbers (losses, metrics, gradient norm) of one optimizer step. They stay on the device until `read`."""
 
     def __init__(self) -> None:
         self._unread: list[LossMetrics | None] = []
@@ -37,24 +36,24 @@ class Step:
         self._end: LossMetrics | None = None
         self._outcome: Metrics | None = None
         self.error: NonFiniteError | None = None
-        """The error about the step's first number that is not finite; set by `read`."""
+        """Error that names the step's first number that is not finite. `read` sets it."""
 
     @property
     def is_read(self) -> bool:
-        """True if every number is on the host."""
+        """True if all numbers of the step were copied to host memory."""
         return not self._unread and (self._outcome is not None or self._end is None)
 
     def add(self, metrics: LossMetrics | None) -> int:
-        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns the index in the step."""
+        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns its index in the step."""
         self._unread.append(metrics)
         return len(self._metrics) + len(self._unread) - 1
 
     def end(self, norm: Tensor, lr: float) -> None:
-        """Add the gradient's norm and the learning rate."""
+        """Add the norm of the step's gradient, and the learning rate."""
         self._end = {"grad_norm": norm, "lr": lr}
 
     def is_nonfinite(self, device: torch.device) -> Tensor:
-        """1.0 on `device` if an unread number is not finite, else 0.0, for `found_inf` of optimizers."""
+        """A scalar on `device` for `found_inf` of optimizers: 1.0 if an unread number is not finite, else 0.0."""
         assert self._end is not None, "call end first"
         values = [each["loss"] for each in self._unread if each is not None] + [self._end["grad_norm"]]
         on_host = [value for value in values if not isinstance(value, Tensor)]
@@ -64,10 +63,10 @@ class Step:
         return (~torch.isfinite(on_device).all()).float()
 
     def read(self, gather: Gather, *, num_optim_steps: int) -> None:
-        """Read all unread numbers, which waits for the device.
+        """Copy all unread numbers to host memory. This waits for the device.
 
         Args:
-            num_optim_steps: steps taken before, for the error message.
+            num_optim_steps: number of earlier optimizer steps, for the error message.
         """
         if self.is_read:
             return
@@ -86,7 +85,7 @@ class Step:
             self.error = nonfinite_error(*wrong[0], num_optim_steps=num_optim_steps)
 
     def metrics_of(self, place: int) -> Metrics:
-        """The metrics of a micro-batch, after `read`.
+        """The metrics of a micro-batch. Call `read` first.
 
         Raises:
             NonFiniteError: the micro-batch's loss is not finite.
@@ -97,26 +96,26 @@ class Step:
         return metrics
 
     def outcome(self) -> Metrics:
-        """The norm of the gradient and the learning rate, after `read`.
+        """The gradient norm and the learning rate of the step. Call `read` first.
 
         Raises:
             NonFiniteError: a number of the step is not finite.
         """
-        assert self._outcome is not None, "take and read the step first"
+        assert self._outcome is not None, "call `end` and `read` first"
         if self.error is not None:
             raise self.error
         return self._outcome
 
 
 class OptimizerSteps:
-    """The steps queued on a device, with their optimizer and schedule.
+    """Queues optimizer steps on a device, with an optimizer and its schedule.
 
     Args:
-        device: device of gradients and numbers.
-        clip: scales the gradient down; returns its previous norm, on the device.
+        device: device of the gradients and losses.
+        clip: clips the gradient; returns its norm before clipping, on the device.
         drop_gradient: discards the gradient of a step that ends early.
-        gather: gives every rank the metrics of all.
-        agree: sets a number on the device to its maximum over ranks.
+        gather: exchanges metrics between ranks.
+        agree: sets a number on the device to its maximum over all ranks.
         look_together: calls `look` on every rank; None with one rank.
     """
 
@@ -135,9 +134,9 @@ class OptimizerSteps:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.num_done = 0
-        """Number of optimizer steps whose result is known; a step that `look` has not read yet does not count."""
+        """Number of optimizer steps known to have succeeded. A step counts after `look` has read its numbers."""
         self.is_late = device.type != "cpu"
-        """True if numbers stay on the device until the result of their future is requested."""
+        """True if numbers stay on the device until the `result` of their future is requested."""
         self._device = device
         self._clip, self._drop_gradient, self._gather, self._agree = clip, drop_gradient, gather, agree
         self._look_together = look_together or self.look
@@ -150,7 +149,7 @@ class OptimizerSteps:
         Raises:
             NonFiniteError: the loss is not finite; only on devices whose numbers are read at once.
         """
-        assert self._taken is None, "settle the last step first"
+        assert self._taken is None, "call `settle` before the next step"
         step = self._current
         place = step.add(metrics)
         if self.is_late:
@@ -159,7 +158,7 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.metrics_of(place))
 
     def take(self, *, before_change: Callable[[], object] = lambda: None) -> TrainFuture[Metrics]:
-        """Clip the gradient and step. Waits for the device only if the optimizer cannot skip a step on the device.
+        """Clip the gradient and update the weights. Waits for the device only if the optimizer lacks `found_inf`.
 
         Args:
             before_change: called before the weights change.
@@ -184,12 +183,12 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.outcome())
 
     def settle(self) -> None:
-        """Wait until the result of the last step is known; called by one rank."""
+        """Wait until the result of the last step is known. Only one rank calls this."""
         if self._taken is not None:
             self._look_together()
 
     def look(self) -> None:
-        """Wait for the numbers of the taken step, or else of the current step, and act on them."""
+        """Read the numbers of the taken step, or else of the current step. Count a good step; drop a bad gradient."""
         step = self._taken or self._current
         step.read(self._gather, num_optim_steps=self.num_done)
         if step is self._taken:
@@ -211,7 +210,7 @@ class OptimizerSteps:
         return step.outcome()
 
     def _step_unless(self, is_nonfinite: Tensor) -> None:
-        """Step; if `is_nonfinite` is 1, leave weights, moments and counts unchanged, as torch.amp.GradScaler does."""
+        """Update the weights. If `is_nonfinite` is 1, nothing changes. torch.amp.GradScaler uses the same mechanism."""
         self._agree(is_nonfinite)
         self.optimizer.found_inf = is_nonfinite  # type: ignore[attr-defined]  # torch sets it the same way
         try:
@@ -221,7 +220,7 @@ class OptimizerSteps:
 
 
 def nonfinite_error(quantity: str, value: float, *, num_optim_steps: int) -> NonFiniteError:
-    """The error of a loss or gradient norm that is not finite."""
+    """Create the error for a loss or gradient norm that is not finite."""
     return NonFiniteError(
         f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or check the "
         "samples of this step"

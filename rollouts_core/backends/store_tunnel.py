@@ -1,9 +1,10 @@
-"""Tunnel connections to the leader's store between machines; both ends first prove the run's key.
+"""Forward connections from other machines to torch's store on the leader's machine, after both sides proved the run's
+key.
 
-torch's store has no authentication, so it listens only on the loopback address. Nothing is encrypted.
+torch's store has no authentication, so it listens only on the loopback address. The connections are not encrypted.
 
     leader's machine                                   further machine
-    store at 127.0.0.1 <── gate <── key_handshake ── tunnel, listening at 127.0.0.1 <── ranks and torchrun's agent
+    store at 127.0.0.1 <── gate <── key_handshake ── tunnel, listens at 127.0.0.1 <── ranks and torchrun's agent
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, pro
 
 LOOPBACK = "127.0.0.1"
 MAX_UNPROVEN = 32
-"""Highest number of connections with an unfinished proof. Further connections are closed at once."""
+"""Highest number of connections that have not proved the key yet. Further connections are closed at once."""
 CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
@@ -27,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[None]:
-    """Forward connections from `listener` to the store on this machine's loopback if they prove the key.
+    """Forward connections that prove the key from `listener` to the store at this machine's loopback address.
 
     Args:
-        listener: socket that listens at an address that the other machines reach. The gate closes the socket.
+        listener: socket that listens at an address that the other machines can reach. This function closes it.
     """
     unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
 
@@ -56,7 +57,7 @@ def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[
 
 @contextmanager
 def opened_tunnel(host: str, port: int, key: str) -> Iterator[int]:
-    """Listen on this machine's loopback for connections to the store behind the gate at `host`; yields the port."""
+    """Listen at the loopback address, and forward connections to the gate at `host`; yields the listener's port."""
 
     def accept(connection: socket.socket) -> None:
         _start(lambda each: _relay(each, (host, port), key), connection)
@@ -88,7 +89,7 @@ def _accepting(listener: socket.socket, accept: Callable[[socket.socket], None])
 
 
 def _start(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
-    """Serve a connection in its own thread, and close it afterwards."""
+    """Run `serve` for a connection in a new thread, and then close the connection."""
 
     def run() -> None:
         with connection:
@@ -98,10 +99,10 @@ def _start(serve: Callable[[socket.socket], None], connection: socket.socket) ->
 
 
 def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") -> None:
-    """Copy bytes both ways between a connection and a new connection to `target`, until either ends.
+    """Connect to `target`, and copy bytes in both directions until one of the two connections ends.
 
     Args:
-        key: key to prove to the target first; empty skips the proof.
+        key: key to prove to the target first. If empty, there is no proof.
     """
     try:
         further = socket.create_connection(target, CONNECT_TIMEOUT_S)
@@ -113,7 +114,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
             try:
                 prove_as_asking(further, key)
             except ProofError as error:
-                logger.warning("the ranks' store at %s:%d: %s", *target, error)
+                logger.warning("the connection to the ranks' store at %s:%d failed: %s", *target, error)
                 return
         for end in (connection, further):
             end.settimeout(None)
@@ -125,7 +126,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Forward bytes until the source ends, then close both directions: a store does not use half-open connections."""
+    """Copy bytes until the source ends, then close both connections. torch's store uses no half-open connections."""
     with suppress(OSError):
         while chunk := source.recv(_CHUNK_BYTES):
             sink.sendall(chunk)

@@ -1,10 +1,10 @@
-"""Run a training backend in one thread, so that it computes while the event loop continues.
+"""Run a training backend in a thread, so that the event loop continues while the backend computes.
 
-    loop            run(train_on_rollouts) ----+   get_weights --+   save_checkpoint --+
-    its thread                                 +-> the whole step +-> copies            +-> ...
+    event loop      run(train_on_rollouts) ----+   get_weights --+   save_checkpoint --+
+    thread                                     +-> the whole step +-> copies            +-> ...
 
-One thread for the whole run: two threads would change one model at the same time, and a forward pass without dropout
-would switch off the dropout of a concurrent step. Also, OpenMP keeps workers for every thread that ever computed.
+A single thread does all work of a run. Several threads could change the model at the same time, and a forward pass
+without dropout would disable the dropout of a concurrent training step. Besides, OpenMP keeps workers for each thread.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 
 class RelayedFuture(Generic[T]):
-    """A future of work that the thread will request from a backend."""
+    """A future of work that the backend's thread will request from the backend later."""
 
     def __init__(self, asked: Future[TrainFuture[T]]) -> None:
         self._asked = asked
 
     async def result(self) -> T:
-        """Wait until the thread has requested the work, then for the work."""
+        """Wait until the thread has requested the work, then wait for the work."""
         inner = await asyncio.shield(asyncio.wrap_future(self._asked))
         return await inner.result()
 
@@ -51,10 +51,10 @@ class RelayedFuture(Generic[T]):
 
 
 class ThreadedBackend:
-    """A backend behind a thread; implements `TrainingBackend`. Calls run in order.
+    """Runs all calls of a backend in one thread, in order; implements `TrainingBackend`.
 
     Args:
-        backend: no other caller may use it.
+        backend: the backend to run. No other caller may use it.
     """
 
     def __init__(self, backend: TrainingBackend) -> None:
@@ -63,14 +63,14 @@ class ThreadedBackend:
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="trainer",
-            # A new thread would use the first GPU.
+            # By default a new thread uses the first GPU.
             initializer=None if device is None else partial(torch.cuda.set_device, device),
         )
         self.is_busy = False
-        """True while `run` works, so that other calls must wait; stays true after the end."""
+        """True while `run` is running, when other calls would wait. Also true after `aclose`."""
 
     async def run(self, work: Callable[[TrainingBackend], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine that uses the backend in its thread, without other calls in between."""
+        """Run a coroutine that uses the backend in the backend's thread, without other calls in between."""
         self.is_busy = True
         done = self._thread.submit(lambda: asyncio.run(work(self._backend)))
         try:
@@ -79,29 +79,29 @@ class ThreadedBackend:
             self.is_busy = False
 
     async def aclose(self) -> None:
-        """Wait for the thread, whose work cannot be interrupted."""
+        """Wait until the thread has done its work, which cannot be interrupted."""
         self.is_busy = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._thread.shutdown)
 
     @property
     def num_tokens(self) -> int | None:
-        """The backend's value; None if it has none."""
+        """`num_tokens` of the backend; None if the backend has no such attribute."""
         return getattr(self._backend, "num_tokens", None)
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """The backend's value; empty if it has none."""
+        """`start_sample` of the backend; empty if the backend has no such attribute."""
         return getattr(self._backend, "start_sample", {})
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that share the rows of each batch."""
+        """Number of devices that share the rows of each micro-batch."""
         return self._backend.num_ranks
 
     @property
     def weight_version(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of optimizer steps so far."""
         return self._backend.weight_version
 
     @property
@@ -110,44 +110,44 @@ class ThreadedBackend:
         return self._backend
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient to the step."""
+        """Add the gradient of a micro-batch to the current step."""
         return self._relay(lambda: self._backend.forward_backward(batch))
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Scores of the batch by the policy or the reference."""
+        """Compute the token scores of a batch by the policy or the reference."""
         return self._relay(lambda: self._backend.score(batch, reference=reference))
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, step, and advance the schedule."""
+        """Clip the gradient, update the weights, and advance the schedule."""
         return self._relay(self._backend.optim_step)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The weights by Hugging Face name."""
+        """Return the weights by Hugging Face name."""
         return self._relay(self._backend.get_weights)
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """The backend's adapters as engines take them; empty without any."""
+        """Return the adapters, scaled for engines; empty if the backend does not train adapters."""
         return self._relay(lambda: adapters_of(self._backend))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """The weights that the adapters belong to."""
+        """Return the frozen weights that the adapters belong to."""
         return self._relay(lambda: base_weights_of(self._backend))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state."""
+        """Replace the weights. The optimizer's state stays."""
         return self._relay(lambda: self._backend.load_weights(weights))
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free unused cached memory of the device."""
+        """Free the device memory that is cached but unused."""
         return self._relay(self._backend.release_cache)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
-        """Write a checkpoint of the current state; training may continue meanwhile."""
+        """Write a checkpoint of the current state. Training may continue while it is written."""
         as_it_is = dict(state)
         return self._relay(lambda: self._backend.save_checkpoint(path, as_it_is))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint; returns the loop's state."""
+        """Load a checkpoint; returns the state of the training loop."""
         return self._relay(lambda: self._backend.load_checkpoint(path))
 
     def _relay(self, ask: Callable[[], TrainFuture[T]]) -> RelayedFuture[T]:
@@ -156,7 +156,7 @@ class ThreadedBackend:
 
 @asynccontextmanager
 async def beside_event_loop(backend: TrainingBackend, *, is_needed: bool) -> AsyncIterator[TrainingBackend]:
-    """The backend behind its own thread for the duration of the block; the backend itself if not needed."""
+    """Run a backend in a thread for the duration of the `with` block. Without `is_needed`, yield the backend itself."""
     if not is_needed:
         yield backend
         return
@@ -168,10 +168,10 @@ async def beside_event_loop(backend: TrainingBackend, *, is_needed: bool) -> Asy
 
 
 async def run_with(backend: TrainingBackend, work: Callable[[TrainingBackend], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine that uses the backend, in the backend's thread if it has one."""
+    """Run a coroutine that uses a backend. If the backend has a thread, the coroutine runs in this thread."""
     return await (backend.run(work) if isinstance(backend, ThreadedBackend) else work(backend))
 
 
 def without_thread(backend: TrainingBackend) -> TrainingBackend:
-    """The backend itself, for a caller that cannot wait for its thread."""
+    """Return the backend without its thread, for callers that cannot wait for the thread."""
     return backend.backend if isinstance(backend, ThreadedBackend) else backend

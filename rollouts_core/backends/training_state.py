@@ -1,11 +1,11 @@
-"""The content of a checkpoint, written and read by backends with any number of processes.
+"""Write and read the files of a training checkpoint. Their content does not depend on the number of processes.
 
-The directory and its manifest: `checkpoint.py`.
+Not here: the checkpoint's directory and manifest (`checkpoint.py`).
 
-    trainer/state.json             schedule, counters, random state of Python and numpy, the loop's state
-    trainer/tensors.safetensors    `<parameter>/<quantity>` of the optimizer, `weight/<parameter>`, `rng/...`
-    trainer/served.safetensors     RL between two publications: the weights that the engines serve
-    adapter/                       a second copy of the adapters, for PEFT
+    trainer/state.json             schedule, counters, random state of Python and numpy, state of the training loop
+    trainer/tensors.safetensors    optimizer (`<parameter>/<quantity>`), `weight/<parameter>`, random state (`rng/...`)
+    trainer/served.safetensors     only in RL: the weights that the engines served, if older than the policy's
+    adapter/                       a second copy of the adapters in PEFT's format
 """
 
 from __future__ import annotations
@@ -43,59 +43,59 @@ TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
 SERVED_WEIGHTS = "trainer/served.safetensors"
 SERVED_FILE = "served_file"
-"""Key in the loop's state for the file that becomes `SERVED_WEIGHTS`."""
+"""Key in the training loop's state for the path of the file that becomes `SERVED_WEIGHTS`."""
 ADAPTER_FOLDER = "adapter"
 POLICY_PREFIX = "hf_model."
-"""A policy's prefix for the names of its Hugging Face model."""
+"""Prefix of parameter names in a policy for parameters of its Hugging Face model."""
 REDUCED = ("bfloat16", "float16")
-"""Number formats that a config.json may name although the weights are saved as float32."""
+"""Dtypes in a config.json that are replaced by float32, because checkpoints have float32 weights."""
 HF_KEY = "hf/"
-"""Prefix of tensors for the Hugging Face files."""
+"""Name prefix of tensors that go into the checkpoint's Hugging Face files."""
 WEIGHT_KEY = "weight/"
-"""Prefix of weights that have no place in the Hugging Face files."""
+"""Name prefix of weights that are not in the Hugging Face files: adapters and value head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTraining:
-    """A checkpoint's content besides the weights of its Hugging Face files."""
+    """The content of a checkpoint besides the weights in its Hugging Face files."""
 
     own_weights: dict[str, Tensor]
-    """Tensors of `own_weights`."""
+    """Adapters and value head, as returned by the function `own_weights`."""
     moments: dict[str, Tensor]
-    """Tensors of `optim.optimizer_tensors`."""
+    """State of the optimizer, as returned by `optim.optimizer_tensors`."""
     random_tensors: dict[str, Tensor]
-    """Tensors of `random_state.get_random_tensors`."""
+    """Random state of torch, as returned by `random_state.get_random_tensors`."""
     trainer: dict[str, Any]  # Any: JSON
-    """`scheduler`, `num_optim_steps`, `random`, and the loop's state as `loop`."""
+    """Keys: `scheduler`, `num_optim_steps`, `random`, and `loop` for the state of the training loop."""
 
 
 class SavesPretrained(Protocol):
-    """Writes a model's Hugging Face files: a transformers model, or a replacement."""
+    """An object that writes a model's Hugging Face files: a transformers model, or a stand-in for one."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
-        """Write config.json and the weights in `state_dict`."""
+        """Write config.json, and the weights in `state_dict`."""
         ...
 
 
 def write_model_config(path: Path, model: PreTrainedModel) -> None:
-    """Write the model's configuration as `save_pretrained` does, without weights."""
+    """Write the configuration files that `save_pretrained` would write, without weights."""
     config = deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class of a spread model
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class of a sharded model
     config.to_json_file(path)
     state_float32(path)
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
-    """The weights without a place in the Hugging Face files: adapters and value head."""
+    """The weights of a policy that are not in the Hugging Face files: adapters and value head."""
     named = policy.named_parameters()
     return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
 
 
 def checkpoint_weights(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights for the Hugging Face files under `HF_KEY`, one after another, adapters merged in, as float32.
+    """Yield the weights for the Hugging Face files as float32, with merged adapters. Names begin with `HF_KEY`.
 
-    bfloat16 would round small adapter changes away. Frozen bfloat16 weights lose nothing as float32, and with one
-    number format in all files a model loads as its config.json says.
+    With bfloat16, rounding would lose small changes by adapters. Frozen bfloat16 weights are written as float32 too, so
+    that all weights have the dtype that config.json names.
     """
     for name, tensor in merge_each(hf_model):
         yield HF_KEY + name, tensor.float() if tensor.is_floating_point() else tensor
@@ -114,7 +114,7 @@ def write_training_checkpoint(
 
     Args:
         trainer: content of trainer/state.json.
-        tensors: in host memory; names with `HF_KEY` are the weights by Hugging Face name.
+        tensors: tensors in host memory. `HF_KEY` plus a Hugging Face name marks a weight for the Hugging Face files.
     """
     hf_weights = {name.removeprefix(HF_KEY): t for name, t in tensors.items() if name.startswith(HF_KEY)}
     others = {name: t for name, t in tensors.items() if not name.startswith(HF_KEY)}
@@ -138,16 +138,16 @@ def write_training_checkpoint(
         if adapters := {name.removeprefix(WEIGHT_KEY + POLICY_PREFIX): tensor for name, tensor in own.items()}:
             assert isinstance(model, PreTrainedModel), "only transformers models have adapters"
             write_adapter_folder(directory / ADAPTER_FOLDER, model, adapters)
-        # safetensors makes files private to their owner; give them the mode of the other files.
+        # safetensors creates files that only their owner can read. They get the mode of the other files.
         usual = stat.S_IMODE((directory / TRAINER_STATE).stat().st_mode)
         for weights in directory.rglob("*.safetensors"):
             weights.chmod(usual)
 
 
 def state_float32(config: Path) -> None:
-    """Set float32 as the weights' dtype in a config.json, including nested settings.
+    """Set the dtype of the weights in a config.json to float32, also in nested configurations.
 
-    transformers writes the training model's dtype, which with adapters is the dtype of the frozen weights.
+    transformers writes the dtype of the model in training. With adapters, this is the dtype of the frozen weights.
     """
 
     def stated(settings: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -160,10 +160,10 @@ def state_float32(config: Path) -> None:
 
 
 def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the turn ends of the chat template to the end tokens in the model's generation settings.
+    """Add the tokens that end a turn in the chat template to the end tokens in generation_config.json.
 
-    A base model often ends sequences with a token that no template writes. With the base model's settings, an engine
-    would generate on after each answer. If generation_config.json exists, engines ignore the end tokens in config.json.
+    The end token of a base model is often not in the chat template. With the base model's settings, an engine would not
+    stop after an answer. If generation_config.json exists, engines ignore the end tokens in config.json.
     """
     files = [directory / name for name in ("generation_config.json", "config.json")]
     settings = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
@@ -175,7 +175,7 @@ def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def read_training_checkpoint(path: Path) -> SavedTraining:
-    """Read what `write_training_checkpoint` wrote besides the Hugging Face files.
+    """Read the training state in a checkpoint: everything except the weights in its Hugging Face files.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has no trainer state.
@@ -195,10 +195,10 @@ def read_training_checkpoint(path: Path) -> SavedTraining:
 
 
 def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights in a checkpoint's Hugging Face files, by their names in `model`, tied weights once.
+    """Read the weights in a checkpoint's Hugging Face files, by their names in `model`. Tied weights appear once.
 
-    The model's own class reads them: some classes load weights in another form than they save, and code inside a
-    checkpoint is not run.
+    The model's own class reads the weights, because some classes save weights in another form than they have in memory.
+    Code inside the checkpoint is not run.
 
     Raises:
         CheckpointError: the weights belong to another model.
@@ -209,7 +209,7 @@ def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            f"the weights in {path} are not those of a {type(model).__name__}: {first_line(error)}"
+            f"the weights in {path} do not fit a {type(model).__name__}: {first_line(error)}"
         ) from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
@@ -220,7 +220,7 @@ def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if names or shapes differ."""
+    """Raise CheckpointError if names or shapes of `values` differ from those of the model's own weights."""
     if values.keys() != own.keys():
         raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
     for name, value in values.items():

@@ -5,23 +5,23 @@ Not here: training, and the engine's client, which is SGLang's client because th
     architecture.py  config.json -> the shape of the model
     weights.py       safetensors files -> tensors by name, and their digests
     decoder.py       owns weights and KV cache: token ids -> logits
-    sampling.py      logits -> tokens and logprobs
-    scoring.py       logits of a prompt -> logprobs of its tokens and of other tokens at the same positions
-    constraints.py   which tokens may follow, by a JSON schema or an expression
-    running.py       owns the rows that decode together: requests -> finished completions, step by step
+    sampling.py      logits -> tokens and their log-probs
+    scoring.py       logits of a prompt -> log-probs of its tokens, and of other tokens at the same positions
+    constraints.py   the permitted next tokens under a JSON schema or a regular expression
+    running.py       owns the batch of running requests: requests -> finished completions, step by step
     offline.py       requests -> finished completions, synchronously, for evaluation
-    receiving.py     weights that a trainer sends, by a group of ../backends/process_group.py
+    receiving.py     receives weights from a trainer through a torch process group (../backends/process_group.py)
     scheduler.py     owns the generation thread: queue, pause, weight updates, aborts
     protocol.py      SGLang's JSON -> requests, completions -> SGLang's JSON
     app.py           HTTP endpoints
-    exchange.py      limits of bodies, answers, errors in each API's form
-    served.py        submits, follows and aborts requests, for all endpoints
-    openai_api.py    OpenAI's endpoints; openai_requests.py has the fields of requests
+    exchange.py      size limits of request bodies; answers and errors in the form of each API
+    served.py        submits, follows and aborts requests for all endpoints
+    openai_api.py    OpenAI's endpoints; openai_requests.py has the fields of their requests
     anthropic_api.py Anthropic's endpoints
-    chatting.py      a chat -> one call, and the pieces of its answers
-    chat_model.py    chat template: messages -> token ids, a turn -> answer, thoughts, calls
-    text_stream.py   tokens -> text, piece by piece
-    gate.py          the check of API keys
-    slow_clients.py  closes connections whose request does not become complete
+    chatting.py      chat -> one call of /generate, and the parts of its answers as they arrive
+    chat_model.py    chat template: messages -> token ids; text of a turn -> answer, thoughts, tool calls
+    text_stream.py   tokens of a growing completion -> text that never changes once it is sent
+    gate.py          checks API keys
+    slow_clients.py  closes connections that do not finish sending their request in time
     server.py        the server process
 """

@@ -1,11 +1,11 @@
-"""Low-rank adapters beside the matrices of the embedded engine, as a trainer publishes them.
+"""Low-rank adapters (LoRA) that a trainer publishes, for the matrices of the embedded engine.
 
 Not here: the products (projection.py), training (model/lora.py).
 
-    model.layers.0.self_attn.q_proj.lora_A.weight   [R, K]      matrices that share an input are one matrix (qkv), and
-    model.layers.0.self_attn.q_proj.lora_B.weight   [N, R]      so are their adapters: A's stacked, B's on the diagonal
+    model.layers.0.self_attn.q_proj.lora_A.weight   [R, K]  The engine joins matrices with the same input (qkv), and
+    model.layers.0.self_attn.q_proj.lora_B.weight   [N, R]  joins their adapters: A by rows, B block-diagonally.
 
-Published adapters are already scaled: a layer adds B (A x). R rank, K inner dimension, N columns.
+Published adapters are already scaled: B (A x) is added to a layer's output. R rank, K inner dimension, N columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The rows of one named layer in a matrix."""
+    """The rows of one layer of the checkpoint within a joined matrix."""
 
     projection: Projection
     begin: int
@@ -32,17 +32,17 @@ class Place:
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of a published adapter's tensor."""
+    """True if the name belongs to a tensor of an adapter."""
     return name.endswith((DOWN, UP))
 
 
 def largest_rank(adapters: Mapping[str, Tensor]) -> int:
-    """The rank of the adapters, or the largest of their ranks."""
+    """The largest rank of the adapters."""
     return max(len(tensor) for name, tensor in adapters.items() if name.endswith(DOWN))
 
 
 def adapter_shapes(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """The shapes that adapters must have, both matrices of each adapted layer that the model has."""
+    """The required shape of each adapter tensor, by name. Layers that the model lacks are left out."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in _layers_of(adapters):
         down = adapters.get(layer + DOWN)
@@ -53,7 +53,7 @@ def adapter_shapes(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) 
 
 
 def place_adapters(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
-    """Give every matrix the adapters of its layers, and none to the others."""
+    """Set the adapters of all matrices, and remove the adapters of matrices without adapted layers."""
     parts: dict[int, list[tuple[Place, Tensor, Tensor]]] = {}
     for layer in _layers_of(adapters):
         place = places[layer]
@@ -68,7 +68,7 @@ def adapter_projections(projections: Iterable[Projection]) -> list[Projection]:
 
 
 def merge_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Published weights with their adapters merged in, as float32; all others as they are."""
+    """The weights with their adapters merged in. Merged weights are float32; other weights stay unchanged."""
     merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     for layer in _layers_of(tensors):
         delta = tensors[layer + UP].float() @ tensors[layer + DOWN].float()
@@ -77,12 +77,12 @@ def merge_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _layers_of(adapters: Iterable[str]) -> list[str]:
-    """The names of adapted layers, in the order of the tensors."""
+    """The names of the layers that have adapters, in the order of the tensors."""
     return list(dict.fromkeys(name.removesuffix(DOWN).removesuffix(UP) for name in adapters if is_adapter(name)))
 
 
 def _join(projection: Projection, parts: list[tuple[Place, Tensor, Tensor]]) -> SmallProducts:
-    """One pair of matrices for the adapters of one matrix."""
+    """Join the adapters of the layers of one matrix into one pair of matrices."""
     down_RK = torch.cat([down for _, down, _ in parts])
     up_NR = down_RK.new_zeros(projection.shape_NK[0], len(down_RK))
     first = 0

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over a served model.
+"""Anthropic's Messages API for a served model.
 
 Not here: running a chat (chatting.py), OpenAI's API (openai_api.py).
 
@@ -37,7 +37,7 @@ MESSAGES_PATH = "/v1/messages"
 
 
 class Block(BaseModel):
-    """A part of a message's content."""
+    """A content block of a message: text, tool use, tool result or thoughts."""
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
@@ -52,7 +52,7 @@ class Block(BaseModel):
 
 
 class Turn(BaseModel):
-    """One turn of a conversation."""
+    """A message of a conversation, from the user or the assistant."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -61,7 +61,7 @@ class Turn(BaseModel):
 
 
 class ClientTool(BaseModel):
-    """A function that may be called."""
+    """A tool that the model may call."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -72,7 +72,7 @@ class ClientTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether tools may be called."""
+    """Permits or forbids tool calls."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -80,7 +80,7 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks. The budget is ignored, because this engine has no such limit."""
+    """Enables or disables thinking. The token budget is ignored, because this engine has no such limit."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -99,7 +99,7 @@ class CountRequest(Fields):
     chat_template_kwargs: dict[str, Any] | None = None  # Any: JSON
 
     def chat(self, fields: Mapping[str, Json]) -> Chat:
-        """The request in the form that all APIs share."""
+        """Convert the request to a `Chat`, which is independent of the API."""
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         values = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         wants_tools = self.tool_choice is None or self.tool_choice.type == "auto"
@@ -122,7 +122,7 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
 
     def sampling_params(self) -> dict[str, Json]:
-        """SGLang's sampling parameters."""
+        """Convert the fields to SGLang's sampling parameters."""
         given = {
             "max_new_tokens": self.max_tokens,
             "stop": self.stop_sequences,
@@ -203,7 +203,7 @@ def _head(name: str) -> dict[str, Json]:
 
 
 def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
-    """The fields that tell why an answer ended."""
+    """The fields with the reason why an answer ended."""
     from rollouts_core.data.dialects import ToolCall  # heavy
 
     if any(isinstance(piece, ToolCall) for piece in pieces):
@@ -214,14 +214,14 @@ def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:
-    """True if a piece belongs to the same block as the previous piece."""
+    """True if a part of the answer continues the content block of the previous part."""
     from rollouts_core.data.dialects import ToolCall
 
     return type(last) is type(piece) and not isinstance(piece, ToolCall)
 
 
 def _block(piece: Piece, *, is_start: bool = False) -> dict[str, Json]:
-    """Anthropic's block of a piece. With `is_start` the block is empty."""
+    """Anthropic's content block for a part of the answer. With `is_start` the block has no content yet."""
     from rollouts_core.data.dialects import Thought, ToolCall
 
     if isinstance(piece, ToolCall):
@@ -244,7 +244,7 @@ def _delta(piece: Piece) -> dict[str, Json]:
 
 
 def _messages(turn: Turn) -> list[Message]:
-    """A turn in the form of chat templates: results of tools are separate messages before the user's text."""
+    """Convert a message for chat templates. Tool results become separate messages before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [block for block in turn.content if block.type == "tool_result"]

@@ -1,9 +1,11 @@
-"""The endpoints of SGLang's HTTP API over a scheduler: requests in, answers and streams out.
+"""The endpoints of SGLang's HTTP API, served by a scheduler.
 
 Not here: generation (scheduler.py), the form of requests and answers (protocol.py), the process (server.py).
 
-Errors have SGLang's forms: {"error": "unknown field ..."} where a request breaks the contract, {"error": {"message":
-"..."}} where it cannot be fulfilled, {"success": false, "message": "..."} where an update's calls are out of order.
+Errors have SGLang's forms:
+    {"error": "unknown field ..."}           the request has a wrong form
+    {"error": {"message": "..."}}            the request is valid but cannot be fulfilled
+    {"success": false, "message": "..."}     the calls of a weight update have the wrong order
 """
 
 from __future__ import annotations
@@ -71,10 +73,10 @@ Endpoint = Callable[[ServedModel, Request], Awaitable[Response]]
 
 
 def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None, *, name: str = "") -> Starlette:
-    """The endpoints over `scheduler`, which its maker closes; also the receiver, unless it is the app's own.
+    """Build the HTTP app for a scheduler. The caller closes the scheduler, and the receiver if it passes one.
 
     Args:
-        name: what requests call the model; its folder by default.
+        name: name of the model in requests; by default the name of its folder.
     """
     model = ServedModel(
         scheduler=scheduler,
@@ -88,7 +90,7 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None, *, n
         "/health": (_health, ["GET"]),
         "/health_generate": (_health_generate, ["GET"]),
         "/model_info": (_model_info, ["GET"]),
-        "/get_model_info": (_model_info, ["GET"]),  # the names of older releases of SGLang, which trainers still use
+        "/get_model_info": (_model_info, ["GET"]),  # paths of older releases of SGLang, which trainers still use
         "/server_info": (_server_info, ["GET"]),
         "/get_server_info": (_server_info, ["GET"]),
         "/v1/loads": (_loads, ["GET"]),
@@ -177,7 +179,7 @@ async def _model_info(model: ServedModel, _: Request) -> Response:
 
 
 async def _server_info(model: ServedModel, _: Request) -> Response:
-    """As in SGLang what generates is asked for its state: a server in which that hangs does not answer."""
+    """Describe the server. The generation thread reports its state, so the request hangs if that thread hangs."""
     scheduler = model.scheduler
     load = await asyncio.wrap_future(scheduler.load())
     return json_answer(
@@ -244,9 +246,9 @@ async def _update_weights_from_disk(model: ServedModel, request: Request) -> Res
 
 
 async def _update_weights_from_segments(model: ServedModel, request: Request) -> Response:
-    """Load what a trainer published in segments; the answer says what is served from then on, tensor by tensor.
+    """Load weights that a trainer published in segments; the answer has the digest of each loaded tensor.
 
-    SGLang has no such endpoint: it takes a pickle, by which the caller would run code in the server.
+    SGLang has no such endpoint. Its own endpoint accepts pickles, with which a caller could run code in the server.
     """
     body = await read_object(request)
     version = string_field(body, "weight_version")
@@ -271,7 +273,7 @@ async def _destroy_weights_update_group(model: ServedModel, request: Request) ->
 
 
 async def _begin_weight_update(model: ServedModel, request: Request) -> Response:
-    """Open an update; SGLang does not know `kept`, the names of tensors that will not be sent."""
+    """Open a weight update. `kept`, the names of tensors that will not be sent, is an addition to SGLang's API."""
     kept = (await read_object(request)).get("kept", [])
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         raise ContractError(f"kept must be a list of names, found {kept!r}")
@@ -280,13 +282,13 @@ async def _begin_weight_update(model: ServedModel, request: Request) -> Response
 
 
 async def _update_weights_from_distributed(model: ServedModel, request: Request) -> Response:
-    """Keep a bucket of tensors that is broadcast to this server; they are loaded at the end of the update."""
+    """Receive a bucket of tensors that the trainer broadcasts. The tensors are loaded at the end of the update."""
     await model.receiver.receive(bucket_from_json(await read_object(request)))
     return json_answer({"success": True, "message": "Succeeded to update parameter online."})
 
 
 async def _end_weight_update(model: ServedModel, _: Request) -> Response:
-    """Load what was sent, all of the model but what stays, or nothing."""
+    """Load the sent tensors. If one of them is missing or wrong, the old weights stay."""
     tensors, kept = model.receiver.end()
     if tensors:
         update = model.scheduler.update_weights(
@@ -338,19 +340,19 @@ async def _abort_request(model: ServedModel, request: Request) -> Response:
 
 
 async def _keep_memory(_: ServedModel, __: Request) -> Response:
-    """Nothing is handed over, since weights and cache lie in host memory; answered as by an SGLang that did."""
+    """Answer like SGLang without releasing memory: weights and KV cache are in host memory, not in GPU memory."""
     return json_answer(None)
 
 
 async def _flush_cache(model: ServedModel, _: Request) -> Response:
-    """Nothing is cached across requests; with requests around, refused as in SGLang."""
+    """Answer like SGLang: an error while requests run or wait. This engine has no cache across requests to flush."""
     if model.scheduler.num_running or model.scheduler.num_waiting:
         return PlainTextResponse("Flush cache failed: there are running or waiting requests.\n", status_code=400)
     return PlainTextResponse("Cache flushed.\n")
 
 
 async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`."""
+    """Server-sent events: after each step the whole completion so far of each prompt, at the end `[DONE]`."""
     try:
         async with aclosing(follow(model.scheduler, call.requests)) as news:
             async for index, found in news:
@@ -380,5 +382,5 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 async def _no_response(_: Request, __: Exception) -> Response:
-    """A client that left before the end of its request gets no answer."""
+    """Placeholder answer for a client that disconnected before it had sent the whole request."""
     return Response(status_code=400)

@@ -1,6 +1,6 @@
-"""Read the numbers that decoding needs from a Hugging Face config.json, or raise why the model is not supported.
+"""Read the architecture of a model from a Hugging Face config.json, and refuse unsupported models.
 
-Not here: reading weights (weights.py), computing with them (decoder.py, backends/jax_model.py).
+Not here: reading weights (weights.py), the forward pass (decoder.py, backends/jax_model.py).
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from rollouts_core.system.regular_files import read_file
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_CONTEXT = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
-"""Number of positions that transformers assumes for a model whose config.json has no number."""
+"""Context length by architecture that transformers assumes if config.json has no max_position_embeddings."""
 DEFAULT_WINDOW = 4096
-"""Sliding window that transformers assumes for a Mistral model whose config.json has no window."""
+"""Sliding window that transformers assumes if the config.json of a Mistral model has none."""
 MAX_CONFIG_BYTES = 16 * 2**20
-"""Limit of the size of a config.json, bytes. Files on the hub have kilobytes."""
+"""Limit of the size of a config.json, bytes. Normal files have a few kilobytes."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """A model that the project's own decoders cannot run."""
+    """This project's own forward passes do not support the model."""
 
 
 class RopeScaling(NamedTuple):
-    """Scaling `llama3` of rotary frequencies. It depends on the turns of a pair within the context of pretraining."""
+    """The `llama3` scaling of rotary frequencies. A pair of dimensions is scaled by the number of turns that it makes
+    within the context length of pretraining."""
 
     factor: float
-    """Pairs with at most `low_turns` turns are slowed down by this factor."""
+    """Divisor of the frequency of pairs with at most `low_turns` turns."""
     low_turns: float
     high_turns: float
-    """Pairs with at least this many turns keep their frequency. Frequencies in between are interpolated."""
+    """Pairs with at least this many turns keep their frequency. Between both limits, frequencies are interpolated."""
     pretrained_length: int
-    """Number of positions of the context of pretraining."""
+    """Context length of pretraining, tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The shape of one decoder-only model of the Llama family."""
+    """Shapes and settings of one decoder-only model of the Llama family."""
 
     name: str
-    """The class name that transformers uses, for instance `Qwen3ForCausalLM`."""
+    """Name of the model's class in transformers, for instance `Qwen3ForCausalLM`."""
     model_type: str
-    """The short name of the family, for instance `qwen3`."""
+    """Name of the model family in transformers, for instance `qwen3`."""
     num_layers: int
     """Transformer blocks."""
     hidden_size: int
@@ -56,13 +57,13 @@ class Architecture:
     num_heads: int
     """Query heads."""
     num_kv_heads: int
-    """Key and value heads; divides `num_heads`."""
+    """Number of key and value heads; divides `num_heads`."""
     head_dim: int
-    """Width of one head."""
+    """Width of one attention head."""
     vocab_size: int
-    """Token ids are below this."""
+    """Number of token ids; all ids are below this."""
     norm_eps: float
-    """Added to the mean square in every RMS norm."""
+    """Epsilon that every RMS norm adds to the mean square."""
     rope_theta: float
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None
@@ -80,7 +81,7 @@ class Architecture:
     ties_embeddings: bool
     """True if the output projection is the embedding matrix."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion unless a request ignores them."""
+    """Ids of the tokens that end a completion."""
 
 
 def load_architecture(
@@ -89,15 +90,15 @@ def load_architecture(
     runner: str = "the embedded engine",
     remedy: str = "use the engine SGLang or vLLM for this model",
 ) -> Architecture:
-    """The architecture of the checkpoint in `model_dir`.
+    """Read the architecture of the checkpoint in `model_dir`.
 
     Args:
-        runner: name of the computing part, for the message of the error.
-        remedy: what the user can do, for the message of the error.
+        runner: name of the component that runs the model, for error messages.
+        remedy: advice for the user, for error messages.
 
     Raises:
         CheckpointError: config.json is missing or unreadable.
-        UnsupportedModelError: the decoders would compute the model wrongly.
+        UnsupportedModelError: the model has a setting that the forward passes do not support.
     """
     config = read_json(model_dir / "config.json")
     try:
@@ -110,7 +111,7 @@ def load_architecture(
         return _describe(names[0], config, read_end_token_ids(model_dir))
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{model_dir}: config.json is not the whole config.json of a model ({error!r}): copy the checkpoint again"
+            f"{model_dir}: config.json is not a complete config of a model ({error!r}): copy the checkpoint again"
         ) from error
 
 
@@ -142,10 +143,10 @@ def _describe(name: str, config: Mapping[str, Any], eos_token_ids: tuple[int, ..
 
 
 def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """The end tokens of config.json and generation_config.json together, as in SGLang.
+    """Read the ids of end tokens from config.json and generation_config.json; returns their union, as SGLang does.
 
     Raises:
-        CheckpointError: one of the files cannot be read. A missing generation_config.json is no error.
+        CheckpointError: a file cannot be read. generation_config.json may be missing.
     """
     generation_file = model_dir / "generation_config.json"
     generation_config = read_json(generation_file) if generation_file.exists() else {}
@@ -157,9 +158,9 @@ def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 
 def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
-    """Raise `CheckpointError` if a config.json in `model_dir` describes other arithmetic than the loaded model's.
+    """Raise `CheckpointError` if the config.json in `model_dir` differs from the loaded model in its computation.
 
-    Weights of the same shapes can belong to a model with another rotation or another split into heads.
+    Equal shapes of weights are not enough: rotary embedding or the number of heads may differ.
     """
     try:
         has_config = (model_dir / "config.json").exists()
@@ -173,13 +174,13 @@ def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
     for name in ("name", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling"):
         if getattr(found, name) != getattr(loaded, name):
             raise CheckpointError(
-                f"{model_dir} is of a model with {name} {getattr(found, name)}, the loaded model has "
+                f"{model_dir} is of a model with {name} {getattr(found, name)}, but the loaded model has "
                 f"{getattr(loaded, name)}: start an engine with this model instead"
             )
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the checkpoint, except a tied output projection."""
+    """The shape of every tensor of a checkpoint, by name. A tied output projection is left out."""
     a = architecture
     q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
@@ -210,7 +211,7 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] | None:  # Any: JSON
-    """The first setting of the config that the decoders do not support, and the supported values."""
+    """The first unsupported setting in a config and its supported values, as text; None if all are supported."""
     rope = _rope(config)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -246,15 +247,15 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:  # Any: JSON
 
 
 def read_json(path: Path) -> dict[str, Any]:  # Any: JSON
-    """The JSON object in a file; raises CheckpointError."""
+    """Read a JSON object from a file. Raises CheckpointError."""
     try:
         content = json.loads(read_file(path, max_bytes=MAX_CONFIG_BYTES))
     except FileNotFoundError as error:
-        within = path.parent / "checkpoint"  # of a run
+        within = path.parent / "checkpoint"  # in case `path` is in the folder of a run
         meant = within if (within / path.name).is_file() else "the folder of a Hugging Face checkpoint"
         raise CheckpointError(f"{path.parent} has no {path.name}: give {meant}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}): give a model directory") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object: give a model directory")
+        raise CheckpointError(f"{path} has no JSON object: give a model directory")
     return content

@@ -1,8 +1,8 @@
-"""A model's chat template: convert messages to token ids, and an assistant's turn to text, thoughts and tool calls.
+"""Apply a model's chat template: messages to token ids, and an assistant's turn to answer, thoughts and tool calls.
 
-Not here: the template itself (data/rendering.py), the dialects of tool calls (data/dialects.py), JSON of any API.
+Not here: rendering templates (data/rendering.py), formats of tool calls (data/dialects.py), JSON of APIs.
 
-transformers is imported at the first chat: the import takes seconds, and engines of training runs do not need it.
+transformers is imported at the first chat. The import takes seconds, and engines of training runs do not need it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from rollouts_core.types import Message
 
 MAX_FORMS = 16
-"""Highest number of cached forms, one for each set of template values."""
+"""Highest number of cached `ChatForm` objects, one for each set of template values."""
 MAX_VALUES_CHARS = 4096
 """Limit of characters of `chat_template_kwargs` as JSON."""
 RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt")
 PARTS = re.compile(r"<[^<]*|[^<]+")
-"""Splits a text before each `<`, so that the text before an unreadable call is known."""
+"""Splits a text before each `<`, where a tool call may begin."""
 THOUGHT_MARKS = ("</think>", "reasoning_content", "<|channel")
-"""A template with one of these texts supports thoughts, which are then separated from the answer."""
+"""Texts that show that a chat template supports thoughts. Thoughts are then separated from the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm:
-    """A model's chat format with one set of template values."""
+    """A model's chat template with one set of template values."""
 
     tokenizer: PreTrainedTokenizerBase
-    """The tokenizer, whose chat template has the values."""
+    """Tokenizer with the chat template and these template values."""
     dialect: Dialect
-    """The format in which the model writes calls and thoughts."""
+    """The format in which the model writes tool calls and thoughts."""
     stop_ids: tuple[int, ...]
-    """Tokens that end a turn."""
+    """Ids of the tokens that end an assistant's turn."""
     has_thoughts: bool
     """True if the template supports thoughts."""
 
@@ -57,10 +57,10 @@ class ChatForm:
         *,
         context_length: int,
     ) -> list[int]:
-        """Token ids of a conversation up to the assistant's next turn.
+        """The token ids of a conversation, as a prompt for the assistant's next turn.
 
         Raises:
-            RequestError: the template refuses the conversation, or it exceeds the context.
+            RequestError: the template refuses the conversation, or the conversation exceeds the context length.
         """
         from rollouts_core.data.chat import encode_texts, render_prompt  # heavy
 
@@ -71,13 +71,13 @@ class ChatForm:
         if len(text) > (most := context_length * MAX_CHARS_PER_TOKEN):
             raise RequestError(
                 f"The input ({len(text)} characters) is longer than the model's context length ({context_length} "
-                f"tokens): at most {most} characters are taken."
+                f"tokens): at most {most} characters are permitted."
             )
         return encode_texts(self.tokenizer, [text])[0]
 
 
 class ChatModel:
-    """Loads the chat template of a model directory at its first use; safe in any thread."""
+    """Loads the chat template of a model directory at the first chat. Thread-safe."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
@@ -86,10 +86,10 @@ class ChatModel:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def form(self, values: Mapping[str, Any]) -> ChatForm:  # Any: JSON
-        """The form with these template values.
+        """The chat template with these template values.
 
         Raises:
-            RequestError: there is no chat template, or a name is not usable for a template's value.
+            RequestError: the model has no chat template, or a name is not permitted for a template value.
         """
         key = json.dumps(values, sort_keys=True)
         if len(key) > MAX_VALUES_CHARS:
@@ -122,7 +122,7 @@ class ChatModel:
         )
         try:
             dialect = find_dialect(tokenizer)
-        except DataError:  # unknown dialect: calls stay text
+        except DataError:  # the format of tool calls is unknown: calls remain text
             dialect = DEFAULT_DIALECT
         template = json.dumps(tokenizer.chat_template)
         return ChatForm(
@@ -134,11 +134,11 @@ class ChatModel:
 
 
 class AnswerReader:
-    """Reads an assistant's turn while it grows: calls, and answer and thoughts without surrounding white space.
+    """Splits an assistant's turn, while it grows, into answer, thoughts and tool calls without surrounding white space.
 
     Args:
-        form: with None, the whole text is the answer, without thoughts and calls.
-        tools: the tools that may be called.
+        form: the model's chat template. With None, the whole text is the answer.
+        tools: JSON schemas of the tools that the model may call.
     """
 
     def __init__(self, form: ChatForm | None, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
@@ -149,7 +149,7 @@ class AnswerReader:
         self._begun: set[type[Piece]] = set()
 
     def read(self, text: str) -> list[Piece]:
-        """The pieces that are complete after the next part of the text."""
+        """Read the next part of the text; returns the pieces that are now complete."""
         from rollouts_core.data.dialects import CallError, Said
 
         if not text:
@@ -166,7 +166,7 @@ class AnswerReader:
         return pieces
 
     def finish(self, text: str) -> list[Piece]:
-        """The remaining pieces at the end of the turn, from the last part of the text."""
+        """Read the last part of the text; returns the remaining pieces of the turn."""
         from rollouts_core.data.dialects import CallError, Said
 
         pieces = self.read(text)
@@ -176,15 +176,15 @@ class AnswerReader:
             pieces += self._trim(self._reader.finish())
         except CallError:
             return pieces + self._give_up()
-        # If the answer is the whole turn, its white space is kept.
+        # A turn without thoughts and tool calls keeps its white space.
         is_alone = self._begun <= {Said}
         return pieces + ([Said(self._held[Said])] if is_alone and self._held.get(Said) else [])
 
     def _give_up(self) -> list[Piece]:
-        """Treat an unreadable call, and the text after it, as part of the answer."""
+        """Treat an unreadable tool call, and all text after it, as part of the answer."""
         from rollouts_core.data.dialects import Said
 
-        assert self._reader is not None, "it read a call"
+        assert self._reader is not None, "only a reader of tool calls gives up"
         unread, self._reader = self._reader.unread(), None
         return [Said(self._held.pop(Said, "") + unread)]
 
@@ -210,7 +210,7 @@ class AnswerReader:
 
 
 def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, with adjacent texts of the same kind joined."""
+    """Join adjacent pieces of text of the same kind (answer or thoughts)."""
     from rollouts_core.data.dialects import ToolCall
 
     joined: list[Piece] = []
@@ -219,6 +219,6 @@ def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
         if isinstance(piece, ToolCall) or isinstance(last, ToolCall) or type(last) is not type(piece):
             joined.append(piece)
         else:
-            assert last is not None, "it has the type of the piece"
+            assert last is not None, "the last piece has the same type"
             joined[-1] = piece._replace(text=last.text + piece.text)
     return joined

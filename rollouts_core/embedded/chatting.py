@@ -1,6 +1,6 @@
-"""Run a chat through the engine: one call of /generate, and the pieces of its answers as they arrive.
+"""Run a chat request through the engine: convert it to one call of /generate, and yield its answers piece by piece.
 
-Not here: the JSON of an API (openai_api.py, anthropic_api.py), templates and dialects (chat_model.py).
+Not here: the JSON of APIs (openai_api.py, anthropic_api.py), chat templates (chat_model.py).
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A chat request in the form that all APIs share."""
+    """A chat request, independent of the API that received it."""
 
     messages: Sequence[Message]
-    """The conversation so far. If it ends with the beginning of an answer, the model continues this answer."""
+    """The conversation so far. If it ends with an unfinished assistant's turn, the model continues this turn."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
     template_values: Mapping[str, Any]  # Any: JSON
-    """Values for the chat template."""
+    """Values of variables of the chat template."""
     fields: Mapping[str, Json]
-    """Fields of /generate besides the prompt."""
+    """Fields of the /generate request besides the prompt."""
     has_thoughts_apart: bool = True
-    """True if thoughts are separated from the answer, for templates that support thoughts."""
+    """True to return thoughts separately from the answer, if the chat template supports thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A chat in the form of the engine."""
+    """A chat request that was converted to a call of /generate."""
 
     generate: GenerateCall
-    """The call with one request per answer."""
+    """The call of /generate, with one request per answer."""
     form: ChatForm | None
-    """Format of thoughts and calls in the answers; None if all is text."""
+    """Reads thoughts and tool calls in the answers; None if answers are plain text."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """The new piece of one answer."""
+    """A new part of one answer of a chat request."""
 
     index: int
-    """Number of the answer."""
+    """Index of the answer. A request may ask for several answers."""
     pieces: Sequence[Piece]
-    """New parts of its text, and new calls."""
+    """New parts of the answer: text, thoughts and tool calls."""
     found: Partial | Completion
-    """The answer so far: a Partial, or a Completion if it is complete."""
+    """The whole answer so far: a Completion if it is finished, else a Partial."""
 
 
 @contextmanager
 def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[ServedModel]:
-    """A model for chats in this process, one at a time."""
+    """Load a model in this process. It runs one request at a time."""
     torch.set_num_threads(num_threads)
     with Scheduler(Decoder(model_dir, num_slots=1), model_dir=model_dir) as scheduler:
         yield ServedModel(
@@ -82,19 +82,19 @@ def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[Se
 
 
 def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
-    """Render and encode a chat, which takes a while if the chat is long.
+    """Render a chat and convert it to a call of /generate. Tokenizing a long chat takes a while.
 
     Raises:
         RequestError: the model cannot take the chat.
     """
     if model.tokenizer is None:
-        raise RequestError("Chats need a tokenizer.json in the model directory, which has none: use /generate.")
+        raise RequestError("Chats need a tokenizer, but the model directory has no tokenizer.json: use /generate.")
     form, decoder = model.chat.form(chat.template_values), model.scheduler.decoder
     reads_turns = bool(chat.tools) or (chat.has_thoughts_apart and form.has_thoughts)
     sampling = dict(chat.fields["sampling_params"])
     sampling["stop_token_ids"] = [*form.stop_ids, *sampling.get("stop_token_ids", ())]
     if reads_turns:
-        sampling["skip_special_tokens"] = False  # some dialects mark calls by special tokens
+        sampling["skip_special_tokens"] = False  # some models mark tool calls with special tokens
     prompt = form.encode(chat.messages, chat.tools, context_length=decoder.context_length)
     body = {**chat.fields, "input_ids": prompt, "sampling_params": sampling}
     call = parse_generate(body, None, context_length=decoder.context_length)
@@ -104,13 +104,13 @@ def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
 
 
 def read_answer(model: ServedModel, call: ChatCall, completion: Completion, index: int) -> list[Piece]:
-    """The pieces of a complete answer, with adjacent texts of the same kind joined."""
+    """Split a finished answer into text, thoughts and tool calls."""
     reader = AnswerReader(call.form, call.tools)
     return join_pieces(reader.finish(model.text_of_completion(completion, call.generate.requests[index].params)))
 
 
 async def follow_chat(model: ServedModel, call: ChatCall) -> AsyncGenerator[News, None]:
-    """Yield the news of each answer until all answers are complete."""
+    """Yield new parts of all answers until every answer is finished."""
     requests = call.generate.requests
     texts = [new_text_stream(model, call.generate, index) for index in range(len(requests))]
     readers = [AnswerReader(call.form, call.tools) for _ in requests]
@@ -125,8 +125,8 @@ async def follow_chat(model: ServedModel, call: ChatCall) -> AsyncGenerator[News
 
 
 def new_text_stream(model: ServedModel, call: GenerateCall, index: int) -> TextStream:
-    """The growing text of completion number `index` of a call."""
-    assert model.tokenizer is not None, "the caller has checked it"
+    """A converter of the tokens of completion number `index` to text."""
+    assert model.tokenizer is not None, "the caller has checked the tokenizer"
     params = call.requests[index].params
     stops = () if params.no_stop_trim else params.stop
     return TextStream(model.tokenizer, stops, skip_special_tokens=params.skip_special_tokens)

@@ -1,10 +1,10 @@
-"""Constraints on completions: a JSON schema or a regular expression decides which tokens may follow.
+"""Constrained decoding: a JSON schema or a regular expression decides which tokens may come next.
 
-Not here: choosing among them (sampling.py), stop patterns (patterns.py).
+Not here: sampling among the permitted tokens (sampling.py), stop patterns (patterns.py).
 
-    completion so far -> matcher of llguidance -> tokens that may follow -> logits of all others become minus infinity
+    completion so far -> matcher of llguidance -> permitted next tokens -> logits of other tokens become minus infinity
 
-llguidance is an extra: `pip install "rollouts[constraints]"`. Log-probs count only the permitted tokens.
+llguidance is optional: `pip install "rollouts[constraints]"`. Log-probs are normalised over the permitted tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rollouts_core.embedded.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 WHITE_SPACE = r"[\n ]{0,8}"
-"""Permitted white space between two parts of JSON. Without a limit, some models write white space forever."""
+"""Pattern of permitted white space between two elements of JSON. Without a limit, some models repeat it forever."""
 
 
 class Constraints:
-    """Creates the constraints of completions; safe in any thread.
+    """Creates constraints for requests. Thread-safe.
 
     Args:
-        tokenizer: None refuses all constraints.
+        tokenizer: the model's tokenizer. With None, all constraints are refused.
         vocab_size: number of token ids of the model.
         end_ids: tokens that end a completion of the model.
     """
@@ -41,7 +41,7 @@ class Constraints:
         self._known: LLTokenizer | None = None
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError if the constraint of a request cannot be followed."""
+        """Raise ValueError if the engine cannot enforce the constraint of a request."""
         if not params.is_constrained:
             return
         if self._tokenizer is None:
@@ -58,10 +58,10 @@ class Constraints:
             problem = str(error)
         if problem:
             name = "json_schema" if params.json_schema else "regex"
-            raise ValueError(f"{name} cannot be followed: {problem.strip()[:400]}")
+            raise ValueError(f"{name} is not supported: {problem.strip()[:400]}")
 
     def begin(self, params: SamplingParams, output_ids: Sequence[int]) -> Constraint | None:
-        """The constraint of a completion with these tokens so far; None without a constraint."""
+        """The constraint of a completion that has `output_ids` so far; None if the request has no constraint."""
         if not params.is_constrained:
             return None
         from llguidance import LLMatcher
@@ -73,26 +73,26 @@ class Constraints:
     def _make_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        assert self._tokenizer is not None, "check refuses constraints where there is none"
+        assert self._tokenizer is not None, "`check` refuses constraints without a tokenizer"
         if self._known is None:
             try:
                 self._known = LLTokenizer(self._tokenizer.to_str(), self._vocab_size, self._end_ids)
-            except Exception as error:  # llguidance raises plain Exceptions
+            except Exception as error:  # the llguidance library raises plain Exceptions
                 raise ValueError(f"llguidance cannot read the model's tokenizer: {error}") from error
         return self._known
 
 
 class Constraint:
-    """The tokens that may follow in one completion."""
+    """The state of one completion's constraint: the tokens that may come next."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @torch.inference_mode()
     def restrict(self, logits_V: Tensor, ends: Collection[int]) -> None:
-        """Make all other tokens impossible, in place. End tokens are possible once the constraint is satisfied.
+        """Set the logits of forbidden tokens to minus infinity, in place. End tokens need a satisfied constraint.
 
-        A matcher that reached one of its limits permits only end tokens.
+        If the matcher reached one of its limits, only end tokens are permitted.
         """
         is_allowed = np.zeros(len(logits_V), dtype=np.bool_)
         has_given_up = self._matcher.is_error()
@@ -104,7 +104,7 @@ class Constraint:
         logits_V[torch.from_numpy(~is_allowed)] = -torch.inf
 
     def take(self, token_id: int) -> None:
-        """Record the chosen token."""
+        """Advance the constraint by the sampled token."""
         self._matcher.consume_token(token_id)
 
 

@@ -1,14 +1,14 @@
 """Own the weights and the KV cache of one model, and turn token ids into next-token logits.
 
-Not here: matrix products (projection.py), choosing tokens (sampling.py), which request sits in which slot
-(running.py), gradients.
+Not here: matrix products (projection.py), sampling (sampling.py), the assignment of requests to slots (running.py),
+gradients.
 
-    slot   KV cache (live prefix)      step: one token each for slots 0..B-1, and prompts for the slots behind
-     0     [k v k v k v . . . .]
-     1     [k v k v k v k v k .]       A token's result does not depend on what else runs, bit for bit: matrix
-     2     [k v . . . . . . . .]       products have a multiple of `row_step` rows, a prompt attends by itself, and
-     3     (free)                      cached lengths are rounded up (`_attended_length`), so that every token meets the
-                                       same arithmetic in every batch.
+    slot   KV cache (live prefix)      A step appends one token to each of the slots 0..B-1, and writes new prompts
+     0     [k v k v k v . . . .]       into the slots from B on.
+     1     [k v k v k v k v k .]       Logits are bitwise independent of the other sequences in the batch, because:
+     2     [k v . . . . . . . .]       - matrix products have a multiple of `row_step` rows;
+     3     (free)                      - the attention of each prompt is a separate call;
+                                       - cached lengths are rounded up (`_attended_length`).
 
     cache: [layer, slot, position, key heads and value heads, D]
 
@@ -46,27 +46,29 @@ from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_t
 from rollouts_core.errors import CheckpointError, NoMemoryError, RolloutsError
 
 LENGTH_STEP = 32
-"""Attention over a multiple of 32 positions has no odd-sized tail, which would round differently."""
+"""Attention reads a multiple of this many positions. A remainder of another size would be rounded differently."""
 ATTENTION_BLOCK = 512
-"""So many positions torch's attention takes at once, and adds up what comes of each. A block that is not full is a sum
-over fewer positions, which libraries split in other places: in MKL's for AVX-512 where there are more than 256."""
+"""Number of positions per block in torch's attention, which adds up the results of its blocks. Libraries may split the
+sum over a partly filled block differently, with another rounding. MKL with AVX-512 does so above 256 positions."""
 TRIAL_ROWS = 4
 MAX_PASS_TOKENS = 8192
-"""Tokens of prompts in one pass through the model; bounds the memory of activations."""
+"""Highest number of prompt tokens in one forward pass, unless a single prompt is longer. Limits the memory of
+activations."""
 MAX_LOGITS_BYTES = 32 * 2**20
-"""Logits of a prompt's positions that exist at a time."""
+"""Limit of the memory for logits of a scored prompt, bytes. Longer prompts are scored in parts."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """The tensors of one block as decoding uses them: projections of one input are one matrix."""
+    """The weights of one transformer block. Projections with the same input are joined into one matrix."""
 
     attention_norm: Tensor
     qkv: Projection
     qk_norm: Tensor | None
-    """The norm of every query head and, below, of every key head: rows that are equal but for query or key."""
+    """RMS norm weights [H + K, D]: H equal rows for the query heads, then K equal rows for the key heads. None without
+    these norms."""
     output: Projection
     mlp_norm: Tensor
     gate_up: Projection
@@ -80,7 +82,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """All tensors of a model, and views into them under the checkpoint's names."""
+    """All weights of a model. `by_name` has views into the joined matrices under the checkpoint's tensor names."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -88,40 +90,40 @@ class ModelWeights:
     head: Projection
     by_name: dict[str, Tensor]
     places: dict[str, Place]
-    """Layers that adapters can belong to."""
+    """The rows of each linear layer in its joined matrix, by layer name. These layers can have adapters."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """All matrices of the model but the embedding."""
+        """All matrices of the model except the embedding."""
         return (*(projection for layer in self.layers for projection in layer.projections), self.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The tokens that go through the model together: one of each decoding slot, then whole prompts."""
+    """The F tokens of one forward pass: first one token per decoding slot, then whole prompts."""
 
     num_decoding: int
-    """Slots 0..B-1 that get one token each; theirs are the first B of the F tokens."""
+    """B: the slots 0..B-1 get one token each, and these are the first B of the F tokens."""
     spans: list[tuple[int, int]]
-    """The place of each different prompt among the F tokens."""
+    """Begin and end of each prompt among the F tokens. Equal prompts appear once."""
     ids_F: Tensor
     """Token ids."""
     places_F: Tensor
     """Position of each token in its sequence."""
     slots_N: Tensor
-    """Slot of each new entry of the cache; N counts a prompt as often as it occurs."""
+    """Slot of each new cache entry. Equal prompts share tokens of the pass, but each has its own cache entries."""
     slot_places_N: Tensor
-    """Position of each new entry in its slot."""
+    """Position of each new cache entry within its slot."""
     sources_N: Tensor | None
-    """Which of the F tokens it is computed from; None if they are the same."""
+    """For each new cache entry, the index of its token among the F tokens. None if the N entries are the F tokens."""
     last_R: Tensor
-    """Which of the F tokens have logits: those of the decoding slots, and the last of each prompt."""
+    """Indices of the F tokens whose logits are returned: all decoding slots, and the last token of each prompt."""
     num_slots: int
-    """Slots that the cache needs."""
+    """Number of slots that the cache must have for this pass."""
     num_cached: int
-    """Positions per slot that the cache needs."""
+    """Number of positions per slot that the cache must have for this pass."""
     scored: tuple[tuple[Tensor, PromptScorer], ...] = ()
-    """Which of the F tokens have logits that a scorer reads."""
+    """Scorers, each with the indices of the F tokens whose logits it reads."""
 
 
 class Decoder:
@@ -129,8 +131,8 @@ class Decoder:
 
     Args:
         model_dir: a Hugging Face directory with config.json and safetensors weights.
-        num_slots: rows that can decode together.
-        context_length: prompt and completion together; None: the model's own limit.
+        num_slots: number of sequences that can decode together.
+        context_length: limit of the tokens of a prompt with its completion; None for the model's own limit.
         dtype: number format of weights, cache and activations.
     """
 
@@ -149,10 +151,10 @@ class Decoder:
         self.dtype = dtype
         self._weights = _allocate_weights(self.architecture, dtype)
         self._adapters: dict[str, Tensor] = {}
-        """Published adapters beside the weights, by name."""
+        """Tensors of the adapters that a trainer published, by name."""
         self._file_dtypes: dict[str, torch.dtype] = {}
         self._segment_ids: dict[str, str] = {}
-        """Which segment each tensor came from; empty if they came from a model directory."""
+        """Id of the segment of each weight, by tensor name. Empty if the weights are not from segments."""
         self._cos_TD, self._sin_TD = rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
@@ -164,9 +166,9 @@ class Decoder:
 
     @torch.inference_mode()
     def load_weights(self, model_dir: Path) -> None:
-        """Replace every weight by those in `model_dir`, or raise `CheckpointError` and keep all old ones.
+        """Replace all weights with those of `model_dir`. If `CheckpointError` is raised, all old weights stay.
 
-        The KV cache is left as it is: its owner decides which rows to compute again.
+        The KV cache stays unchanged. The caller decides which sequences to compute again.
         """
         with _failures_named(str(model_dir)):
             check_same_computation(model_dir, self.architecture)
@@ -176,19 +178,19 @@ class Decoder:
 
     @torch.inference_mode()
     def load_segments(self, segments: Sequence[SegmentAddress], *, model_dir: Path) -> None:
-        """Replace the weights by those in segments, or raise `CheckpointError` and keep all old ones.
+        """Replace the weights with those in segments. If `CheckpointError` is raised, all old weights stay.
 
-        Tensors that came from the same segment before are kept: a segment never changes.
+        Tensors that are already loaded from the same segment are not read again, because a segment never changes.
 
         Args:
-            model_dir: directory with the config.json that goes with them.
+            model_dir: directory with the config.json of these weights.
         """
         with _failures_named(str(model_dir)):
             check_same_computation(model_dir, self.architecture)
         segment_ids = {name: segment.id for segment in segments for name in segment.names}
         kept = {name for name, found in segment_ids.items() if self._segment_ids.get(name) == found}
         if HEAD in segment_ids and self.architecture.ties_embeddings:
-            kept -= {HEAD, EMBEDDING}  # they are compared with each other
+            kept -= {HEAD, EMBEDDING}  # `_replace_weights` compares the two tensors
         tensors: dict[str, Tensor] = {}
         for segment in segments:
             with _failures_named(segment.path):
@@ -198,25 +200,29 @@ class Decoder:
 
     @torch.inference_mode()
     def load_tensors(self, tensors: Mapping[str, Tensor], *, kept: Collection[str] = ()) -> None:
-        """Replace every weight but those that are kept by those in memory, or raise `CheckpointError` and keep all.
+        """Replace all weights except `kept` with these tensors. If `CheckpointError` is raised, all old weights stay.
 
-        Their digests are of the decoder's number format, whatever they came in, as with other servers.
+        Digests are then computed in the decoder's dtype, not in the dtype of the sent tensors, as in SGLang and vLLM.
         """
         if unknown := sorted(name for name in kept if name not in self._file_dtypes):
-            raise CheckpointError(f"what was sent leaves {unknown[0]} as it is, which the loaded model lacks")
-        self._replace_weights(tensors, source="what was sent", kept=kept)
+            raise CheckpointError(
+                f"the sent update keeps {unknown[0]} unchanged, but the loaded model has no such tensor"
+            )
+        self._replace_weights(tensors, source="the sent weights", kept=kept)
         self._file_dtypes = dict.fromkeys([*kept, *tensors], self.dtype)
         self._segment_ids = {}
 
     def _replace_weights(self, tensors: Mapping[str, Tensor], *, source: str, kept: Collection[str] = ()) -> None:
-        """Replace all weights and adapters but those that are kept, after all checks."""
+        """Check all tensors, then replace all weights and adapters except `kept`."""
         views = self._weights.by_name
         adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
         others = {name: tensor for name, tensor in tensors.items() if name not in adapters}
         shapes = {name: tuple(view.shape) for name, view in views.items() if name not in kept}
         if self.architecture.ties_embeddings and HEAD in tensors:
             if EMBEDDING in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
-                raise CheckpointError(f"{source}: {HEAD} differs from {EMBEDDING}, the loaded model ties them")
+                raise CheckpointError(
+                    f"{source}: {HEAD} differs from {EMBEDDING}, but the loaded model ties the two weights"
+                )
             shapes[HEAD] = shapes[EMBEDDING]
         kept_adapters = {name: tensor for name, tensor in self._adapters.items() if name in kept}
         all_adapters = kept_adapters | adapters
@@ -236,21 +242,21 @@ class Decoder:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory of the weights."""
+        """Memory of the weights, bytes."""
         return sum(tensor.nbytes for tensor in self._weights.by_name.values())
 
     @property
     def num_cache_bytes(self) -> int:
-        """Memory of keys and values, which grows with what is asked for."""
+        """Memory of the KV cache, bytes. The cache grows with the number and length of sequences."""
         return self._kv.nbytes
 
     def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
-        """A digest per tensor of the weights in use, under the names and in the number format of their file, if any."""
+        """A digest of each tensor of the current weights, by its name in checkpoints and in the dtype of its file."""
         views = {**self._weights.by_name, **self._adapters, HEAD: self._weights.head.weight_NK}
         return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()}, digest)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Fill the slots from 0 on with the KV of `prompts` and return logits_BV after their last tokens."""
+        """Write the keys and values of `prompts` into the slots from 0 on; returns the next-token logits [P, V]."""
         nothing = torch.empty(0, dtype=torch.int64)
         return self.step(nothing, nothing, prompts)
 
@@ -263,18 +269,20 @@ class Decoder:
         *,
         scorers: Sequence[PromptScorer] = (),
     ) -> Tensor:
-        """Append one token to each of the slots 0..B-1, fill the slots behind them, and return the logits of all.
+        """Append one token to each of the slots 0..B-1, and write prompts into the slots from B on.
 
         Args:
-            token_ids_B: the token of each slot.
-            positions_B: where it goes: the number of tokens that the slot already holds.
-            prompts: whose KV goes into the slots from B on; equal ones are computed once.
-            scorers: read the logits of positions of these prompts.
+            token_ids_B: the token to append to each slot.
+            positions_B: position of this token, which is the number of tokens already in the slot.
+            prompts: token ids for the slots from B on. Equal prompts are computed once.
+            scorers: objects that read logits of the prompts to compute log-probs.
 
         Returns:
-            Next-token logits of slots 0..B-1 and of the prompts, [B + P, V].
+            Next-token logits [B + P, V] of the slots 0..B-1, then of the prompts.
         """
-        assert all(0 < len(prompt) <= self.context_length for prompt in prompts), "prompt of an unusable length"
+        assert all(0 < len(prompt) <= self.context_length for prompt in prompts), (
+            "a prompt is empty or longer than the context"
+        )
         num_decoding, nothing = len(token_ids_B), token_ids_B[:0]
         first, *others = _split_prompts(prompts)
         logits = [self._run(_lay_out(token_ids_B, positions_B, first, first_slot=num_decoding, scorers=scorers))]
@@ -286,17 +294,17 @@ class Decoder:
 
     @torch.inference_mode()
     def move_slot(self, source: int, target: int, *, length: int) -> None:
-        """Copy the first `length` cached positions of one slot over another."""
+        """Copy the first `length` cached positions of slot `source` to slot `target`."""
         self._kv[:, target, :length] = self._kv[:, source, :length]
 
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
-        """Forget what a slot holds: also behind a row's own position nothing may lie that is no finite number."""
+        """Set a slot to 0. A NaN or infinity in it would spread to later sequences, even from masked positions."""
         self._kv[:, slot] = 0.0
 
     def _run(self, work: Pass) -> Tensor:
-        """Logits of a pass's rows, [B + P, V]; scorers read those of theirs."""
-        self._reserve(work.num_slots, self._attended_length(work.num_cached))  # so much of it is read
+        """Compute a forward pass; returns the logits [B + P, V]. Scorers read the logits of their own positions."""
+        self._reserve(work.num_slots, self._attended_length(work.num_cached))  # attention reads the rounded length
         num_tokens, num_rows = len(work.ids_F), len(work.last_R)
         ids_F, places_F = (_pad(values, self.row_step) for values in (work.ids_F, work.places_F))
         last_R = _pad(work.last_R, self.row_step)
@@ -315,7 +323,7 @@ class Decoder:
             if len(hidden) > num_tokens:
                 parts.append(hidden.new_zeros(len(hidden) - num_tokens, parts[0].shape[1]))
             attended = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if work.spans and weights is self._weights.layers[-1]:  # of a prompt only the last token is still needed
+            if work.spans and weights is self._weights.layers[-1]:  # other tokens need no logits
                 hidden, attended = hidden[last_R], attended[last_R]
             hidden = self._finish_block(hidden, attended, weights)
         end = num_rows + -num_rows % self.row_step
@@ -325,28 +333,28 @@ class Decoder:
         return self._logits(hidden[: num_rows + -num_rows % self.row_step])[:num_rows]
 
     def _score(self, hidden: Tensor, num_rows: int, scorer: PromptScorer) -> None:
-        """Let a scorer read the logits of the first rows, some at a time."""
+        """Compute the logits of the first `num_rows` rows in parts, and pass each part to the scorer."""
         num_bytes = self.architecture.vocab_size * hidden.element_size()
         step = _round_up(max(MAX_LOGITS_BYTES // num_bytes, 1), self.row_step)
         for begin in range(0, num_rows, step):
             scorer.read(self._logits(hidden[begin : begin + step])[: num_rows - begin])
 
     def _hide_later(self, places_B: Tensor) -> Tensor:
-        """Added to attention scores: minus infinity behind each row's own position."""
+        """The bias of attention scores: minus infinity at positions after each sequence's current position."""
         length = self._attended_length(int(places_B.max()) + 1) if len(places_B) else 0
         return _hide_behind(places_B, length, self.dtype)
 
     def _attended_length(self, num_cached: int) -> int:
-        """Positions that all slots are looked at up to where the longest holds this many."""
+        """Number of positions that attention reads in every slot if the longest sequence has `num_cached` tokens."""
         in_last_block = (num_cached - 1) % ATTENTION_BLOCK + 1
         return _round_up(num_cached, LENGTH_STEP if in_last_block <= self._exact_length else ATTENTION_BLOCK)
 
     def _attend_cached(self, q_BHD: Tensor, layer: int, bias: Tensor) -> Tensor:
-        """Attention of one token per slot over what the slots hold, [B, H * D]."""
+        """Attention of one token per slot over the slot's cached tokens, [B, H * D]."""
         return _attend_rows(q_BHD, self._kv[layer, : len(q_BHD), : bias.shape[-1]], bias)
 
     def _project(self, hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated queries [..., H, D] and, joined, rotated keys and values [..., 2K, D]."""
+        """Rotated queries [..., H, D], and rotated keys joined with values [..., 2K, D]."""
         a = self.architecture
         num_rotated = a.num_heads + a.num_kv_heads
         normed = self._rms_norm(hidden, weights.attention_norm)
@@ -365,7 +373,7 @@ class Decoder:
         return self._weights.head(self._rms_norm(hidden, self._weights.norm))
 
     def _rms_norm(self, values: Tensor, weight: Tensor) -> Tensor:
-        """F.rms_norm over the last dimension in half of its operations."""
+        """RMS norm over the last dimension. In float32 it needs half of the operations of F.rms_norm."""
         if values.dtype != torch.float32:
             return F.rms_norm(values, values.shape[-1:], None, self.architecture.norm_eps) * weight
         length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
@@ -373,7 +381,7 @@ class Decoder:
         return mean_square.rsqrt_().mul(values).mul_(weight)
 
     def _weights_changed(self) -> None:
-        """Derive again what is computed from weights."""
+        """Recompute the values that are derived from the weights: packed matrices, and repeated rows of norms."""
         for projection in self._weights.projections:
             projection.forget_packed()
         num_heads = self.architecture.num_heads
@@ -383,10 +391,10 @@ class Decoder:
                 layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
 
     def _reserve(self, num_slots: int, length: int) -> None:
-        """Grow the cache by doubling until it has this many slots and positions; what it holds stays where it cannot.
+        """Make the cache at least this large; it grows by doubling. On an error the old cache stays.
 
         Raises:
-            NoMemoryError: there is no memory for it.
+            NoMemoryError: the memory is too small for the larger cache.
         """
         old_slots, old_length = self._kv.shape[1:3]
         if num_slots <= old_slots and length <= old_length:
@@ -397,13 +405,13 @@ class Decoder:
         grown_length = min(grown_length, self._attended_length(self.context_length))
         try:
             grown = self._new_cache(grown_slots, grown_length)
-        except (MemoryError, RuntimeError) as error:  # torch's has no type of its own
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is missing
             num_bytes = self._kv.nbytes // (old_slots * old_length) * grown_slots * grown_length
             raise NoMemoryError(
-                f"the embedded engine has no memory for {num_bytes / 2**30:.1f} GiB of keys and values, of "
-                f"{grown_slots} completions with room for {grown_length} tokens each: lower "
+                f"the embedded engine has too little memory for a KV cache of {num_bytes / 2**30:.1f} GiB "
+                f"for {grown_slots} completions of up to {grown_length} tokens each: lower "
                 "deployment.max_running_requests, rollout.sampling.max_new_tokens or rollout.max_prompt_tokens, or "
-                "take a machine with more memory"
+                "use a machine with more memory"
             ) from error
         grown[:, :old_slots, :old_length] = self._kv
         self._kv = grown
@@ -415,7 +423,7 @@ class Decoder:
 
 @contextmanager
 def _failures_named(source: str) -> Iterator[None]:
-    """Raise CheckpointError for any failure to read files that others wrote: the decoder is as it was, and goes on."""
+    """Convert any error while reading files to CheckpointError, because a bad file must not stop the engine."""
     try:
         yield
     except RolloutsError:
@@ -433,10 +441,10 @@ def _lay_out(
     first_slot: int,
     scorers: Sequence[PromptScorer],
 ) -> Pass:
-    """One token each of the slots 0..B-1, then the different prompts, without padding in between."""
+    """Lay out one token per slot 0..B-1, then the prompts without duplicates and without padding."""
     num_decoding = len(ids_B)
     slots_B = torch.arange(num_decoding)
-    if not prompts:  # most passes: whatever they do by the way is done for every token
+    if not prompts:  # a fast path for most passes, which have no prompts
         return Pass(
             num_decoding=num_decoding,
             spans=[],
@@ -494,7 +502,7 @@ def _attend_rows(q_BHD: Tensor, kv_BTKD: Tensor, bias: Tensor) -> Tensor:
 @lru_cache
 @torch.inference_mode()
 def _find_exact_length(architecture: Architecture, dtype: torch.dtype, num_threads: int) -> int:
-    """Up to how many positions a block of attention may hold less than ATTENTION_BLOCK and give the same, by trial."""
+    """Longest partly filled block of attention whose result equals that of a full, masked block; found by trial."""
     a, generator = architecture, torch.Generator().manual_seed(0)
     q_BHD = torch.randn(TRIAL_ROWS, a.num_heads, a.head_dim, generator=generator).to(dtype)
     shape = (TRIAL_ROWS, 2 * ATTENTION_BLOCK, 2 * a.num_kv_heads, a.head_dim)
@@ -512,14 +520,14 @@ def _find_exact_length(architecture: Architecture, dtype: torch.dtype, num_threa
 
 
 def _attend_prompt(q_THD: Tensor, kv_TKD: Tensor) -> Tensor:
-    """Causal attention of one prompt, [T, H * D]: by itself, so that its arithmetic depends on nothing else."""
+    """Causal attention of one prompt, [T, H * D]. A separate call per prompt makes its result independent of others."""
     queries, (keys, values) = q_THD.transpose(0, 1)[None], kv_TKD.transpose(0, 1)[None].chunk(2, 1)
     attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     return attended[0].transpose(0, 1).flatten(1)
 
 
 def _split_prompts(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """The prompts in order, in one list or more of at most MAX_PASS_TOKENS, where one prompt is not longer."""
+    """Split prompts into lists of at most MAX_PASS_TOKENS tokens, in order. A longer prompt gets a list of its own."""
     parts: list[list[Sequence[int]]] = [[]]
     num_tokens = 0
     for prompt in prompts:
@@ -545,8 +553,8 @@ def _checked_context_length(architecture: Architecture, wanted: int | None, mode
         return architecture.max_context_length
     if not 1 <= wanted <= architecture.max_context_length:
         raise UnsupportedModelError(
-            f"{model_dir} was made for 1 to {architecture.max_context_length} positions, found a context length "
-            f"of {wanted}: choose one in that range"
+            f"{model_dir} supports a context length of 1 to {architecture.max_context_length} tokens, found "
+            f"{wanted}: choose a length in this range"
         )
     return wanted
 
@@ -557,7 +565,7 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
     places: dict[str, Place] = {}
 
     def allocate(*names: str) -> Tensor:
-        """One tensor that holds the named ones stacked by rows; each name becomes a view of it."""
+        """A tensor with the rows of all named tensors; `by_name` gets a view of the rows of each name."""
         sizes = [shapes[name][0] for name in names]
         joined = torch.zeros(sum(sizes), *shapes[names[0]][1:], dtype=dtype)
         by_name.update(zip(names, torch.split(joined, sizes), strict=True))
@@ -576,7 +584,7 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
         return projection
 
     def allocate_qk_norm(prefix: str) -> Tensor | None:
-        """A row per head; those of the first query head and of the first key head have the checkpoint's names."""
+        """A row per head. `by_name` has the first query row and the first key row; the other rows are copies."""
         if not architecture.has_qk_norm:
             return None
         a = architecture

@@ -1,4 +1,4 @@
-"""Common parts of the endpoints: limits of bodies, JSON, events, and the status of an error.
+"""Helpers for all endpoints: read and limit request bodies; write JSON answers, stream events and errors.
 
 Not here: the endpoints themselves (app.py, openai_api.py, anthropic_api.py).
 """
@@ -17,13 +17,14 @@ from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, RequestError
 from rollouts_core.errors import EngineUnavailableError, InputError
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Limit of the body of any request, bytes: the token ids of 40 prompts of 100,000 tokens."""
+"""Limit of the body of a request with prompts, bytes; enough for the token ids of 40 prompts of 100,000 tokens."""
 NAMES_BODY_BYTES = 16 * 2**20
-"""Limit of the body of a request that names tensors."""
+"""Limit of the body of a request that lists tensors, bytes."""
 SMALL_BODY_BYTES = 64 * 2**10
-"""Limit of the body of every other request."""
+"""Limit of the body of every other request, bytes."""
 MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
-"""Limit of brackets in any request, also inside texts: millions of lists would block the event loop for seconds."""
+"""Limit of opening brackets in a request body, also inside strings. Parsing millions of lists would block the event
+loop for seconds."""
 TOKENIZER_PATHS = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 BODY_BYTES = {
     **dict.fromkeys(("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"), MAX_BODY_BYTES),
@@ -38,39 +39,39 @@ ANTHROPIC_ERRORS = {400: "invalid_request_error", 404: "not_found_error", 500: "
 
 
 class UnknownModelError(RequestError):
-    """A request for a model that is not served here."""
+    """A request names a model that this server does not serve."""
 
 
 async def read_body(request: Request) -> Json:
-    """The JSON of a request."""
+    """Read and parse the JSON body of a request."""
     return parse_json(await read_bytes(request))
 
 
 async def read_object(request: Request) -> dict[str, Json]:
-    """The JSON object of a request; empty if the body is empty."""
+    """Read and parse the JSON object in the body of a request. An empty body gives an empty object."""
     content = await read_bytes(request)
     return as_object(parse_json(content) if content else {})
 
 
 def as_object(body: Json) -> dict[str, Json]:
-    """The value if it is an object; else raises ContractError."""
+    """Return the JSON value if it is an object. Raises ContractError otherwise."""
     if not isinstance(body, dict):
         raise ContractError(f"expected a JSON object, found {type(body).__name__}")
     return body
 
 
 async def read_bytes(request: Request) -> bytearray:
-    """The body of a request, refused as soon as it exceeds the limit of its path."""
+    """Read the body of a request. Raises RequestError as soon as it exceeds the size limit of its path."""
     content, most = bytearray(), min(BODY_BYTES.get(request.url.path, SMALL_BODY_BYTES), MAX_BODY_BYTES)
     async for part in request.stream():
         content += part
-        if len(content) > most:  # a body in chunks does not state its length
+        if len(content) > most:  # chunked bodies have no Content-Length
             raise RequestError(f"The request has more than the permitted {most} bytes: send less at once.")
     return content
 
 
 def parse_json(content: bytearray) -> Json:
-    """The value of a JSON text."""
+    """Parse JSON. Raises RequestError or ContractError."""
     if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
         raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
     try:
@@ -80,7 +81,7 @@ def parse_json(content: bytearray) -> Json:
 
 
 def string_field(body: dict[str, Json], name: str) -> str:
-    """A field that must be a string."""
+    """Return a required string field. Raises ContractError for other values."""
     value = body.get(name)
     if not isinstance(value, str):
         raise ContractError(f"{name} must be a string, found {value!r}")
@@ -88,25 +89,25 @@ def string_field(body: dict[str, Json], name: str) -> str:
 
 
 def json_answer(content: Json, *, status: int = 200) -> Response:
-    """An answer with a JSON body."""
+    """An HTTP answer with a JSON body."""
     return Response(render_json(content), status_code=status, media_type="application/json")
 
 
 def event(content: Json, *, name: str = "") -> bytes:
-    """A server-sent event."""
+    """The bytes of a server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + render_json(content) + b"\n\n"
 
 
 def render_json(content: Json) -> bytes:
-    """The JSON text of a value."""
+    """Serialize a value to JSON."""
     try:
         return orjson.dumps(content)
-    except TypeError:  # orjson cannot write lone surrogates, which some files contain
+    except TypeError:  # orjson cannot write lone surrogates
         return json.dumps(content).encode()
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error, which tells clients whether a retry helps."""
+    """The HTTP status of an error. 4xx means that a retry does not help."""
     if isinstance(error, UnknownModelError):
         return 404
     if isinstance(error, EngineUnavailableError):
@@ -115,14 +116,14 @@ def status_of(error: Exception) -> int:
 
 
 def error_answer(path: str, error: Exception) -> Response:
-    """The answer to a failed request, in the form of the path's API."""
+    """The HTTP answer for an error, in the form of the API (SGLang, OpenAI or Anthropic) that the path belongs to."""
     if isinstance(error, OrderError):
         return json_answer({"success": False, "message": str(error)}, status=400)
     return json_answer(error_body(path, error), status=status_of(error))
 
 
 def error_body(path: str, error: Exception) -> dict[str, Json]:
-    """An error in the form of the path's API."""
+    """The JSON of an error, in the form of the API that the path belongs to."""
     status = status_of(error)
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": ANTHROPIC_ERRORS[status], "message": str(error)}}

@@ -1,12 +1,12 @@
-"""Check the API key of every request to an engine. An engine without a key answers only programs of its own machine,
-and no web pages of other sites.
+"""Check the API key of every request to an engine. An engine without a key answers only programs on its own machine,
+and refuses requests from web pages of other sites.
 
-Not here: listening (server.py). This file also runs in vLLM (engines/in_vllm/rollouts_gate.py), so it imports only the
-standard library.
+Not here: listening (server.py). This file also runs inside vLLM (engines/in_vllm/rollouts_gate.py), so it imports only
+the standard library.
 
-    a key:      `Authorization: Bearer KEY` or `x-api-key: KEY`, or 401
-    no key:     Host is this machine, so are Origin and Referer, Sec-Fetch-Site is not cross-site, or 403
-                a browser's GET is refused at paths that change something, because any link could send it
+    with a key:     a request needs `Authorization: Bearer KEY` or `x-api-key: KEY`, else 401
+    without a key:  Host, Origin and Referer must be this machine, and Sec-Fetch-Site not cross-site, else 403
+                    a browser's GET to a path that changes something gets 403, because any link could cause it
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Scope = MutableMapping[str, Any]
-"""The description of a request in ASGI."""
+"""ASGI's description of a request."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHANGING_GETS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker")
-"""Endpoints that change something or take long, but that SGLang also answers by GET, which trainers use."""
+"""Paths that change something or take long, but accept GET requests, because SGLang does and trainers use it."""
 UNAUTHORIZED = "Unauthorized"
-NOT_FROM_HERE = "a server without a key answers only programs of its machine, at 127.0.0.1 or localhost"
-NOT_BY_BROWSERS = "a browser must not ask for this by GET: send a POST"
+NOT_FROM_HERE = "a server without an API key answers only programs on its own machine, at 127.0.0.1 or localhost"
+NOT_BY_BROWSERS = "a browser must not request this path by GET: send a POST"
 
 
 class Gate:
-    """An app behind a check of every request.
+    """An ASGI app that checks every request before it passes the request to another app.
 
     Args:
-        app: answers the permitted requests.
-        api_key: key that requests must have. If empty, the server must listen only on a loopback address.
-        open_paths: paths that need no key for GET.
+        app: the app that answers permitted requests.
+        api_key: key that every request must have. If empty, the server must listen only on a loopback address.
+        open_paths: paths whose GET requests need no key.
     """
 
     def __init__(self, app: App, api_key: str = "", open_paths: Collection[str] = ()) -> None:
@@ -46,7 +46,7 @@ class Gate:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Pass a permitted request to the app; refuse other requests."""
         refusal = None if scope["type"] == "lifespan" else self._find_refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
@@ -57,7 +57,7 @@ class Gate:
             headers = [
                 (b"content-type", b"application/json"),
                 (b"connection", b"close"),
-            ]  # a refused client keeps no connection
+            ]  # closes the connection of a refused client
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": json.dumps(_refusal_body(scope, refusal)).encode()})
 
@@ -66,7 +66,9 @@ class Gate:
         if self._expected:
             is_open = is_get and scope["path"] in self._open_paths
             given = _values_of(scope, b"authorization")
-            given += [b"Bearer " + key for key in _values_of(scope, b"x-api-key")]  # from Anthropic's clients
+            given += [
+                b"Bearer " + key for key in _values_of(scope, b"x-api-key")
+            ]  # Anthropic's clients send this header
             given = given or [b""]
             is_known = all(hmac.compare_digest(value, self._expected) for value in given)
             return None if is_known or is_open else (401, UNAUTHORIZED)
@@ -75,12 +77,12 @@ class Gate:
         sites = _values_of(scope, b"sec-fetch-site")
         if not all(map(_is_of_this_machine, hosts + pages)) or b"cross-site" in sites:
             return 403, NOT_FROM_HERE
-        # A browser sends the site "none" for a link in another program and for a typed address.
+        # For typed addresses and links from other programs, browsers send `Sec-Fetch-Site: none`.
         return (403, NOT_BY_BROWSERS) if sites and is_get and scope["path"] in CHANGING_GETS else None
 
 
 def _refusal_body(scope: Scope, refusal: tuple[int, str]) -> dict[str, Any]:  # Any: JSON
-    """The body of a refusal. Below /v1 it has a form that the clients of OpenAI and Anthropic understand."""
+    """The JSON of a refusal. For paths under /v1 it has a form that clients of OpenAI and Anthropic can parse."""
     status, problem = refusal
     if not scope["path"].startswith("/v1/"):
         return {"error": problem}
@@ -90,7 +92,7 @@ def _refusal_body(scope: Scope, refusal: tuple[int, str]) -> dict[str, Any]:  # 
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach a server that listens on this address."""
+    """True if a server that listens on this host is reachable only from this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -98,7 +100,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _values_of(scope: Scope, name: bytes) -> list[bytes]:
-    """All values of a header, which a request may repeat."""
+    """All values of a header. A request may contain a header several times."""
     return [value for found, value in scope["headers"] if found.lower() == name]
 
 

@@ -1,4 +1,4 @@
-"""Complete a list of prompts in this process, without HTTP or threads, for evaluation.
+"""Generate completions for a list of prompts in this process, without HTTP or threads, for evaluation.
 
 Not here: the batching itself (running.py), a server (scheduler.py, server.py).
 """
@@ -18,16 +18,16 @@ from rollouts_core.errors import EngineError, NoNumbersError
 def generate_tokens(
     decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Completion]:
-    """One completion per prompt, in order, `decoder.num_slots` at a time.
+    """Generate one completion per prompt, `decoder.num_slots` at a time; returns them in the order of the prompts.
 
     Args:
-        decoder: no other batch may be using it.
+        decoder: decoder that no other batch uses.
         prompts: token ids, each shorter than the decoder's context.
-        params: one entry per prompt; entries without a seed get a random one.
+        params: sampling parameters of each prompt. Entries without a seed get a random seed.
 
     Raises:
-        ValueError: the decoder cannot take a prompt.
-        NoNumbersError: the weights or the parameters give log-probs that are not finite.
+        ValueError: the decoder does not support a prompt or its parameters.
+        NoNumbersError: the log-probs of a token are NaN or infinite.
     """
     assert len(prompts) == len(params), f"{len(prompts)} prompts, {len(params)} sampling parameters"
     waiting: deque[Partial] = deque()
@@ -48,7 +48,7 @@ def generate_tokens(
 
 
 def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: bool = False) -> None:
-    """Raise ValueError, with SGLang's messages, if the decoder cannot take this request."""
+    """Raise ValueError, with SGLang's message, if the decoder does not support a request."""
     num_input, limit = len(request.input_ids), decoder.context_length
     if num_input == 0:
         raise ValueError("input_ids cannot be empty.")
@@ -63,7 +63,7 @@ def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: boo
     if (count := len(request.params.logit_bias)) > vocab_size:
         raise ValueError(f"logit_bias may have at most {vocab_size} keys, got {count}.")
     if foreign := [token for token, _ in request.params.logit_bias if not 0 <= token < vocab_size]:
-        raise ValueError(f"logit_bias must has keys in [0, {vocab_size - 1}], got {foreign[0]}.")  # SGLang's words
+        raise ValueError(f"logit_bias must has keys in [0, {vocab_size - 1}], got {foreign[0]}.")  # SGLang's message
     if not 0 <= request.logprobs.num_top <= vocab_size:
         raise ValueError(f"top_logprobs_num may be at most {vocab_size}, got {request.logprobs.num_top}.")
     if foreign := [token for token in request.logprobs.token_ids if not 0 <= token < vocab_size]:

@@ -1,8 +1,8 @@
-"""OpenAI's API over a served model: chats, completions, models, and the tokenizer of SGLang's and vLLM's servers.
+"""OpenAI's endpoints for a served model: chats, completions, models; and /tokenize and /detokenize of SGLang and vLLM.
 
 Not here: the fields of requests (openai_requests.py), running a chat (chatting.py), generation (scheduler.py).
 
-Every answer comes from the same engine call as /generate, with the same sampling, limits, versions and aborts.
+Every request becomes a request to /generate, so that sampling, limits, weight versions and aborts are the same.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 UNFINISHED = FinishReason("length")
-"""Placeholder for the end of an unfinished completion."""
+"""Placeholder for the finish reason of an unfinished completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The fields that an answer and all events of its stream share."""
+    """The fields that an answer and all its stream events have in common."""
 
     model: str
-    """Name of the model in the request."""
+    """Model name, as in the request."""
     kind: str
-    """The value of `object`."""
+    """Value of the answer's field `object`, for instance "chat.completion"."""
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, choices: Sequence[Json], **more: Json) -> dict[str, Json]:
-        """The body of an answer or an event with these choices."""
+        """The JSON of an answer or a stream event with these choices."""
         return {
             "id": self.id,
             "object": self.kind,
@@ -182,7 +182,7 @@ def _delta(index: int, delta: dict[str, Json]) -> dict[str, Json]:
 
 
 def _delta_of(pieces: Sequence[Piece], num_calls: int) -> dict[str, Json]:
-    """The new piece of a message. Calls are always complete."""
+    """OpenAI's `delta` for new parts of a message. Each tool call is sent as a whole."""
     said, thoughts, calls = split_pieces(pieces)
     delta: dict[str, Json] = {}
     if said:
@@ -195,7 +195,7 @@ def _delta_of(pieces: Sequence[Piece], num_calls: int) -> dict[str, Json]:
 
 
 def split_pieces(pieces: Sequence[Piece]) -> tuple[str, str, list[ToolCall]]:
-    """The answer, the thoughts and the calls in pieces of a turn."""
+    """Split the parts of an assistant's turn into (answer, thoughts, tool calls)."""
     from rollouts_core.data.dialects import Said, Thought, ToolCall  # heavy
 
     said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
@@ -215,7 +215,7 @@ async def complete_text(model: ServedModel, request: Request) -> Response:
     asked = parse_request(body, CompletionRequest)
     model.check_name(asked.model)
     if model.tokenizer is None and (asked.stream or asked.echo):
-        raise RequestError("Streams and echo need a tokenizer.json in the model directory: use /generate.")
+        raise RequestError("stream and echo need a tokenizer.json in the model directory: use /generate.")
     generate = asked.generate_body()
     context_length = model.scheduler.decoder.context_length
     parse = partial(parse_generate, generate, model.encode(), context_length=context_length)
@@ -272,7 +272,7 @@ def _text_choice(
     text: str,
     begin: int | None,
 ) -> dict[str, Json]:
-    """One completion from its token `begin` on. None gives the whole completion, with the prompt if requested."""
+    """OpenAI's JSON of a completion from token `begin` on. None:  the whole completion, and its prompt if `echo`."""
     with_prompt = bool(asked.echo) and begin is None
     if with_prompt:
         text = model.text_of(each.input_ids, each.params) + text
@@ -292,14 +292,14 @@ def _text_choice(
 
 
 def as_completion(found: Partial | Completion) -> Completion:
-    """The completion so far, in the form of a complete one."""
+    """Convert an unfinished completion to a `Completion` with a placeholder as finish reason."""
     return found if isinstance(found, Completion) else complete(found, UNFINISHED, weight_version="")
 
 
 def _closing_fields(
     model: ServedModel, asked: SamplingFields, call: GenerateCall, completions: Sequence[Completion]
 ) -> dict[str, Json]:
-    """The fields with the answer's number of tokens and the version of the weights."""
+    """The fields at the end of an answer: numbers of tokens, and version of the weights."""
     per_prompt = asked.n or 1
     num_prompt = sum(len(each.input_ids) for each in call.requests[::per_prompt])
     num_new = sum(len(completion.output_ids) for completion in completions)
@@ -308,7 +308,7 @@ def _closing_fields(
 
 
 def _chat_logprobs(model: ServedModel, completion: Completion, begin: int) -> dict[str, Json]:
-    """OpenAI's log-probs of the tokens from `begin` on."""
+    """OpenAI's JSON for the log-probs of a chat's tokens from `begin` on."""
     text_of = _token_texts(model)
     found = completion.alternatives
 
@@ -327,7 +327,7 @@ def _chat_logprobs(model: ServedModel, completion: Completion, begin: int) -> di
 def text_logprobs(
     model: ServedModel, asked: GenerationRequest, completion: Completion, *, begin: int | None, echoes: bool
 ) -> dict[str, Json]:
-    """The log-probs of /v1/completions from token `begin` on. None gives all, with those of an echoed prompt.
+    """The log-probs of /v1/completions from token `begin` on. With None: all of them, also of an echoed prompt.
 
     The first token of a prompt has no log-prob.
     """
@@ -363,7 +363,7 @@ def text_logprobs(
 
 
 def _token_texts(model: ServedModel) -> Callable[[int], str]:
-    """The text of a single token; without a tokenizer, its number."""
+    """Return a function that gives the text of a token, or its id as text without a tokenizer."""
     tokenizer = model.tokenizer
     known: dict[int, str] = {}
 
@@ -377,7 +377,7 @@ def _token_texts(model: ServedModel) -> Callable[[int], str]:
 
 
 def _top(found: Alternatives | None, place: int) -> list[tuple[int, float]]:
-    """The most probable tokens of a position, with their log-probs."""
+    """(token id, log-prob) of the most probable tokens at a position."""
     if found is None:
         return []
     return list(zip(found.top_ids_TK[place].tolist(), found.top_logprobs_TK[place].tolist(), strict=True))
@@ -421,11 +421,11 @@ async def detokenize(model: ServedModel, request: Request) -> Response:
     if model.tokenizer is None:
         raise RequestError("The model directory has no tokenizer.json.")
     text = await model.prepare(partial(_detokenize, model, asked))
-    return json_answer({"text": text, "prompt": text})  # SGLang's field, and vLLM's
+    return json_answer({"text": text, "prompt": text})  # `text` is SGLang's field, `prompt` is vLLM's
 
 
 def _detokenize(model: ServedModel, asked: DetokenizeRequest) -> str | list[str]:
-    assert model.tokenizer is not None, "the caller has checked it"
+    assert model.tokenizer is not None, "the caller has checked the tokenizer"
     is_list = isinstance(asked.tokens, list) and bool(asked.tokens) and isinstance(asked.tokens[0], list)
     texts = asked.tokens if is_list else [asked.tokens]
     if not all(isinstance(ids, list) and set(map(type, ids)) <= {int} for ids in texts):
@@ -444,6 +444,6 @@ OPENAI_ENDPOINTS = {
     "/v1/completions": (complete_text, ["POST"]),
     "/v1/tokenize": (tokenize, ["POST"]),
     "/v1/detokenize": (detokenize, ["POST"]),
-    "/tokenize": (tokenize, ["POST"]),  # vLLM's path
+    "/tokenize": (tokenize, ["POST"]),  # path in vLLM
     "/detokenize": (detokenize, ["POST"]),
 }

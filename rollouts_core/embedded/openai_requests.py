@@ -1,11 +1,11 @@
-"""OpenAI's requests: their fields, and the translation to calls of /generate.
+"""The fields of OpenAI's requests, and their conversion to requests to /generate.
 
-Not here: answers (openai_api.py), the limits of a call (protocol.py), chat templates (chat_model.py).
+Not here: answers (openai_api.py), limits of requests to /generate (protocol.py), chat templates (chat_model.py).
 
     {"messages": [...], "max_tokens": 5} -> ChatRequest -> {"input_ids": [...], "sampling_params": {...}}
 
-Unknown fields are refused, as by OpenAI. A field without an effect here permits only one value, so that nothing is
-ignored silently.
+Unknown fields are refused, as by OpenAI. A known field that this server does not support permits only the value that
+has no effect, so that no setting is ignored silently.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rollouts_core.types import Message
 
 MAX_SHOWN_CHARS = 200
 MAX_LISTED = 65536
-"""Limit of elements of a list that is checked here, because each wrong element takes a kilobyte of error."""
+"""Highest number of elements in a list. Each wrong element adds about a kilobyte to the validation error."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default for /v1/completions. A chat may fill the context."""
+"""OpenAI's default of `max_tokens` for /v1/completions. Chats have no default limit besides the context length."""
 IGNORED = {
     "user",
     "store",
@@ -35,7 +35,7 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Fields that do not affect the answer."""
+"""Known fields that do not affect the answer. They are accepted and ignored."""
 TEXT_ALONE = "This model reads only text: send parts of the type text."
 
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Fields(BaseModel):
-    """A part of a request."""
+    """Base class of JSON objects in requests. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -53,14 +53,14 @@ RequestT = TypeVar("RequestT", bound=Fields)
 
 
 class StreamOptions(Fields):
-    """Options of a stream."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] | None = None
 
 
 class SchemaRequest(BaseModel):
-    """A JSON schema with its name, which is ignored."""
+    """A JSON schema for an answer. Its name is ignored."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -68,7 +68,7 @@ class SchemaRequest(BaseModel):
 
 
 class FormatRequest(BaseModel):
-    """The form that an answer must have."""
+    """`response_format`: plain text, any JSON object, or JSON that follows a schema."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -77,7 +77,7 @@ class FormatRequest(BaseModel):
 
     @property
     def schema_text(self) -> str:
-        """The JSON schema that an answer must follow; empty without a schema."""
+        """The JSON schema that the answer must follow; empty for plain text."""
         if self.type == "text":
             return ""
         if self.type == "json_object":
@@ -88,9 +88,9 @@ class FormatRequest(BaseModel):
 
 
 class SamplingFields(Fields):
-    """The fields of both kinds of completions: OpenAI's, and fields of /generate that vLLM and SGLang also accept here.
+    """The sampling fields of completions and chats: OpenAI's fields, and further fields that vLLM and SGLang accept.
 
-    The call of /generate checks long lists and their elements.
+    The elements of long lists are checked later, by `parse_generate`.
     """
 
     model: str
@@ -119,11 +119,11 @@ class SamplingFields(Fields):
 
     @property
     def wants_usage(self) -> bool:
-        """True if a stream ends with the number of tokens."""
+        """True if the stream must end with an event that has the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, max_tokens: int | None) -> dict[str, Json]:
-        """SGLang's sampling parameters. Without a limit a completion may fill the context."""
+        """Convert the fields to SGLang's sampling parameters. None: limited only by the context length."""
         given = {
             "n": self.n,
             "frequency_penalty": self.frequency_penalty,
@@ -158,9 +158,9 @@ class CompletionRequest(SamplingFields):
     suffix: Literal[""] | None = None
 
     def generate_body(self) -> dict[str, Json]:
-        """The request in the form of /generate."""
+        """The body of the equivalent request to /generate."""
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of is not supported: ask for n completions, and choose among them.")
+            raise RequestError("best_of is not supported: set n, and choose among the n completions.")
         first = self.prompt[:1] if isinstance(self.prompt, list) else self.prompt
         is_text = isinstance(self.prompt, str) or (isinstance(first, list) and [type(each) for each in first] == [str])
         return {
@@ -173,14 +173,14 @@ class CompletionRequest(SamplingFields):
 
 
 class FunctionCall(Fields):
-    """The function that an assistant called."""
+    """The function and arguments of a tool call."""
 
     name: str
     arguments: str | dict[str, Any]  # Any: JSON
 
 
 class AssistantCall(Fields):
-    """One call in a turn of an assistant."""
+    """A tool call in an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -189,7 +189,7 @@ class AssistantCall(Fields):
 
 
 class Part(BaseModel):
-    """A part of a message's content."""
+    """A part of a message's content. Only text parts are supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -198,7 +198,7 @@ class Part(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -210,7 +210,7 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
 
     def message(self) -> Message:
-        """The turn in the form of chat templates."""
+        """The message in the form that chat templates expect."""
         fields: dict[str, Any] = {  # Any: JSON arguments
             "role": "system" if self.role == "developer" else self.role,
             "content": join_parts(self.content),
@@ -224,7 +224,7 @@ class ChatMessage(BaseModel):
 
 
 class FunctionTool(Fields):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
@@ -233,13 +233,13 @@ class FunctionTool(Fields):
 
 
 class Tool(Fields):
-    """A tool that may be called."""
+    """A tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
     function: FunctionTool
 
     def schema_of_tool(self) -> dict[str, Any]:  # Any: a JSON schema
-        """The tool in the form of chat templates."""
+        """The tool in the form that chat templates expect."""
         function = {"name": self.function.name, "description": self.function.description or ""}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
@@ -263,29 +263,29 @@ class ChatRequest(SamplingFields):
 
     @property
     def limit(self) -> int | None:
-        """Highest number of tokens of the answer; None fills the context."""
+        """Highest number of tokens of the answer; None if only the context length limits it."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def template_values(self) -> dict[str, Any]:  # Any: JSON
-        """Values for the chat template."""
+        """Values of variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
-        """The tools that the model sees."""
+        """The tools to show to the model; empty if `tool_choice` is "none"."""
         return [] if self.tool_choice == "none" else [tool.schema_of_tool() for tool in self.tools or []]
 
     def logprob_fields(self) -> dict[str, Json]:
-        """Fields of /generate that ask for log-probs."""
+        """The fields of a request to /generate that ask for log-probs."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs = true.")
         return logprob_fields((self.top_logprobs or 0) if self.logprobs else None, with_prompt=False)
 
 
 class TokenizeRequest(Fields):
-    """POST /tokenize: one or several texts, or a conversation."""
+    """The body of POST /tokenize: one text, several texts, or a conversation."""
 
     model: str | None = None
     prompt: str | Several[str] | None = None
@@ -304,10 +304,10 @@ class DetokenizeRequest(Fields):
 
 
 def parse_request(body: Json, kind: type[RequestT]) -> RequestT:
-    """The request in a JSON body, without the fields that do not affect the answer.
+    """Parse a JSON body. Fields that do not affect the answer are ignored.
 
     Raises:
-        RequestError: a field is unknown, missing or has another type. The message names the first such field.
+        RequestError: a field is unknown, missing or has a wrong type. The message names the first wrong field.
     """
     if not isinstance(body, dict):
         raise RequestError(f"The request must be a JSON object, found {type(body).__name__}.")
@@ -321,7 +321,7 @@ def parse_request(body: Json, kind: type[RequestT]) -> RequestT:
 
 
 def join_parts(content: str | Sequence[Part] | None) -> str:
-    """The text of a message.
+    """Join the text parts of a message's content.
 
     Raises:
         RequestError: a part is not text.
@@ -334,7 +334,7 @@ def join_parts(content: str | Sequence[Part] | None) -> str:
 
 
 def logprob_fields(num_top: int | None, *, with_prompt: bool) -> dict[str, Json]:
-    """Fields of /generate for `num_top` alternatives at each position; None for no log-probs."""
+    """The fields of /generate that ask for log-probs with `num_top` alternatives per position; {} for None."""
     if num_top is None:
         return {}
     if num_top < 0:
@@ -348,7 +348,7 @@ def _call(call: AssistantCall) -> dict[str, Any]:  # Any: JSON
 
 
 def _arguments(call: AssistantCall) -> Mapping[str, Any]:  # Any: JSON
-    """The arguments of a call as an object, because templates write them in the model's dialect."""
+    """Parse the arguments of a tool call, because chat templates expect a JSON object instead of text."""
     arguments = call.function.arguments
     if isinstance(arguments, dict):
         return arguments

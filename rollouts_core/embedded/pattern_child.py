@@ -1,6 +1,6 @@
-"""The program of the process that searches for patterns. patterns.py starts it and describes the messages.
+"""The child process of patterns.py: searches texts for patterns. The docstring of patterns.py shows its messages.
 
-The program imports nothing of this project and runs in an interpreter without installed packages.
+It imports nothing from this project and needs no installed packages.
 """
 
 import json
@@ -14,13 +14,13 @@ MAX_MEMORY_BYTES = 1 << 30
 
 
 def main() -> None:
-    """Answer batches of searches until the input ends. A search that uses up its time ends this process."""
+    """Answer batches of searches until stdin ends. If a search uses up its time, SIGPROF kills this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C, and then closes this input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the engine closes stdin
     for line in sys.stdin:
         for patterns, text, limit_s in json.loads(line):
             began = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, limit_s)  # Python's own handlers would not run inside a search
+            signal.setitimer(signal.ITIMER_PROF, limit_s)  # no Python handler: it would not run during a search
             found = next((pattern for pattern in patterns if re.search(pattern, text)), "")
             signal.setitimer(signal.ITIMER_PROF, 0)
             sys.stdout.write(f"{json.dumps([found, time.process_time() - began])}\n")

@@ -1,12 +1,13 @@
-"""Search texts for patterns within a time limit, in a process, because Python cannot interrupt a search of hours.
+"""Search texts for regular expressions within a time limit, in a child process that can be killed.
 
-    generation thread                                              a process of its own (pattern_child.py)
+    generation thread                                              child process (pattern_child.py)
       a line of JSON: [[patterns, text, seconds], ...]     ──>
                                                            <──     for each text: [the pattern that matches, seconds]
-      the end of its output: the next text took too long   <──     ended by SIGPROF inside the search
+      end of output: the search of the next text failed    <──     killed by SIGPROF when the search uses up its time
 
-The process is started at the first search, and again after such an end. Patterns have the syntax of Python's `re`, as
-in SGLang. Matchers with a guaranteed run time support fewer patterns.
+Python cannot interrupt a search in its own process, and a search may take hours. The child process is started at the
+first search, and again after it was killed. Patterns have the syntax of Python's `re`, as in SGLang. Libraries with a
+guaranteed search time support fewer patterns.
 
 Not here: the choice of texts to search (running.py).
 """
@@ -29,68 +30,68 @@ MIN_LIMIT_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """A text and the patterns to search for."""
+    """A text and the patterns to search in it."""
 
     patterns: tuple[str, ...]
     text: str
     limit_s: float
-    """Limit of processor time for the search, seconds."""
+    """Limit of CPU time for the search, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The result of a search."""
+    """The result of a `Search`."""
 
     pattern: str = ""
     """The first pattern that matches anywhere in the text; empty if no pattern matches."""
     seconds: float = 0.0
-    """Processor time of the search, seconds."""
+    """CPU time of the search, seconds."""
     problem: str = ""
-    """Why the search has no result; empty if it has one."""
+    """Why the search failed; empty if it did not fail."""
 
 
 class PatternSearch:
-    """The process that searches; used by one thread."""
+    """A child process that searches texts for patterns. Not thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def find(self, searches: Sequence[Search]) -> list[Found]:
-        """The result of each search, in order."""
+        """Search all texts; returns a result per search, in order."""
         found: list[Found] = []
         while len(found) < len(searches):
             found += self._ask(searches[len(found) :])
         return found
 
     def close(self) -> None:
-        """End the process if it runs."""
+        """End the child process if it runs."""
         self._end()
 
     def _ask(self, searches: Sequence[Search]) -> list[Found]:
-        """The results of all searches, or up to the search that ended the process; at least one result."""
+        """The results of all searches, or of the first ones if a later search killed the child process."""
         process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         asked = [[search.patterns, search.text, max(search.limit_s, MIN_LIMIT_S)] for search in searches]
-        with suppress(BrokenPipeError):  # another program ended it; its output then ends too
+        with suppress(BrokenPipeError):  # the child process was killed; reading its output shows this too
             process.stdin.write(f"{json.dumps(asked)}\n")
             process.stdin.flush()
         found: list[Found] = []
         for _ in searches:
             if not (line := process.stdout.readline()):
                 is_late = self._end() == -signal.SIGPROF
-                problem = "took too long" if is_late else "needed too much memory, or another program ended it"
+                problem = "took too long" if is_late else "needed too much memory, or another program killed it"
                 return [*found, Found(problem=problem)]
             pattern, seconds = json.loads(line)
             found.append(Found(pattern=pattern, seconds=seconds))
         return found
 
     def _end(self) -> int | None:
-        """The exit code of the process; None if it does not run."""
+        """End the child process; returns its exit code, or None if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return None
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        with suppress(BrokenPipeError):  # unread input is lost
+        with suppress(BrokenPipeError):  # the child process already ended without reading its input
             process.stdin.close()
         process.stdout.close()
         return process.wait()

@@ -1,12 +1,12 @@
-"""Multiply rows with a matrix so that a row's result does not depend, bit for bit, on how many rows there are.
+"""Multiply rows with a matrix so that each row's result is bitwise independent of the number of rows.
 
-Not here: what is multiplied (decoder.py), where weights come from (weights.py).
+Not here: the model (decoder.py), reading weights (weights.py).
 
-    weight changed -> forget_packed() -> first call packs it into its library's own order -> later calls use that
+    weight changed -> forget_packed() -> first call packs the weight -> later calls use the packed copy
 
-Libraries compute rows in blocks, and left-over rows with another kernel, which may round differently. Packed weights
-meet one kernel for (nearly) any number of rows, and are read faster: MKL's on Intel's processors with AVX-512, oneDNN's
-on other makers'. Rows are a multiple of `row_step`, which is found by trial because it depends on the processor.
+Libraries multiply rows in blocks, and the remaining rows with another kernel that may round differently. For packed
+weights the library uses one kernel for nearly every number of rows, and is faster. MKL is used on processors of Intel,
+oneDNN on others. Callers pad rows to a multiple of `row_step`, which depends on the processor.
 
 Letters: B rows, K inner dimension, N columns.
 """
@@ -31,29 +31,29 @@ Library = Literal["mkl", "onednn"]
 ROW_STEPS = (1, 2, 4, 8, 16, 32)
 TRIAL_ROWS, TRIAL_COLUMNS = 512, 256
 TRIAL_COUNTS = (*range(1, 65), 96, 97, 127, 128, 160, 255, 256, 384)
-"""Numbers of rows that are compared with TRIAL_ROWS: every small one, and some of the larger."""
+"""Numbers of rows to test: their results must equal the first rows of a product with TRIAL_ROWS rows."""
 PACKED_FOR_ROWS = 256
-"""Rows that the library is told to expect. Any number can be computed, but small weights that were packed for MKL for
-fewer than 160 rows meet a single row with a kernel of its own, as all do that were packed for oneDNN for one row."""
+"""Expected number of rows, given to the library when it packs weights. Products may have another number of rows. With
+a lower value the library uses another kernel for a single row: MKL below 160 for small weights, oneDNN at 1."""
 ONEDNN_MIN_WEIGHTS = 2**18
-"""On other processors than Intel's, smaller matrices are multiplied sooner by MKL: a product of oneDNN costs about
-12 us by itself."""
+"""On processors that are not from Intel, MKL multiplies smaller matrices than this, because each product of oneDNN has
+an overhead of about 12 us."""
 
 
 class SmallProducts(NamedTuple):
-    """The two matrices of an adapter, which adds up(down(rows)) to a product."""
+    """The two matrices of an adapter: up(down(rows)) is added to the result of the adapted matrix."""
 
     down: Projection
     up: Projection
 
 
 class Projection:
-    """A matrix, its bias, and the packed copy that products are computed with.
+    """A matrix with its bias, and a packed copy of the matrix that products use.
 
     Args:
-        weight_NK: the matrix; its owner may write into it, and then calls `forget_packed`.
+        weight_NK: the matrix. After writing into it, call `forget_packed`.
         bias_N: added to each row's result.
-        library: packs and multiplies; None leaves it to `torch.nn.functional.linear`.
+        library: packs and multiplies; None for `torch.nn.functional.linear` without packing.
     """
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, library: Library | None) -> None:
@@ -61,20 +61,20 @@ class Projection:
         self.bias_N = bias_N
         self.library = library
         self.adapter: SmallProducts | None = None
-        """Added to each row's result, in the adapter's number format."""
+        """The adapter of this matrix, whose result is computed in the adapter's dtype; None without an adapter."""
         self._packed: Tensor | None = None
 
     @property
     def shape_NK(self) -> tuple[int, int]:
-        """Columns and inner dimension."""
+        """Shape of the matrix: number of columns of the result, inner dimension."""
         return self.weight_NK.shape[0], self.weight_NK.shape[1]
 
     def forget_packed(self) -> None:
-        """Pack the weights again before they are next used."""
+        """Discard the packed copy after the matrix changed. The next product packs the matrix again."""
         self._packed = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows @ weight.T + bias, over the last dimension, and what an adapter adds."""
+        """rows @ weight.T + bias over the last dimension, plus the result of the adapter, if any."""
         product = self._multiply(rows)
         if self.adapter is None:
             return product
@@ -104,8 +104,8 @@ class Projection:
 
 
 def choose_library(weight_NK: Tensor) -> Library | None:
-    """The fastest kind of product with this matrix. By rule and not by trial, because the libraries round
-    differently."""
+    """The fastest library for this matrix. A fixed rule decides, because the libraries round differently, and
+    measured times could change the choice from run to run."""
     if weight_NK.dtype != torch.float32 or not (torch._C.has_mkl and hasattr(torch.ops.mkl, "_mkl_linear")):
         return None
     is_for_mkl = read_vendor() in ("GenuineIntel", "") or weight_NK.numel() < ONEDNN_MIN_WEIGHTS
@@ -114,14 +114,14 @@ def choose_library(weight_NK: Tensor) -> Library | None:
 
 @lru_cache
 def read_vendor() -> str:
-    """Maker of the processor, in Linux's words ("GenuineIntel", "AuthenticAMD"); "" where that is not said."""
+    """The vendor of the processor from /proc/cpuinfo, for instance "GenuineIntel"; "" if the file does not name it."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^vendor_id\s*:\s*(\S+)", cpuinfo.read_text("utf-8"), re.M) if cpuinfo.exists() else None
     return found[1] if found else ""
 
 
 def find_row_step(projections: Iterable[Projection]) -> int:
-    """The smallest of `ROW_STEPS` whose multiples meet the same arithmetic in all these products."""
+    """The smallest of `ROW_STEPS` whose multiples give bitwise equal results per row in all these products."""
     trials = {
         (min(columns, TRIAL_COLUMNS + columns % TRIAL_COLUMNS), inner, project.weight_NK.dtype, project.library)
         for project in projections
@@ -133,7 +133,7 @@ def find_row_step(projections: Iterable[Projection]) -> int:
 @lru_cache
 @torch.inference_mode()
 def _exact_row_step(num_columns: int, inner: int, dtype: torch.dtype, library: Library | None, num_threads: int) -> int:
-    """The same for products of one shape, by trial."""
+    """`find_row_step` for products of one shape, by trial."""
     generator = torch.Generator().manual_seed(0)
     rows_BK = torch.randn(TRIAL_ROWS, inner, generator=generator).to(dtype)
     project = Projection(torch.randn(num_columns, inner, generator=generator).to(dtype), None, library)
@@ -143,8 +143,8 @@ def _exact_row_step(num_columns: int, inner: int, dtype: torch.dtype, library: L
         if all(count % step for count in unlike):
             return step
     logger.warning(
-        "with %d threads, products of width %d are rounded differently with more rows: completions may differ in their "
-        "last digits with what else runs; use one thread where they must not",
+        "with %d threads, matrix products of width %d are rounded differently for different numbers of rows: "
+        "log-probs may depend slightly on the other requests in the batch; if they must not, use one thread",
         num_threads,
         inner,
     )

@@ -1,6 +1,6 @@
-"""Translate between SGLang 0.5.23's JSON and this engine's records. Unsupported fields are refused, not ignored.
+"""Translate between the JSON of SGLang 0.5.23's API and this engine's records.
 
-Not here: HTTP and routes (server.py).
+Requests with unsupported fields are refused; no field is ignored silently. Not here: HTTP and routes (app.py).
 
     {"input_ids": [...], "sampling_params": {...}} -> GenerateCall(requests=(GenerationRequest, ...))
     Completion -> {"text": ..., "output_ids": [...], "meta_info": {...}}
@@ -32,18 +32,18 @@ Json = Any
 
 MAX_COMPLETIONS_PER_PROMPT = 1024
 MAX_CHARS_PER_TOKEN = 32
-"""Limit of characters per token of the context. A longer text is refused, because tokenizing it would take minutes and
-gigabytes. Most texts have four characters per token."""
+"""Limit of a text's characters, relative to the context length in tokens. A longer text is refused without tokenizing
+it, which would take minutes and gigabytes. Most texts have four characters per token."""
 MAX_NAMED_TOKENS = 2**18
-"""Limit of entries in `stop_token_ids` and `logit_bias`, which are searched at every token. No vocabulary is larger."""
+"""Limit of entries in `stop_token_ids` and in `logit_bias`. The engine searches these entries at every token."""
 MAX_LOGPROBS = 2**21
-"""Limit of further log-probs in an answer, besides those of the sampled tokens: 100 MB as JSON."""
+"""Limit of log-probs in an answer besides the log-probs of the sampled tokens. They make 100 MB of JSON."""
 MAX_GROUP_SIZE = 4096
-"""Limit of ranks in a group with a trainer. Memory for each rank is taken before any rank has joined."""
+"""Limit of the size of a process group. torch allocates memory for every rank before any rank has joined."""
 MAX_ID_CHARS = 1024
-"""Limit of characters in a request's id, which each of its completions copies."""
+"""Limit of characters in a request's id. Each completion of the request has a copy of the id."""
 MAX_SHOWN_VALUES, MAX_SHOWN_CHARS, MAX_SHOWN_DEPTH = 20, 40, 3
-"""Limits of a value that is shown in an error: elements, characters and nested levels."""
+"""Limits of a value quoted in an error message: elements, characters and nested levels."""
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
@@ -61,7 +61,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
-"""Sampling parameters that this engine lacks, with the permitted values (besides null), which have no effect."""
+"""SGLang's sampling parameters that this engine does not support. Each has the values that are permitted besides null,
+because they have no effect."""
 
 
 def _texts(value: Json) -> tuple[str, ...]:
@@ -74,10 +75,10 @@ CONVERSIONS: Mapping[str, Callable[[Json], object]] = {
     "logit_bias": lambda value: tuple((int(token), float(bias)) for token, bias in value.items()),
     "top_k": lambda value: -1 if value >= 2**30 else value,
 }
-"""Conversions of checked JSON values to values of `SamplingParams`, for parameters that need one."""
+"""Functions that convert checked JSON values to values of `SamplingParams`. Other values need no conversion."""
 
 SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Number formats of sent weights, by their names in requests."""
+"""Permitted dtypes of weights that a trainer sends, by their names in requests."""
 
 UNSUPPORTED_FIELDS = (
     *("input_embeds", "image_data", "video_data", "audio_data"),
@@ -85,27 +86,27 @@ UNSUPPORTED_FIELDS = (
     *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides", "max_thinking_tokens"),
     *("return_prompt_token_ids", "watermark"),
 )
-"""Fields of a generate request for functions that this engine lacks."""
+"""Fields of a generate request that this engine does not support. They are refused if set."""
 UNSUPPORTED_LOGPROB_FIELDS = ("return_text_in_logprobs",)
-"""Further such fields, refused only in requests for log-probs."""
+"""Unsupported fields that are refused only in requests with `return_logprob`."""
 
 
 LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
-"""Sections of a load report. A server without adapters, draft model and disaggregation has three of them."""
+"""Names of the sections in SGLang's load report. This engine reports only core, memory and queues."""
 
 
 class ContractError(RequestError):
-    """A request with another form than SGLang's. The answer has the form of SGLang's own errors for this."""
+    """The form of a request is wrong. The answer has the form of SGLang's error for malformed requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """One POST /generate: the requests and the form of the answer."""
+    """A parsed POST /generate: one request per completion, and the form of the answer."""
 
     requests: tuple[GenerationRequest, ...]
-    """The requests in the order of the answer."""
+    """One request per completion, in the order of the answer."""
     is_batch: bool
-    """True if the answer is a list."""
+    """True if the answer is a list of completions, False for a single completion."""
     wants_logprobs: bool
     """True if the answer has output_token_logprobs."""
     is_stream: bool
@@ -115,16 +116,16 @@ class GenerateCall:
 def parse_generate(
     body: Json, encode: Callable[[str], list[int]] | None, *, context_length: int | None = None
 ) -> GenerateCall:
-    """Check the body of a request and convert it.
+    """Check the body of a POST /generate and convert it.
 
     Args:
         body: parsed JSON.
-        encode: turns text into token ids; None if the model directory has no tokenizer.
-        context_length: limit of the tokens of a prompt with its completion. Longer prompts are refused early. None: the
-            caller checks the length.
+        encode: converts text to token ids; None if the model directory has no tokenizer.
+        context_length: limit of the tokens of a prompt with its completion. Longer prompts are refused before their
+            elements are checked. With None the caller checks the length.
 
     Raises:
-        ContractError: wrong types or unknown sampling parameters.
+        ContractError: a field has a wrong type, or a sampling parameter is unknown.
         RequestError: the request is valid, but this engine cannot fulfil it.
     """
     if not isinstance(body, dict):
@@ -136,7 +137,7 @@ def parse_generate(
     params_of_prompts = _spread(body, "sampling_params", len(prompts))
     params = [sampling_params_from_json(value) for value in params_of_prompts]
     count = _completions_per_prompt(params_of_prompts)
-    if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # before a record is made for each
+    if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # checked before a record per completion is created
         raise RequestError(f"A request may ask for at most {MAX_WAITING_REQUESTS} completions, found {total}.")
     for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
         if count > 1 and isinstance(body.get(name), list):
@@ -167,7 +168,7 @@ def parse_generate(
 
 
 def sampling_params_from_json(value: Json) -> SamplingParams:
-    """The sampling parameters of a request; null and missing fields have SGLang's defaults."""
+    """Convert the sampling parameters of a request. Null and missing fields get SGLang's defaults."""
     if value is None:
         return SamplingParams()
     if not isinstance(value, dict):
@@ -178,7 +179,7 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
             _check_sampling_field(name, setting)
             if name not in NEUTRAL_VALUES:
                 own[name] = CONVERSIONS[name](setting) if name in CONVERSIONS else setting
-    own.pop("n", None)  # belongs to the call
+    own.pop("n", None)  # `parse_generate` reads it
     own |= own.pop("custom_params", {})
     if value.get("max_new_tokens", 0) is None:
         own["max_new_tokens"] = None
@@ -204,14 +205,14 @@ def _check_sampling_field(name: str, setting: Json) -> None:
 def completion_to_json(
     completion: Completion, asked: GenerationRequest, *, wants_logprobs: bool, text: str, index: int | None = None
 ) -> dict[str, Json]:
-    """SGLang's answer to one prompt."""
+    """SGLang's JSON for one completion."""
     meta_info = {
         "id": completion.request_id,
         "finish_reason": finish_reason_to_json(completion.finish_reason, len(completion.output_ids)),
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": len(completion.output_ids),
         "cached_tokens": 0,
-        "cached_tokens_details": None,  # as if nothing was cached
+        "cached_tokens_details": None,  # this engine has no prefix cache
         "reasoning_tokens": 0,
         "dp_rank": None,
         "weight_version": completion.weight_version,
@@ -231,7 +232,7 @@ def completion_to_json(
 def progress_to_json(
     partial: Partial, *, weight_version: str, wants_logprobs: bool, text: str, index: int | None = None
 ) -> dict[str, Json]:
-    """SGLang's event for an unfinished completion: everything so far, without the fields of the end."""
+    """SGLang's stream event for an unfinished completion, with all tokens so far and without a finish reason."""
     so_far = complete(partial, FinishReason("length"), weight_version=weight_version)
     answer = completion_to_json(so_far, partial.request, wants_logprobs=wants_logprobs, text=text, index=index)
     meta_info = answer["meta_info"]
@@ -241,7 +242,7 @@ def progress_to_json(
 
 
 def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
-    """SGLang's answer to a request for checksums of the weights, for a server with one rank."""
+    """SGLang's JSON for checksums of the weights, for a server with one rank."""
     overall = hashlib.sha256()
     for name in sorted(digests):
         overall.update(name.encode() + digests[name].encode())
@@ -255,7 +256,7 @@ def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
 
 
 def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
-    """The addresses of published weights, an addition to SGLang's API.
+    """Parse the addresses of published weights. SGLang's API has no such field.
 
     Raises:
         ContractError: the value is not a list of {"id": ..., "path": ..., "names": [...]}.
@@ -276,7 +277,7 @@ def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
 
 
 def group_from_json(body: Mapping[str, Json]) -> GroupCall:
-    """The process group to join.
+    """Parse a request to join a process group with a trainer.
 
     Raises:
         ContractError: a field is missing or has another type.
@@ -298,8 +299,8 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         raise ContractError(f"invalid value: {_show(port)} for `master_port`, expected a number from 1 to 65535")
     if not (_is_integer(rank) and _is_integer(size) and 0 < rank < size <= MAX_GROUP_SIZE):
         raise ContractError(
-            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the "
-            f"`world_size`, which is {MAX_GROUP_SIZE} at most"
+            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` of at least 1 and below "
+            f"`world_size`, and a `world_size` of at most {MAX_GROUP_SIZE}"
         )
     return GroupCall(
         name=group_name_from_json(body),
@@ -311,15 +312,15 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
 
 
 def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
-    """The tensors that the trainer sends next.
+    """Parse the announcement of the tensors that the trainer sends next.
 
     Raises:
         ContractError: names, dtypes and shapes are not lists of the same length, or have other types.
-        RequestError: this engine does not support the form or the number format.
+        RequestError: this engine does not support the `load_format` or a dtype.
     """
     if (load_format := body.get("load_format")) != "flattened_bucket":
         raise RequestError(
-            f"load_format {_show(load_format)} is not supported by the embedded engine: give flattened_bucket."
+            f"load_format {_show(load_format)} is not supported by the embedded engine: use flattened_bucket."
         )
     names, dtypes, shapes = (body.get(field) for field in ("names", "dtypes", "shapes"))
     lists = [each for each in (names, dtypes, shapes) if isinstance(each, list)]
@@ -327,7 +328,7 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
         raise ContractError("names, dtypes and shapes must be lists of the same length")
     assert names is not None and dtypes is not None and shapes is not None, "they are lists"
     if not all(isinstance(name, str) for name in names) or not all(_is_shape(shape) for shape in shapes):
-        raise ContractError("names must be strings, and shapes lists of numbers of 0 or more")
+        raise ContractError("names must be strings, and shapes must be lists of non-negative integers")
     if unknown := [dtype for dtype in dtypes if not isinstance(dtype, str) or dtype not in SENT_DTYPES]:
         raise RequestError(f"dtype {_show(unknown[0])} is not supported, expected one of {', '.join(SENT_DTYPES)}.")
     return BucketCall(
@@ -338,7 +339,7 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
 
 
 def group_name_from_json(body: Mapping[str, Json]) -> str:
-    """The name of a group; SGLang's default if the request has no name.
+    """The name of a process group; SGLang's default name if the request has none.
 
     Raises:
         ContractError: the name is not a string.
@@ -350,7 +351,7 @@ def group_name_from_json(body: Mapping[str, Json]) -> str:
 
 
 def _port(value: Json) -> Json:
-    """Convert a port given as text, as by AReaL and SGLang's own clients, to a number; other values stay."""
+    """Convert a port given as text to an integer. AReaL and SGLang's own clients send the port as text."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 6 else value
 
 
@@ -359,7 +360,7 @@ def _is_shape(value: Json) -> bool:
 
 
 def abort_from_json(body: Mapping[str, Json]) -> tuple[str, bool]:
-    """The id of the request to abort ("" without one), and whether to abort all requests.
+    """Parse an abort: the id of the request to abort ("" if missing), and True if all requests shall be aborted.
 
     Raises:
         ContractError: a field has another type.
@@ -371,12 +372,12 @@ def abort_from_json(body: Mapping[str, Json]) -> tuple[str, bool]:
 
 
 def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict[str, Json]:
-    """SGLang's report of the load of one rank, with the requested sections.
+    """SGLang's load report for one rank, with the requested sections.
 
-    As in an SGLang without metrics, throughput and use of the processor are 0.
+    Throughput and utilization are always 0, as in SGLang when its metrics are disabled.
 
     Raises:
-        RequestError: SGLang does not have a requested section.
+        RequestError: a requested section is unknown.
     """
     if unknown := sorted({*include} - {*LOAD_SECTIONS}):
         raise RequestError(f"Invalid include sections: {unknown[0]}. Valid options: {', '.join(LOAD_SECTIONS)}")
@@ -419,12 +420,12 @@ def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict
 
 
 def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> list[tuple[float, int, None]]:
-    """SGLang's [logprob, token id, text] entries. This engine leaves the text out."""
+    """SGLang's [log-prob, token id, text] entries. The text is always None."""
     return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
 
 
 def _prompt_logprobs_to_json(completion: Completion, asked: GenerationRequest) -> list[tuple[float | None, int, None]]:
-    """SGLang's entries for the prompt. The first entry has no log-prob."""
+    """SGLang's [log-prob, token id, text] entries for the prompt. The first token has no log-prob."""
     if completion.prompt_scores is None:
         return []
     logprobs = [None, *completion.prompt_scores.logprobs_T.tolist()]
@@ -433,7 +434,7 @@ def _prompt_logprobs_to_json(completion: Completion, asked: GenerationRequest) -
 
 
 def _alternatives_to_json(completion: Completion, wanted: LogprobParams) -> dict[str, Json]:
-    """SGLang's entries of other tokens, a list per position. The first position of a prompt has no entries."""
+    """SGLang's log-probs of alternative tokens: a list per position, and None for the first position of a prompt."""
     scores, found = completion.prompt_scores, completion.alternatives
     prompt = None if scores is None else scores.alternatives
     answer: dict[str, Json] = {}
@@ -447,13 +448,13 @@ def _alternatives_to_json(completion: Completion, wanted: LogprobParams) -> dict
 
 
 def top_entries(found: Alternatives) -> list[list[tuple[float, int, None]]]:
-    """SGLang's entries of the most probable tokens, a list per position."""
+    """SGLang's [log-prob, token id, text] entries of the most probable tokens, a list per position."""
     rows = zip(found.top_logprobs_TK.tolist(), found.top_ids_TK.tolist(), strict=True)
     return [[(logprob, token, None) for logprob, token in zip(*row, strict=True)] for row in rows]
 
 
 def given_entries(found: Alternatives, wanted: LogprobParams) -> list[list[tuple[float, int, None]]]:
-    """SGLang's entries of the tokens that the request names, a list per position."""
+    """SGLang's [log-prob, token id, text] entries of the tokens that the request names, a list per position."""
     rows = found.given_logprobs_TG.tolist()
     return [[(logprob, token, None) for logprob, token in zip(row, wanted.token_ids, strict=True)] for row in rows]
 
@@ -468,19 +469,19 @@ def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Js
         case "abort":
             return {"type": "abort", "message": reason.message, "status_code": None, "err_type": None}
         case "error":
-            raise AssertionError(f"it is answered as an error, not as a completion: {reason.message}")
+            raise AssertionError(f"a failed request has no finish reason: {reason.message}")
 
 
 def _prompts(
     body: Mapping[str, Json], encode: Callable[[str], list[int]] | None, context_length: int | None
 ) -> tuple[list[tuple[int, ...]], bool]:
-    """Token ids of every prompt, and whether the request has a list of prompts."""
+    """Return the token ids of every prompt, and True if the request has a list of prompts."""
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise RequestError("Either text or input_ids should be provided, and not both.")
     if text is not None:
         if encode is None:
-            raise RequestError("text needs a tokenizer.json in the model directory, which has none: send input_ids.")
+            raise RequestError("text needs a tokenizer, but the model directory has no tokenizer.json: send input_ids.")
         texts = text if isinstance(text, list) else [text]
         if not all(isinstance(entry, str) for entry in texts):
             raise ContractError(f"invalid type: {_show(text)}, expected a string or a list of strings")
@@ -511,11 +512,11 @@ def _check_num_prompts(prompts: Sequence[Json]) -> None:
 
 
 def _encode_within(text: str, encode: Callable[[str], list[int]], context_length: int | None) -> tuple[int, ...]:
-    """The token ids of a text, unless the text is certainly too long for the context."""
+    """The token ids of a text. A text that is too long for the context is refused, if possible without tokenizing."""
     if context_length is not None and len(text) > (most := context_length * MAX_CHARS_PER_TOKEN):
         raise RequestError(
             f"The input ({len(text)} characters) is longer than the model's context length ({context_length} tokens): "
-            f"at most {most} characters are taken."
+            f"at most {most} characters are permitted."
         )
     token_ids = encode(text)
     if context_length is not None:
@@ -531,17 +532,17 @@ def _check_length(prompt: Json, context_length: int) -> None:
 
 
 def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
-    """The values of a field per prompt: the field has one value for all prompts, or a list with one per prompt."""
+    """The value of a field for each prompt. The field has one value for all prompts, or a list of values per prompt."""
     value = body.get(name)
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise RequestError(f"The length of {name} ({len(value)}) is not the number of prompts ({count}).")
+        raise RequestError(f"{name} has {len(value)} values, but the request has {count} prompts.")
     return value
 
 
 def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
-    """The number `n` of completions per prompt, which must be equal for all prompts of a call."""
+    """The number `n` of completions per prompt. It must be equal for all prompts of a request."""
     counts = {1 if (count := (params or {}).get("n")) is None else count for params in params_of_prompts}
     if len(counts) > 1:
         raise RequestError("The parallel_sample_num should be the same for all samples in sample params.")
@@ -551,7 +552,7 @@ def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
 
 
 def _of_sibling(params: SamplingParams, sibling: int) -> SamplingParams:
-    """The parameters of completion number `sibling` of a prompt: the number is added to the seed."""
+    """The parameters of completion number `sibling` of a prompt. Its seed is the request's seed plus the number."""
     if params.sampling_seed is None or sibling == 0:
         return params
     num_seeds = MAX_SEED - MIN_SEED + 1
@@ -559,7 +560,7 @@ def _of_sibling(params: SamplingParams, sibling: int) -> SamplingParams:
 
 
 def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bool) -> list[str]:
-    """The ids of all completions. One id for several completions gives `<id>_<n>`, as in SGLang."""
+    """The ids of all completions. If several completions share an id, they get `<id>_<n>`, as in SGLang."""
     if value is None:
         return [uuid.uuid4().hex for _ in range(num_prompts * per_prompt)]
     ids = value if isinstance(value, list) else [value]
@@ -575,7 +576,7 @@ def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bo
 
 
 def _logprob_params(body: Mapping[str, Json], prompts: Sequence[tuple[int, ...]]) -> list[LogprobParams]:
-    """The further log-probs in each prompt's answer, besides those of the sampled tokens."""
+    """The log-probs that each prompt's answer must have besides those of the sampled tokens."""
     starts = _spread(body, "logprob_start_len", len(prompts))
     tops = _spread(body, "top_logprobs_num", len(prompts))
     named = body.get("token_ids_logprob")
@@ -597,7 +598,7 @@ def _logprob_params(body: Mapping[str, Json], prompts: Sequence[tuple[int, ...]]
 
 
 def _check_num_logprobs(requests: Sequence[GenerationRequest], context_length: int | None) -> None:
-    """Raise RequestError for a call whose answer would have more than `MAX_LOGPROBS` further log-probs."""
+    """Raise RequestError if the answer could exceed `MAX_LOGPROBS`: log-probs besides those of the sampled tokens."""
     total = 0
     for asked in requests:
         num_prompt, limit = len(asked.input_ids), asked.params.max_new_tokens
@@ -621,7 +622,7 @@ def _check_sampling_type(name: str, value: Json) -> None:
             is_fine, expected = isinstance(value, str), "a string"
         case "logit_bias":
             is_fine = isinstance(value, dict) and all(_is_bias(token, bias) for token, bias in value.items())
-            expected = "token ids with a number each"
+            expected = "an object from token ids to numbers"
         case "custom_params":
             is_fine = isinstance(value, dict) and value.keys() <= {"num_tokens"} and all(map(_is_i64, value.values()))
             expected = "an object with only num_tokens, an i64"
@@ -650,16 +651,16 @@ def _is_i64(value: Json) -> bool:
 
 
 def _is_f64(value: Json) -> bool:
-    return isinstance(value, float) or (_is_integer(value) and value.bit_length() < 1024)  # not above a float
+    return isinstance(value, float) or (_is_integer(value) and value.bit_length() < 1024)  # larger ints overflow
 
 
 def _is_bias(token: str, value: Json) -> bool:
-    # The length is checked, because Python refuses to read a number of more than 4,300 digits.
+    # Without a limit of the length, int() would raise for more than 4,300 digits.
     return token.isdecimal() and len(token) < 20 and _is_f64(value)
 
 
 def _unsupported(name: str) -> RequestError:
-    return RequestError(f"`{name}` is not supported by the embedded engine: leave it out, or use the engine SGLang.")
+    return RequestError(f"`{name}` is not supported by the embedded engine: omit it, or use the engine SGLang.")
 
 
 def _show(value: Json) -> str:
@@ -667,7 +668,7 @@ def _show(value: Json) -> str:
 
 
 def _shortened(value: Json, depth: int = MAX_SHOWN_DEPTH) -> Json:
-    """The beginning of a value that may have millions of elements."""
+    """A shortened copy of a JSON value for an error message. The value may have millions of elements."""
     if isinstance(value, str):
         return value[:MAX_SHOWN_CHARS]
     if isinstance(value, list):

@@ -1,11 +1,11 @@
-"""Receive weights from a trainer: the server's end of process groups, and the tensors of an update so far.
+"""Receive weights from a trainer through process groups, and collect the tensors of a weight update.
 
-Not here: the trainer's end (engines/group.py), loading the tensors (scheduler.py), the form of requests (protocol.py).
+Not here: the trainer's side (engines/group.py), loading the tensors (scheduler.py), parsing requests (protocol.py).
 
-    begin -> receive a bucket, another, ... -> end: the received tensors, to be loaded together; others stay unchanged
-    join, leave: a group, which is used for many updates
+    begin -> receive a bucket, another, ... -> end: returns all received tensors, which are then loaded together
+    join, leave: a process group, which is used for many weight updates
 
-SGLang loads each bucket when it arrives. This engine collects the buckets until the end, so an interrupted update
+SGLang loads each bucket when it arrives. This engine collects all buckets until `end`, so that an interrupted update
 leaves the old weights unchanged.
 """
 
@@ -41,67 +41,67 @@ ResultT = TypeVar("ResultT")
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 OPEN_SESSION = "a weight-update session is already open; call end_weight_update() first"
 MAX_WAITING_CALLS = 8
-"""Highest number of calls that wait for groups or buckets, each in its own thread with its own connection."""
+"""Highest number of calls that wait for a trainer at the same time. Each needs a thread and a connection."""
 ANSWER_GRACE_S = 5.0
-"""Seconds that a thread may take beyond its own time limit."""
+"""Seconds to wait for a thread after the timeout of its network operation."""
 MAX_GROUPS = 64
-"""Highest number of groups. A killed trainer leaves its groups here, so a new group replaces the oldest one."""
+"""Highest number of process groups. At the limit a new group replaces the oldest one, perhaps of a killed trainer."""
 
 
 class OrderError(RequestError):
-    """A call in the wrong order within an update. The answer has SGLang's form and words."""
+    """The calls of a weight update have the wrong order. The answer has SGLang's form and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCall:
-    """A request to join a group."""
+    """A request to join a process group with a trainer."""
 
     name: str
     """The trainer's name for the group."""
     address: str
-    """Address of the trainer's store."""
+    """Address of the trainer's store, where the members of the group meet."""
     port: int
     """Its port."""
     rank: int
-    """This server's number in the group; 0 is the trainer."""
+    """Rank of this server in the group. The trainer has rank 0."""
     size: int
     """Number of members of the group, including the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCall:
-    """An announcement of tensors, whose bytes arrive one after the other."""
+    """An announcement of tensors that the trainer will broadcast as one sequence of bytes."""
 
     group: str
-    """Name of the group that carries the bytes."""
+    """Name of the process group of the broadcast."""
     dtypes: Mapping[str, torch.dtype]
-    """Number format by tensor name, in the order of the bytes."""
+    """Dtype by tensor name, in the order of the bytes."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape by tensor name."""
 
 
 class WeightReceiver:
-    """Groups with trainers, and the open update. Used and closed by the thread of one event loop.
+    """Process groups with trainers, and the tensors of the open update. Use it only in the thread of one event loop.
 
     Args:
-        max_bytes: limit of the bytes of all tensors of an update.
+        max_bytes: limit of the size of all tensors of an update.
     """
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
         self._max_bytes = max_bytes
-        self._groups: dict[str, Any] = {}  # Any: ProcessGroupGloo, which not every build of torch has
+        self._groups: dict[str, Any] = {}  # Any: ProcessGroupGloo, which some builds of torch lack
         self._arrived: dict[str, Tensor] | None = None
-        """The received tensors; None while no update is open."""
+        """The tensors received so far by name; None if no weight update is open."""
         self._kept: frozenset[str] = frozenset()
         self._num_waiting = 0
         self._num_expected_bytes = 0
-        """Bytes of the buckets that are being awaited."""
+        """Total size of the buckets that are being received."""
 
     def begin(self, kept: Collection[str] = ()) -> None:
-        """Open an update.
+        """Open a weight update.
 
         Args:
-            kept: tensors that will not be sent, because they stay unchanged.
+            kept: names of the tensors that stay unchanged and will not be sent.
 
         Raises:
             OrderError: an update is already open, perhaps from a killed trainer.
@@ -111,7 +111,7 @@ class WeightReceiver:
         self._arrived, self._kept = {}, frozenset(kept)
 
     def end(self) -> tuple[dict[str, Tensor], frozenset[str]]:
-        """Close the update; returns the received tensors and the names of the unchanged tensors.
+        """Close the weight update; returns the received tensors, and the names of the tensors that stay unchanged.
 
         Raises:
             OrderError: no update is open.
@@ -122,12 +122,12 @@ class WeightReceiver:
         return arrived, self._kept
 
     async def join(self, call: GroupCall) -> None:
-        """Join a group, replacing an earlier group of the same name.
+        """Join a process group. An earlier group of the same name is left.
 
         Raises:
             EngineUnavailableError: the trainer is unreachable, or too many calls are waiting.
         """
-        with _failures_named(f"{call.address}:{call.port} is not there as a trainer"):
+        with _failures_named(f"cannot join the trainer at {call.address}:{call.port}"):
             joined = [await self._beside(partial(_connect, call))]
         if call.name in self._groups:
             self.leave(call.name)
@@ -136,7 +136,7 @@ class WeightReceiver:
         self._groups[call.name] = joined.pop()
 
     async def receive(self, call: BucketCall) -> None:
-        """Receive a bucket and store it until the end of the update.
+        """Receive a bucket of tensors and store it until the end of the weight update.
 
         Raises:
             OrderError: no update is open.
@@ -146,11 +146,13 @@ class WeightReceiver:
         if (arrived := self._arrived) is None:
             raise OrderError(NO_SESSION)
         if call.group not in self._groups:
-            raise RequestError(f"There is no group {call.group}: initialize it.")
+            raise RequestError(f"Process group {call.group} does not exist: call init_weights_update_group first.")
         sizes = [math.prod(shape) * call.dtypes[name].itemsize for name, shape in call.shapes.items()]
         held = sum(tensor.nbytes for tensor in arrived.values()) + self._num_expected_bytes
         if held + sum(sizes) > self._max_bytes:
-            raise RequestError(f"{held + sum(sizes)} bytes are more than the weights of the model, {self._max_bytes}.")
+            raise RequestError(
+                f"The update has {held + sum(sizes)} bytes, but at most {self._max_bytes} are permitted."
+            )
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         with _failures_named("the weights did not arrive"):
             await self._beside(partial(self._receive_bytes, call.group, flat), num_bytes=sum(sizes))
@@ -158,32 +160,32 @@ class WeightReceiver:
             arrived[name] = piece.view(call.dtypes[name]).view(shape)
 
     def leave(self, name: str) -> None:
-        """Leave a group, even while a bucket is being received.
+        """Leave a process group, even while a bucket is being received.
 
         Raises:
             OrderError: the group does not exist.
         """
         if name not in self._groups:
             raise OrderError("The group to be destroyed does not exist.")
-        let_go([self._groups.pop(name)])  # in no variable: dropping the last reference waits for the group's end
+        let_go([self._groups.pop(name)])  # without a variable, so that `let_go` has the last reference
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all process groups."""
         for name in list(self._groups):
             self.leave(name)
 
     async def _beside(self, work: Callable[[], ResultT], *, num_bytes: int = 0) -> ResultT:
-        """The result of `work` in a thread, which counts as a waiting call until it ends.
+        """Run `work` in a thread and return its result. The thread counts as a waiting call until it ends.
 
-        A thread is needed, because torch waits forever for a store that accepts a connection and is silent, and this
-        wait cannot be interrupted.
+        A thread is needed because torch waits forever, without a way to interrupt it, for a store that accepts the
+        connection but sends nothing.
 
         Raises:
             EngineUnavailableError: too many calls are waiting.
             RuntimeError: the work took too long.
         """
         if self._num_waiting >= MAX_WAITING_CALLS:
-            raise EngineUnavailableError(f"{MAX_WAITING_CALLS} groups and buckets are already awaited: try again later")
+            raise EngineUnavailableError(f"{MAX_WAITING_CALLS} calls already wait for trainers: try again later")
         results: list[ResultT] = []  # a group must have no other reference, see `let_go`
         thread = asyncio.ensure_future(in_daemon_thread(lambda: results.append(work())))
         self._num_waiting += 1
@@ -217,6 +219,6 @@ def _connect(call: GroupCall) -> Any:  # Any: see WeightReceiver
 def _failures_named(what: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, OSError) as error:  # all of torch's errors of networks and groups are RuntimeErrors
+    except (RuntimeError, OSError) as error:  # torch raises RuntimeError for all errors of networks and process groups
         first_line = str(error).partition("\n")[0]
         raise EngineUnavailableError(f"{what}: {first_line}") from error

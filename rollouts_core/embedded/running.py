@@ -1,13 +1,13 @@
-"""Own the rows that decode together: admit requests, sample one token for every row, return finished completions.
+"""Own the batch of running requests: admit requests, sample one token for each, and return finished completions.
 
-Not here: threads, waiting, weight versions' names (scheduler.py), HTTP.
+Not here: threads, the queue of waiting requests, names of weight versions (scheduler.py), HTTP.
 
     GenerationRequest -> Partial --step--> row 0..B-1 --step--> (Partial, FinishReason)
                            ^                    |
-                           +------ remove ------+      aborted or retracted: with the tokens sampled so far
+                           +------ remove ------+      aborted or retracted, with the tokens sampled so far
 
-Rows are the slots 0..B-1 of the decoder without gaps: when a row leaves, the last row moves into its slot.
-Letters: B rows, V vocabulary.
+Each running request has a row. The rows are the decoder's slots 0..B-1 without gaps: when a request ends, the last row
+moves into its slot. Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,32 +46,33 @@ from rollouts_core.errors import NoMemoryError
 
 NO_TOKEN = -1
 MAX_SEARCH_S, MAX_SEARCH_S_PER_TOKEN = 1.0, 1e-3
-"""Limit of processor time for the search for a completion's stop patterns: seconds, plus seconds per token. All other
-completions wait for the search. A normal pattern needs a tenth of a millisecond for 10,000 characters."""
+"""Limit of CPU time for searching a completion for its stop patterns: seconds, plus seconds per token. All other
+requests wait during a search. A normal pattern needs 0.1 ms for 10,000 characters."""
 
 
 class FinishReason(NamedTuple):
     """Why a completion ended."""
 
     kind: Literal["stop", "length", "abort", "error"]
-    """stop: a stop token or string; length: the limit; abort: on request; error: the request cannot be fulfilled."""
+    """stop: by a stop token, string or pattern; length: by the token limit; abort: by a call; error: request failed."""
     token_id: int = NO_TOKEN
-    """The stop token, for "stop"."""
+    """The stop token that ended the completion, if kind is "stop"."""
     message: str = ""
-    """For "abort", the origin of the abort; for "error", what to change."""
+    """The cause of an abort or an error. For an error, also what to change in the request."""
     string: str = ""
-    """The stop string or pattern, for "stop" without a stop token."""
+    """The stop string or pattern that ended the completion, if kind is "stop" and no stop token did."""
 
 
 NO_NUMBERS = FinishReason(
     "error",
-    message="The log-probs of the next token are no finite numbers: the training of the weights may have diverged. If "
-    "not, use a smaller logit_bias, or a repetition_penalty that is further from 0.",
+    # `engines/http.py` recognizes the first sentence.
+    message="The log-probs of the next token are no finite numbers. The training of these weights may have diverged. "
+    "If not, use a smaller logit_bias, or a repetition_penalty further from 0.",
 )
 
 
 class WeightSpan(NamedTuple):
-    """The completion tokens [start, end) were sampled by the weights of this version."""
+    """A range of completion tokens, [start, end), that weights of one version sampled."""
 
     version: str
     start: int
@@ -83,68 +84,68 @@ class GenerationRequest:
     """A request for one completion."""
 
     request_id: str
-    """Name of the request in aborts and answers."""
+    """Unique id of the request, used in aborts and answers."""
     input_ids: tuple[int, ...]
     """The prompt."""
     params: SamplingParams
-    """Sampling parameters and end conditions."""
+    """Sampling parameters and stop conditions."""
     logprobs: LogprobParams = NO_LOGPROBS
-    """Wanted log-probs besides those of the sampled tokens."""
+    """The log-probs to return besides those of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """A request and its completion so far. Queues hold such objects, and the batch returns them."""
+    """A request with its completion so far. A new request has no completion tokens yet."""
 
     request: GenerationRequest
-    """What was asked."""
+    """The request that this completion answers."""
     seed: int
-    """The request's own seed, or the one drawn for it."""
+    """The seed for sampling: the request's seed, or a random seed if the request has none."""
     output_ids: tuple[int, ...] = ()
-    """The completion so far."""
+    """Token ids of the completion so far."""
     output_logprobs: tuple[float, ...] = ()
-    """Log-prob of each token under the distribution from which it was sampled."""
+    """Log-prob of each completion token under the distribution from which it was sampled."""
     version_changes: tuple[tuple[str, int], ...] = ()
-    """(version that ended, tokens that existed then), in order."""
+    """(replaced version, number of completion tokens at its replacement) of each weight update so far, in order."""
     prompt_scores: PromptScores | None = None
-    """Log-probs of the prompt; None until they are computed, or if the request does not want them."""
+    """Log-probs of the prompt tokens; None until they are computed, or if the request does not ask for them."""
     alternatives: tuple[Alternatives, ...] = ()
-    """Log-probs of other tokens at each position of the completion; empty if the request does not want them."""
+    """Log-probs of alternative tokens at each completion position; empty if the request does not ask for them."""
     submitted_at: float = field(default_factory=time.monotonic)
-    """Clock of `time.monotonic`."""
+    """Time of submission, in seconds of `time.monotonic`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer to one request."""
+    """A finished completion, the answer to one request."""
 
     request_id: str
     """The request's."""
     output_ids: tuple[int, ...]
-    """The sampled tokens, including a stop token or the tokens of a stop string at the end."""
+    """The sampled tokens. They include the stop token, or the tokens of the stop string, at the end."""
     output_logprobs: tuple[float, ...]
-    """Log-probability of each, under the distribution that was sampled from."""
+    """Log-prob of each sampled token under the distribution from which it was sampled."""
     finish_reason: FinishReason
-    """Why it ended."""
+    """Why the completion ended."""
     prompt_tokens: int
-    """Length of the prompt."""
+    """Number of tokens of the prompt."""
     weight_versions: tuple[WeightSpan, ...]
-    """Which weights sampled which tokens; one span unless weights changed during the completion."""
+    """The weight version of each range of tokens. A single span if no weight update occurred during the completion."""
     latency_s: float
-    """Time from submission to the last token."""
+    """Time from the request's submission to the end of the completion, seconds."""
     prompt_scores: PromptScores | None = None
-    """Log-probs of the prompt; None if the request does not want them."""
+    """Log-probs of the prompt tokens; None if the request does not ask for them."""
     alternatives: Alternatives | None = None
-    """Log-probs of other tokens at each position of the completion; None if the request does not want them."""
+    """Log-probs of alternative tokens at each completion position; None if the request does not ask for them."""
 
     @property
     def weight_version(self) -> str:
-        """The version that sampled the last token."""
+        """The version of the weights that sampled the last token."""
         return self.weight_versions[-1].version
 
 
 def complete(partial: Partial, reason: FinishReason, *, weight_version: str) -> Completion:
-    """The completion if `partial` ends now, under weights of this version."""
+    """Finish a completion. `weight_version` is the version of the current weights."""
     return Completion(
         request_id=partial.request.request_id,
         output_ids=partial.output_ids,
@@ -161,7 +162,7 @@ def complete(partial: Partial, reason: FinishReason, *, weight_version: str) -> 
 
 
 def weight_spans(changes: Sequence[tuple[str, int]], current_version: str, num_tokens: int) -> tuple[WeightSpan, ...]:
-    """Spans that cover all tokens, from [("1", 3)], "2", 5: version 1 for [0, 3), version 2 for [3, 5)."""
+    """Convert version changes to spans: [("1", 3)], "2", 5 gives version 1 for [0, 3) and version 2 for [3, 5)."""
     spans: list[WeightSpan] = []
     for version, end in (*changes, (current_version, num_tokens)):
         start = spans[-1].end if spans else 0
@@ -175,7 +176,7 @@ def weight_spans(changes: Sequence[tuple[str, int]], current_version: str, num_t
 
 
 def note_version_change(partial: Partial, old_version: str) -> Partial:
-    """`partial` with a note that its tokens so far are from `old_version`."""
+    """A copy of `partial` that records that `old_version` was replaced after its current last token."""
     if not partial.output_ids:
         return partial
     change = (old_version, len(partial.output_ids))
@@ -183,11 +184,11 @@ def note_version_change(partial: Partial, old_version: str) -> Partial:
 
 
 class RunningBatch:
-    """The rows in the decoder's slots and their completions so far; not thread-safe.
+    """The running requests and their completions so far, a row per request. Not thread-safe.
 
     Args:
-        decoder: the decoder, used by no other batch.
-        tokenizer: finds stop strings and patterns. Without a tokenizer, requests cannot have stop strings or patterns.
+        decoder: decoder for this batch only.
+        tokenizer: decodes text to find stop strings and patterns. Without it, requests cannot have any.
 
     Raises:
         NoMemoryError: the memory is too small for the decoder's slots.
@@ -201,7 +202,7 @@ class RunningBatch:
         self._alternatives: list[list[Alternatives]] = []
         self._patterns = PatternSearch()
         self.constraints = Constraints(tokenizer, decoder.architecture.vocab_size, decoder.architecture.eos_token_ids)
-        """Creates the constraints of rows."""
+        """Creates the grammar constraints (JSON schema, regular expression) of requests."""
         self._followed: list[Constraint | None] = []
         try:
             self._sampling = SamplingRows(slots)
@@ -222,25 +223,25 @@ class RunningBatch:
 
     @property
     def num_rows(self) -> int:
-        """Number of running requests."""
+        """Number of running requests, which is the number of rows."""
         return len(self._partials)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all rows, including prompts."""
+        """Number of tokens of all running requests, including prompts."""
         return int(self._num_cached[: self.num_rows].sum())
 
     @property
     def num_free(self) -> int:
-        """Number of requests that could be admitted now."""
+        """Number of requests that the batch could admit now."""
         return self._decoder.num_slots - self.num_rows
 
     def close(self) -> None:
-        """End the process that searches for patterns."""
+        """End the child process that searches for stop patterns."""
         self._patterns.close()
 
     def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:
-        """Admit requests and sample one more token for every row; returns the requests that ended."""
+        """Admit requests and sample one token for every running request; returns the requests that ended."""
         assert len(admitted) <= self.num_free, f"{len(admitted)} requests for {self.num_free} free rows"
         num_decoding = self.num_rows
         full = [partial for partial in admitted if self._output_limit(partial) == 0]
@@ -249,7 +250,7 @@ class RunningBatch:
                 self._add_row(partial)
         scorers = {key: PromptScorer(*key) for partial in admitted if (key := _scorer_key(partial))}
         prompts = [added.request.input_ids + added.output_ids for added in self._partials[num_decoding:]]
-        # A prompt without a completion uses a free slot only for this pass.
+        # Requests for log-probs of the prompt without a completion use a free slot during this pass only.
         prompts += [partial.request.input_ids for partial in full if _scorer_key(partial)]
         if not num_decoding and not prompts:
             return [(partial, FinishReason("length")) for partial in full]
@@ -270,7 +271,7 @@ class RunningBatch:
         return ended + self._take_finished()
 
     def _end_scored(self, partial: Partial, num_filled: int) -> tuple[Partial, FinishReason]:
-        """A request that wants no token, with its end. Such prompts were computed in the slots after the rows."""
+        """Finish a request without completion tokens. If its log-probs are NaN, clear the slots that no row uses."""
         if partial.prompt_scores is None or not np.isnan(partial.prompt_scores.logprobs_T).any():
             return partial, FinishReason("length")
         for slot in range(self.num_rows, num_filled):
@@ -278,14 +279,14 @@ class RunningBatch:
         return partial, NO_NUMBERS
 
     def remove(self, is_chosen: Callable[[str], bool]) -> list[Partial]:
-        """Remove the rows whose request id is chosen, and return them with their tokens, in the order of the rows."""
+        """Remove the requests with a chosen id, and return them with their tokens so far, in the order of rows."""
         rows = [row for row, p in enumerate(self._partials) if is_chosen(p.request.request_id)]
         removed = [self.partial(row) for row in rows]
         self._drop_rows(rows)
         return removed
 
     def partial(self, row: int) -> Partial:
-        """The current state of a row."""
+        """The request of a row with its completion so far."""
         count = self._num_output[row]
         return replace(
             self._partials[row],
@@ -295,12 +296,12 @@ class RunningBatch:
         )
 
     def row_of(self, request_id: str) -> int | None:
-        """The row of a request; None if the request is not running."""
+        """The index of a request's row; None if the request is not running."""
         ids = (p.request.request_id for p in self._partials)
         return next((row for row, found in enumerate(ids) if found == request_id), None)
 
     def note_version_change(self, old_version: str) -> None:
-        """Remember that the tokens of all rows so far were sampled by `old_version`."""
+        """Record in all requests that weights `old_version` sampled their tokens so far."""
         self._partials = [note_version_change(self.partial(row), old_version) for row in range(self.num_rows)]
 
     def _output_limit(self, partial: Partial) -> int:
@@ -325,9 +326,9 @@ class RunningBatch:
         self._has_alternatives[row] = partial.request.logprobs.num_alternatives > 0
 
     def _ends_of(self, params: SamplingParams) -> set[int]:
-        """Tokens that end a completion; empty with `ignore_eos`."""
+        """Token ids that end a completion: the model's end tokens and the request's `stop_token_ids`."""
         architecture = self._decoder.architecture
-        known = range(architecture.vocab_size)  # skips ids that do not exist: memory in all rows
+        known = range(architecture.vocab_size)  # unknown ids would only widen the array of all rows
         return {*architecture.eos_token_ids, *filter(known.__contains__, params.stop_token_ids)}
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
@@ -338,7 +339,7 @@ class RunningBatch:
         self._stop_ids[row, : len(stop_ids)] = stop_ids
 
     def _append_tokens(self, logits_BV: Tensor) -> None:
-        """Sample for all rows; `_num_cached` is the position of the sampled token."""
+        """Sample a token for every row from its logits, and append it. `_num_cached` is the position of this token."""
         count = self.num_rows
         sampling = self._sampling.first(count)
         for row in np.flatnonzero(sampling.is_adjusted_B):
@@ -361,7 +362,7 @@ class RunningBatch:
             self._alternatives[row].append(find_alternatives(logprobs_RV, self._partials[row].request.logprobs))
 
     def _take_finished(self) -> list[tuple[Partial, FinishReason]]:
-        """Remove and return the rows whose last token ended them."""
+        """Remove the requests that ended with their last token, and return them with the reasons."""
         count = self.num_rows
         last_token = self._last_token[:count]
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
@@ -381,7 +382,7 @@ class RunningBatch:
         return finished
 
     def _find_stops(self, rows: list[int]) -> dict[int, FinishReason]:
-        """The rows that end by a stop string or pattern, or because the search for a pattern took too long."""
+        """The rows that end because of a stop string or pattern, or because the search for a pattern took too long."""
         stops = {row: FinishReason("stop", string=string) for row in rows if (string := self._stop_string(row))}
         searched = [row for row in rows if row not in stops and self._partials[row].request.params.stop_regex]
         for row, found in zip(searched, self._patterns.find(list(map(self._pattern_search, searched))), strict=True):
@@ -394,7 +395,7 @@ class RunningBatch:
         return stops
 
     def _find_no_numbers(self) -> dict[int, FinishReason]:
-        """The rows whose last token was chosen from non-finite numbers; their slots are emptied."""
+        """The rows whose last log-prob is NaN or infinite. Clears their slots in the KV cache."""
         last_logprobs = self._output_logprobs[np.arange(self.num_rows), self._num_output[: self.num_rows] - 1]
         rows = np.flatnonzero(~np.isfinite(last_logprobs)).tolist()
         for row in rows:
@@ -402,27 +403,27 @@ class RunningBatch:
         return dict.fromkeys(rows, NO_NUMBERS)
 
     def _stop_string(self, row: int) -> str:
-        """The stop string at the end of a row's text. The last token may contain text after the string."""
+        """The stop string that the last tokens of a row contain; "" without a match. Text may follow the string."""
         wanted = self._partials[row].request.params.stop
         if not wanted:
             return ""
-        assert self._tokenizer is not None, "the scheduler refuses stop strings where there is no tokenizer"
-        num_tail = max(len(string.encode()) for string in wanted) + 1  # no token has less than a byte
+        assert self._tokenizer is not None, "the scheduler refuses stop strings without a tokenizer"
+        num_tail = max(len(string.encode()) for string in wanted) + 1  # a token has at least one byte
         count = self._num_output[row]
         tail_ids = self._output_ids[row, max(0, count - num_tail) : count].tolist()
         tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
         return next((string for string in wanted if string in tail), "")
 
     def _pattern_search(self, row: int) -> Search:
-        """The search for a row's patterns in its text, with its remaining time."""
-        assert self._tokenizer is not None, "the scheduler refuses stop patterns where there is no tokenizer"
+        """The search for the stop patterns of a row in its text, limited to its remaining CPU time."""
+        assert self._tokenizer is not None, "the scheduler refuses stop patterns without a tokenizer"
         count = int(self._num_output[row])
         limit_s = MAX_SEARCH_S + MAX_SEARCH_S_PER_TOKEN * count - float(self._search_s[row])
         text = self._tokenizer.decode(self._output_ids[row, :count].tolist(), skip_special_tokens=False)
         return Search(patterns=self._partials[row].request.params.stop_regex, text=text, limit_s=limit_s)
 
     def _drop_rows(self, rows: list[int]) -> None:
-        """Close the gaps with the last rows; `rows` are in rising order."""
+        """Remove rows, and move the last rows into the gaps. `rows` are in ascending order."""
         for row in reversed(rows):
             last = self.num_rows - 1
             if row != last:
@@ -446,7 +447,7 @@ class RunningBatch:
 
 
 def _scorer_key(partial: Partial) -> tuple[tuple[int, ...], LogprobParams, int | None] | None:
-    """The inputs of the log-probs of a prompt; None if the log-probs are not wanted or already known."""
+    """A key of the inputs to a prompt's log-probs; None if they are not requested or already computed."""
     request = partial.request
     if request.logprobs.start is None or partial.prompt_scores is not None:
         return None

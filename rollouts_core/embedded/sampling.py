@@ -1,10 +1,10 @@
-"""Sample tokens from logits with the parameters of each request, and compute the log-prob of each token.
+"""Sample tokens from logits with the parameters of each request, and compute the log-prob of each sampled token.
 
 Not here: stop conditions (running.py), reading JSON (protocol.py).
 
-    logits_BV - penalties                                         for tokens that the completion already has
-        - inf                                                     for end tokens before min_new_tokens
-        - inf                                                     for ids from num_tokens on
+    logits_BV - penalties                                         for tokens that are already in the completion
+        - inf                                                     for end tokens before min_new_tokens tokens
+        - inf                                                     for token ids from num_tokens on
         + logit_bias
         / temperature -> log_softmax -> logprobs                  the reported log-probs
                                    |
@@ -12,8 +12,8 @@ Not here: stop conditions (running.py), reading JSON (protocol.py).
                                    |
     uniform(seed, position) -> inverse cumulative distribution -> tokens_B
 
-The uniform number is a hash of the request's seed and the token's position. A request therefore gets the same numbers
-beside any other requests, and after an abort and a continuation with the same seed.
+The uniform number is a hash of the request's seed and the token's position. It therefore depends neither on the other
+requests of the batch, nor on an abort after which the request continues with the same seed.
 
 Letters: B rows, V vocabulary.
 """
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
-"""With a temperature below this a request is greedy, as in SGLang."""
+"""A request with a lower temperature is greedy: it gets the most probable token. As in SGLang."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_PATTERNS = 32
@@ -45,52 +45,52 @@ _UNIFORM_BITS = 52
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters and end conditions of one completion, with SGLang's names and defaults.
+    """The sampling parameters and stop conditions of one completion, with SGLang's names and defaults.
 
     Raises:
-        ValueError: a value outside its range. The message is SGLang's.
+        ValueError: a value is outside its range. The message is SGLang's.
     """
 
     max_new_tokens: int | None = 128
-    """Highest number of tokens; None fills the context."""
+    """Highest number of completion tokens; None permits as many as fit into the context."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, besides the model's own; the token is part of the completion."""
+    """Tokens that end the completion, besides the model's end tokens. The completion includes the end token."""
     stop: tuple[str, ...] = ()
-    """Strings that end the completion as soon as its text contains one. The string's tokens stay in the completion."""
+    """Strings that end the completion when its text contains one of them. The completion includes that string."""
     stop_regex: tuple[str, ...] = ()
-    """Regular expressions that end the completion as soon as its text matches one of them."""
+    """Regular expressions that end the completion when one of them matches anywhere in its text."""
     min_new_tokens: int = 0
-    """Until the completion has this many tokens, no end token can be chosen."""
+    """Minimum number of completion tokens. End tokens are excluded before."""
     ignore_eos: bool = False
     """If true, neither the model's end tokens nor `stop_token_ids` end the completion."""
     temperature: float = 1.0
-    """Divisor of the logits; 0 chooses the most probable token."""
+    """Divisor of the logits. 0 always gives the most probable token."""
     top_p: float = 1.0
-    """Only the most probable tokens that together reach this probability can be chosen."""
+    """Nucleus sampling: keep only the most probable tokens whose probabilities together reach this value."""
     top_k: int = -1
-    """Only this many most probable tokens can be chosen; -1 permits all."""
+    """Keep only this many of the most probable tokens; -1 keeps all."""
     min_p: float = 0.0
-    """Only tokens at least this probable, relative to the most probable one, can be chosen."""
+    """Keep only tokens with at least this share of the most probable token's probability."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that the completion already has the token."""
+    """Number that is subtracted from a token's logit for each occurrence of the token in the completion."""
     presence_penalty: float = 0.0
-    """Subtracted from a token's logit if the completion already has the token."""
+    """Number that is subtracted from a token's logit if the completion already contains the token."""
     repetition_penalty: float = 1.0
-    """Divides a token's logit, or multiplies a negative one, if the completion already has the token."""
+    """Divisor of a token's positive logit, or factor of a negative one, if the completion already has the token."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and the number that is added to its logit."""
+    """Pairs of a token id and the number that is added to the token's logit."""
     num_tokens: int | None = None
-    """Only token ids below this number can be chosen; None permits all ids of the model."""
+    """Only token ids below this number can be sampled; None permits all token ids of the model."""
     sampling_seed: int | None = None
-    """The same seed, prompt and weights give the same completion; None draws a seed."""
+    """Seed for sampling. The same seed, prompt and weights give the same completion. None draws a random seed."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text. The token ids always contain them."""
+    """Omit special tokens from the completion's text. Its token ids always include them."""
     no_stop_trim: bool = False
-    """Keep the stop string or end token in the text. The token ids always contain it."""
+    """Keep the stop string or end token in the completion's text. Its token ids always include it."""
     json_schema: str = ""
-    """A JSON schema that the text of the completion follows; empty for none."""
+    """A JSON schema that the completion's text must follow; empty for no schema."""
     regex: str = ""
-    """A regular expression that the whole text of the completion matches; empty for none."""
+    """A regular expression that the whole text of the completion must match; empty for no expression."""
 
     def __post_init__(self) -> None:
         most_tokens = math.inf if self.max_new_tokens is None else self.max_new_tokens
@@ -122,12 +122,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most probable token is chosen."""
+        """True if the most probable token is always chosen."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def is_penalized(self) -> bool:
-        """True if a penalty changes the logits of tokens that the completion already has."""
+        """True if a penalty changes the logits of tokens that are already in the completion."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
@@ -142,12 +142,12 @@ class SamplingParams:
 
     @property
     def is_restricted(self) -> bool:
-        """True if some tokens may be excluded from the choice."""
+        """True if top_k, top_p or min_p may exclude tokens."""
         return self.top_p < 1.0 or self.top_k > 1 or self.min_p > 0.0
 
 
 class SamplingRows:
-    """The sampling parameters of B rows as arrays that are updated in place, which is faster than building new ones.
+    """The sampling parameters of B rows as arrays. They are updated in place, which is faster than building new arrays.
 
     Args:
         num_rows: B. The content of a row is undefined until it is set.
@@ -155,25 +155,25 @@ class SamplingRows:
 
     def __init__(self, num_rows: int) -> None:
         self.temperature_B = np.ones(num_rows, dtype=np.float32)
-        """1 for greedy rows of temperature 0."""
+        """Temperature of each row; 1 if the row is greedy with temperature 0."""
         self.top_p_B = np.ones(num_rows, dtype=np.float32)
-        """Probability that the tokens to choose from must reach together."""
+        """`top_p` of each row."""
         self.top_k_B = np.zeros(num_rows, dtype=np.int64)
-        """Number of tokens that can be chosen; a number above every vocabulary permits all."""
+        """`top_k` of each row. A number above the size of every vocabulary permits all tokens."""
         self.num_tokens_B = np.full(num_rows, ALL_TOKENS, dtype=np.int64)
-        """Token ids from this number on are left out."""
+        """`num_tokens` of each row: only token ids below this number can be sampled."""
         self.min_p_B = np.zeros(num_rows, dtype=np.float32)
-        """Least probability relative to the most probable token."""
+        """`min_p` of each row."""
         self.seed_B = np.zeros(num_rows, dtype=np.int64)
-        """The request's seed, or the seed drawn for it."""
+        """Seed of each row: the request's seed, or a random seed if the request has none."""
         self.is_greedy_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows that take the most probable token."""
+        """True for rows that always take the most probable token."""
         self.is_restricted_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows for which some tokens may be excluded."""
+        """True for rows whose top_k, top_p or min_p may exclude tokens."""
         self.is_adjusted_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows whose logits are changed."""
+        """True for rows whose logits are changed before sampling."""
         self.has_stop_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows that a string or a pattern may end."""
+        """True for rows that have stop strings or stop patterns."""
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
         """Set the parameters of a row."""
@@ -194,7 +194,7 @@ class SamplingRows:
             column[target] = column[source]
 
     def first(self, num_rows: int) -> SamplingRows:
-        """A view of the first rows."""
+        """A view of the first `num_rows` rows."""
         rows = SamplingRows(0)
         vars(rows).update({name: column[:num_rows] for name, column in vars(self).items()})
         return rows
@@ -205,13 +205,13 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     """Return a token per row and its log-probability under log_softmax(logits / temperature).
 
     Args:
-        logits_BV: next-token logits. The logits of ids that rows leave out become minus infinity.
+        logits_BV: next-token logits. Logits of token ids that `num_tokens` excludes become minus infinity, in place.
         rows: sampling parameters of the same rows.
         positions_B: the position that each token will have, counted from the start of the prompt.
 
     Returns:
-        tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs. If logits are not
-        finite, or no token may be chosen, the token is arbitrary and its logprob is not finite.
+        tokens_B (int64) and logprobs_B (float32, nats). top_k, top_p and min_p do not renormalise the log-probs. If
+        logits are not finite, or all tokens are excluded, the token is arbitrary and its log-prob is not finite.
     """
     num_words = logits_BV.shape[-1]
     is_limited = bool((rows.num_tokens_B < num_words).any())
@@ -233,13 +233,13 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
 
 @torch.inference_mode()
 def tempered_logprobs(logits_BV: Tensor, temperature_B: NDArray[np.float32]) -> Tensor:
-    """The distribution that is sampled from, before some tokens are excluded from the choice."""
+    """log_softmax(logits / temperature), the distribution before top_k, top_p and min_p exclude tokens."""
     return torch.log_softmax(logits_BV.float() / _as_column(temperature_B), -1)
 
 
 @torch.inference_mode()
 def leave_out(logits_BV: Tensor, num_tokens_B: NDArray[np.int64]) -> None:
-    """Make the token ids from `num_tokens_B` on impossible, in place."""
+    """Set the logits of each row's token ids from `num_tokens_B` on to minus infinity, in place."""
     least = int(num_tokens_B.min())
     if least == num_tokens_B.max():
         logits_BV[:, least:] = -math.inf
@@ -252,10 +252,10 @@ def leave_out(logits_BV: Tensor, num_tokens_B: NDArray[np.int64]) -> None:
 def adjust_logits(
     logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingParams, ends: Collection[int]
 ) -> None:
-    """Apply a request's changes to the logits of the next token, in place and in SGLang's order.
+    """Apply the penalties, minimum length and logit bias of a request to the next token's logits, in place.
 
     Args:
-        output_ids: the completion so far.
+        output_ids: token ids of the completion so far.
         ends: tokens that would end the completion.
     """
     if params.is_penalized:
@@ -269,7 +269,7 @@ def adjust_logits(
 
 @torch.inference_mode()
 def penalize(logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingParams) -> None:
-    """Change the logits of the tokens that a completion already has, in place and in SGLang's order."""
+    """Apply the penalties for tokens that are already in the completion, in place and in SGLang's order."""
     found, counts = np.unique(output_ids, return_counts=True)
     tokens, times = torch.from_numpy(found), torch.from_numpy(counts)
     logits = logits_V[tokens] - (times * params.frequency_penalty + params.presence_penalty)
@@ -278,7 +278,7 @@ def penalize(logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingPa
 
 
 def uniform_numbers(seeds_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) that depend only on (seed, position): two rounds of the splitmix64 finaliser."""
+    """Uniform numbers in [0, 1) from two rounds of the splitmix64 finaliser over (seed, position)."""
     mixed_seeds = _splitmix64(seeds_B.astype(np.uint64))
     mixed = _splitmix64(mixed_seeds + positions_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
@@ -304,7 +304,7 @@ def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _restrict(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
-    """Probabilities with excluded tokens set to 0: top_k, top_p and min_p each judge the full distribution."""
+    """Set the probabilities of excluded tokens to 0. top_k, top_p and min_p each apply to the full distribution."""
     sorted_BV, order_BV = probs_BV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(probs_BV.shape[-1])
     before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
@@ -314,5 +314,5 @@ def _restrict(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV.masked_fill(excluded_BV, 0.0))
 
 
-def _as_column(values_B: NDArray[Any]) -> Tensor:  # Any: of whatever number format
+def _as_column(values_B: NDArray[Any]) -> Tensor:  # Any: an array of any dtype
     return torch.from_numpy(values_B)[:, None]

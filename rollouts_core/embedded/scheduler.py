@@ -1,16 +1,16 @@
-"""Own the generation thread: a queue of requests, and pauses, weight updates and aborts between two steps.
+"""Own the generation thread. Between two decoding steps it admits, aborts and pauses requests, and updates weights.
 
 Not here: the rows of the running batch (running.py), HTTP (server.py).
 
-    any thread                              generation thread, one turn after the other
+    any thread                              generation thread, in a loop
     submit()  -> incoming --+
     abort()   -+            +-> [commands] -> [updates, if paused or nothing runs] -> [admit and step] -+
     pause()    +-> commands +        ^                                                                  |
     update_weights() ...-+           +------------------------------------------------------------------+
                                         finished completions resolve the futures that submit() returned
 
-An update without a pause lets the running requests end first and admits no other requests meanwhile. If the thread
-fails, every pending future fails with the same error, and no further calls are accepted.
+Without a pause, a weight update waits until all running requests have ended, and no requests are admitted meanwhile.
+If the thread fails, all pending futures fail with its error, and further calls are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_REQUESTS = 65536
 MAX_WAITING_UPDATES = 8
-"""Highest number of weight updates that wait for running requests to end. Waiting updates may hold sent weights."""
+"""Highest number of weight updates that wait for running requests to end. Each may have a copy of the weights."""
 CLOSE_TIMEOUT_S = 10.0
 ABORTED = FinishReason("abort", message="Aborted")
 SHUT_DOWN = FinishReason("abort", message="The engine is shutting down")
@@ -58,55 +58,55 @@ ProgressListener = Callable[[Partial], None]
 
 
 class RequestError(EngineError):
-    """A request that the engine refuses; a retry of the same request does not help."""
+    """The engine refuses a request. Sending the same request again does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """Weights that wait to be loaded."""
+    """A weight update that waits until no request runs or generation is paused."""
 
     model_dir: Path
-    """Directory with the safetensors files. For segments and sent weights, it needs only a config.json."""
+    """Directory with the safetensors files. With `segments` or `tensors`, it needs only a config.json."""
     segments: tuple[SegmentAddress, ...] = ()
-    """Addresses of the weights; empty if the weights are in the directory."""
+    """Addresses of published weights; empty if the weights are not in segments."""
     tensors: Mapping[str, Tensor] | None = None
-    """The weights themselves, if a trainer sent them."""
+    """The weights in memory, if a trainer sent them; else None."""
     kept: frozenset[str] = frozenset()
-    """Names of the weights that stay unchanged beside `tensors`."""
+    """Names of the weights that `tensors` does not replace."""
     weight_version: str | None
-    """Name of the new weights; None keeps the old name."""
+    """Version name of the new weights; None keeps the current name."""
     done: Future[int]
-    """Resolves to the number of paused requests."""
+    """Resolves after loading, to the number of requests that were paused during the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The amount of work of the engine."""
+    """Numbers of running and waiting requests and tokens of the engine."""
 
     num_running: int
-    """Number of running requests."""
+    """Number of requests in the running batch."""
     num_waiting: int
-    """Number of requests that wait for a free row or for the end of a pause."""
+    """Number of requests that wait for a free row in the batch or for the end of a pause."""
     num_used_tokens: int
     """Number of tokens of the running requests, including prompts."""
     num_waiting_tokens: int
     """Number of tokens of the waiting requests."""
     is_paused: bool
-    """True if nothing is generated until `resume`."""
+    """True if generation is paused until `resume`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
-    """A command to run between two steps."""
+    """A function for the generation thread to run between two decoding steps."""
 
     run: Callable[[], None]
-    """Runs the command and resolves its future; raises if the thread cannot continue."""
+    """Runs the function and resolves the caller's future. Raises if the generation thread cannot continue."""
     refuse: Callable[[str], None]
-    """Fails the future of the command with a reason."""
+    """Fails the caller's future with this message."""
 
 
 class Scheduler:
-    """A generation thread over one decoder; use it with `with`.
+    """Runs a decoder in a generation thread. Use it as a context manager.
 
     All methods may be called from any thread. Futures resolve in the generation thread.
 
@@ -120,13 +120,13 @@ class Scheduler:
         self.weight_version = weight_version
         self.is_paused = False
         self.failure: RolloutsError | None = None
-        """The error that ended the thread. Every waiting and later call raises this error."""
+        """The error that ended the generation thread. All waiting and later calls raise a copy of it."""
         self.tokenizer = _load_tokenizer(model_dir)
         """Converts text to token ids and back; None if the model directory has no tokenizer.json."""
         self._batch = RunningBatch(decoder, self.tokenizer)
         self._waiting: deque[Partial] = deque()
         self._updates: deque[WeightUpdate] = deque()
-        # The lock guards the attributes that other threads use: those below, and `failure`.
+        # `_wake` is the lock of `failure` and of the following attributes, which other threads use too.
         self._wake = threading.Condition()
         self._incoming: deque[Partial] = deque()
         self._commands: deque[_Command] = deque()
@@ -161,14 +161,14 @@ class Scheduler:
         return self.failure is None and not self._is_closing and self._thread.is_alive()
 
     def submit(self, request: GenerationRequest, *, on_progress: ProgressListener | None = None) -> Future[Completion]:
-        """Queue a request. The future resolves to the completion, also after an abort.
+        """Queue a request. The returned future resolves to the completion. After an abort, the completion is partial.
 
-        The future fails with RequestError if the search for the request's stop patterns takes too long, or if log-probs
-        are not finite.
+        The future fails with RequestError if the search for stop patterns takes too long, or if log-probs are not
+        finite.
 
         Args:
             request: the request to queue.
-            on_progress: called in the generation thread after every step, with the tokens so far.
+            on_progress: called in the generation thread after every decoding step, with the tokens so far.
 
         Raises:
             RequestError: the model cannot take this request.
@@ -200,7 +200,7 @@ class Scheduler:
             raise RequestError(str(error)) from error
 
     def abort(self, request_id: str) -> Future[None]:
-        """End a request, or the requests `<request_id>_<n>` of a batch, with the tokens sampled so far.
+        """End a request, or all requests `<request_id>_<n>`, with the tokens sampled so far.
 
         Unknown ids are ignored.
         """
@@ -209,10 +209,10 @@ class Scheduler:
         )
 
     def give_up(self, request_ids: Collection[str]) -> None:
-        """End requests for which no caller waits. Unknown ids are ignored, also after the engine has ended.
+        """End requests whose caller no longer waits. Unknown ids are ignored. A closed engine raises no error.
 
-        The ids of all callers are collected and searched once, because a disconnected client may leave thousands of
-        requests.
+        A disconnected client may leave thousands of requests. Their ids are therefore collected, and the queue is
+        searched once for all of them.
         """
         with self._wake:
             self._given_up.update(request_ids)
@@ -223,16 +223,17 @@ class Scheduler:
         return self._between_steps(lambda: self._end(lambda _: True, ABORTED))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop generating until `resume`, with SGLang's modes.
+        """Pause generation until `resume`. The modes are those of SGLang.
 
-        abort ends all requests. retract puts running requests back into the queue, and computes their KV cache again.
-        in_place keeps running requests with their KV cache, so after a weight update their logprobs belong to neither
-        model.
+        abort     ends all requests
+        retract   returns running requests to the queue; their KV cache is computed again after the pause
+        in_place  keeps running requests and their KV cache; after a weight update, their log-probs mix keys and
+                  values of the old weights with the new weights
         """
         return self._between_steps(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        """Continue after `pause`."""
+        """Continue generation after `pause`."""
         return self._between_steps(self._resume)
 
     def update_weights(
@@ -244,15 +245,16 @@ class Scheduler:
         tensors: Mapping[str, Tensor] | None = None,
         kept: frozenset[str] = frozenset(),
     ) -> Future[int]:
-        """Load other weights, at once if paused, else when the running requests have ended.
+        """Load new weights: at once if generation is paused, else after the running requests have ended.
 
         Args:
-            segments: addresses of the weights; by default the weights are in the directory.
-            tensors: the weights themselves, if a trainer sent them.
-            kept: names of the weights that stay unchanged beside `tensors`.
+            segments: addresses of published weights. Without `segments` and `tensors`, `model_dir` has the weights.
+            tensors: the weights in memory, if a trainer sent them.
+            kept: names of the weights that `tensors` does not replace.
 
-        The future resolves to the number of paused requests. It fails with `CheckpointError` if the weights cannot be
-        loaded; all old weights then stay. It fails with `EngineUnavailableError` if too many updates are waiting.
+        The returned future resolves to the number of requests that were paused during the update. It fails with
+        `CheckpointError` if the weights cannot be loaded; all old weights then stay. It fails with
+        `EngineUnavailableError` if too many updates are waiting.
         """
         update = WeightUpdate(
             model_dir=model_dir,
@@ -276,18 +278,18 @@ class Scheduler:
         return self._between_steps(lambda: self.decoder.weight_digests(digest))
 
     def load(self) -> Future[Load]:
-        """The amount of work between two steps. An answer shows that the thread still runs."""
+        """The engine's load, measured by the generation thread. An answer proves that this thread still runs."""
         return self._between_steps(self._measure_load)
 
     def close(self) -> None:
-        """End all requests with the tokens sampled so far, then end the thread."""
+        """End all requests with the tokens sampled so far, then end the generation thread."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _between_steps(self, function: Callable[[], ResultT]) -> Future[ResultT]:
-        """Run `function` in the generation thread and return the future of its result."""
+        """Run `function` in the generation thread between two decoding steps; returns the future of its result."""
         done: Future[ResultT] = Future()
         done.set_running_or_notify_cancel()
 
@@ -324,7 +326,7 @@ class Scheduler:
             while self._wait_for_work():
                 self._turn()
             self._shut_down()
-        except NoMemoryError as error:  # a restart would fail in the same way
+        except NoMemoryError as error:  # logged without a traceback: a restart would fail in the same way
             logger.error("%s", error)
             self._fail(error)
         except Exception as error:
@@ -334,7 +336,7 @@ class Scheduler:
             self._batch.close()
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False when the engine closes."""
+        """Block until the thread has work. Returns False if the engine closes."""
         with self._wake:
             while not (self._is_closing or self._has_orders() or self._can_generate()):
                 self._wake.wait()
@@ -383,7 +385,7 @@ class Scheduler:
 
     def _queue_update(self, update: WeightUpdate) -> None:
         if len(self._updates) >= MAX_WAITING_UPDATES:
-            raise EngineUnavailableError(f"{MAX_WAITING_UPDATES} updates of the weights are waiting: try again later")
+            raise EngineUnavailableError(f"{MAX_WAITING_UPDATES} weight updates are already waiting: try again later")
         self._updates.append(update)
 
     def _resume(self) -> None:
@@ -454,7 +456,7 @@ class Scheduler:
         self._fail(EngineUnavailableError(SHUT_DOWN.message))
 
     def _fail(self, failure: RolloutsError) -> None:
-        """Refuse all further calls, and fail all waiting calls."""
+        """Fail all pending requests, commands and weight updates with this error, and refuse further calls."""
         with self._wake:
             self.failure = failure
             pending, commands = list(self._pending.values()), list(self._commands)
@@ -474,16 +476,16 @@ def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exceptions
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise CheckpointError(f"{path} cannot be read as a tokenizer ({error}): copy the file again") from error
-    # tokenizer.json stores the last used truncation and padding. Prompts are neither truncated nor padded.
+    # tokenizer.json may contain truncation and padding settings. Prompts must not be truncated or padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _copy(error: RolloutsError) -> RolloutsError:
-    """A copy of the error for another caller, which adds its own traceback."""
+    """A copy of an error for one caller. Raising the same object for several callers would mix their tracebacks."""
     return type(error)(str(error))
 
 

@@ -1,9 +1,9 @@
-"""Segments: tensors that a trainer publishes once and never changes, in the trainer's memory or in a file.
+"""Segments: immutable sets of tensors that a trainer publishes, in its own memory or in a file.
 
-Not here: writing segments (engines/segments.py), copying them into the model (decoder.py).
+Not here: writing segments (engines/segments.py), copying their tensors into the model (decoder.py).
 
-    trainer, pid 12: memory of descriptor 9, in the form of a safetensors file
-    engine:          /proc/12/fd/9, mapped; the kernel keeps the memory as long as it is mapped, even after the trainer
+    trainer, pid 12: a safetensors file in memory, open as file descriptor 9
+    engine:          maps /proc/12/fd/9; while it is mapped, the memory stays valid, even if the trainer ends
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BOOT_ID, PROCESS_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentAddress:
-    """The address of some published tensors."""
+    """The address of a segment, and the names of tensors in it."""
 
     id: str
-    """Unique id of the segment. The content of a segment never changes."""
+    """Unique id of the segment. The same id always means the same tensors."""
     path: str
-    """Path of a file, or of the memory of a process on this machine."""
+    """Path of the segment's file, or path in /proc of the memory of a process on this machine."""
     names: tuple[str, ...]
     """Names of the tensors to read. The segment may contain further tensors."""
 
 
 def memory_scope() -> str:
-    """Text that is equal for processes that can open each other's memory by paths in /proc; "" if the system cannot.
+    """Return a text that is equal in processes that can open each other's memory through /proc; "" without /proc.
 
     Such processes have the same kernel, the same namespace of process ids, and the same user.
     """
@@ -47,16 +47,16 @@ def memory_scope() -> str:
 
 
 def read_segment(segment: SegmentAddress, names: Collection[str]) -> dict[str, Tensor]:
-    """Some tensors of a segment, mapped instead of copied.
+    """Read tensors of a segment. They are memory-mapped, not copied.
 
     Raises:
-        CheckpointError: the segment is gone, or has other content.
+        CheckpointError: the segment does not exist any more, is damaged, or lacks one of the tensors.
     """
     try:
         with open_tensors(segment.path) as file:
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{segment.path} cannot be read as published weights ({error}): their trainer has ended, or has published "
-            "newer weights. Publish the weights again"
+            f"{segment.path} cannot be read as published weights ({error}): the trainer has ended, or replaced them "
+            "with newer weights. Publish the weights again"
         ) from error

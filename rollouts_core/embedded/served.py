@@ -1,6 +1,6 @@
-"""A served model for the endpoints: its tokenizer, and functions that submit, follow and abort requests.
+"""The model that a server serves, with its tokenizer, and functions that submit, follow and abort requests.
 
-Not here: the form of requests and answers (protocol.py, openai_api.py, anthropic_api.py), generation (scheduler.py).
+Not here: the JSON of requests and answers (protocol.py, openai_api.py, anthropic_api.py), generation (scheduler.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.errors import EngineError
 
 INCOMPLETE = "\ufffd"
-"""Replaces an incomplete character in a text, for example until the token with the rest of its bytes."""
+"""Character that the tokenizer puts for incomplete UTF-8, for instance if a character's last token is still missing."""
 
 
 ResultT = TypeVar("ResultT")
@@ -35,48 +35,48 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The parts of a served model that the endpoints use."""
+    """A served model with everything that the endpoints need."""
 
     scheduler: Scheduler
-    """The generation thread, which owns the weights."""
+    """Runs the model in the generation thread."""
     receiver: WeightReceiver
-    """Receives sent weights."""
+    """Receives weights that a trainer sends."""
     tokenizer: Tokenizer | None
     """Converts text to token ids and back; None if the model directory has no tokenizer.json."""
     name: str
     """Name of the model in requests."""
     chat: ChatModel
-    """Its chat template."""
+    """The model's chat template."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """Start of serving, in seconds since 1970."""
+    """Time at which serving began, in seconds since 1970."""
     encoding: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
-    """Limits tokenizing to one request at a time, because it takes hundreds of bytes per byte of text."""
+    """Limits tokenization to one request at a time, because it needs hundreds of bytes of memory per byte of text."""
 
     def encode(self) -> Callable[[str], list[int]] | None:
-        """The function from text to token ids; None without a tokenizer."""
+        """Return the function that converts text to token ids; None without a tokenizer."""
         if (tokenizer := self.tokenizer) is None:
             return None
-        # The method for batches lets the event loop run meanwhile, and it skips the tokens' positions in the text.
+        # This method releases the GIL for the event loop, and does not compute the positions of tokens in the text.
         return lambda text: list(tokenizer.encode_batch_fast([text])[0].ids)
 
     def check_name(self, name: str) -> None:
-        """Raise UnknownModelError for another name than the model's name or folder."""
+        """Raise UnknownModelError if a request names another model than the served one."""
         known = (self.name, str(self.scheduler.model_dir))
         if name not in known:
             raise UnknownModelError(f"The model {name[:200]!r} is not served here: ask for {self.name!r}.")
 
     async def prepare(self, make: Callable[[], ResultT]) -> ResultT:
-        """The result of `make`, which converts text to token ids. Runs in a thread, one call at a time."""
+        """Run `make`, which tokenizes text, in a thread and return its result. Only one call runs at a time."""
         return await anyio.to_thread.run_sync(make, limiter=self.encoding)
 
     def text_of(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
-        """The text of a completion; empty without a tokenizer."""
+        """Decode the token ids of a completion; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
 
     def text_of_completion(self, completion: Completion, params: SamplingParams) -> str:
-        """The text of a completion, without its stop string or token unless `no_stop_trim` is set, as in SGLang."""
+        """The text of a finished completion. The stop string or token is removed unless `no_stop_trim` is set."""
         reason = completion.finish_reason
         ends_in_token = reason.kind == "stop" and not reason.string
         if params.no_stop_trim or not ends_in_token:
@@ -92,7 +92,7 @@ def submit_all(
     requests: tuple[GenerationRequest, ...],
     listener_of: Callable[[int], Callable[[Partial], None]] | None = None,
 ) -> list[Future[Completion]]:
-    """Submit all of the requests, or none if one is refused."""
+    """Submit all requests. If one of them is refused, abort the others and raise."""
     futures: list[Future[Completion]] = []
     for index, asked in enumerate(requests):
         try:
@@ -109,12 +109,12 @@ async def wait_or_abort(
     requests: tuple[GenerationRequest, ...],
     futures: list[Future[Completion]],
 ) -> list[Completion]:
-    """The completions. They end early if the client disconnects; there is no other time limit."""
+    """Wait for completions without a time limit. If the client disconnects, abort them and return them unfinished."""
     disconnected = asyncio.ensure_future(_until_disconnected(request))
     loop, unfinished = asyncio.get_running_loop(), [*futures]
 
     def note_end(_: Future[Completion]) -> None:
-        unfinished.pop()  # in the generation thread: wakes the loop only once
+        unfinished.pop()  # runs in the generation thread; only the last end wakes the event loop
         if not unfinished:
             with suppress(RuntimeError):  # the server and its loop have ended meanwhile
                 loop.call_soon_threadsafe(disconnected.cancel)
@@ -137,17 +137,17 @@ async def _until_disconnected(request: Request) -> None:
 async def complete_all(
     request: Request, scheduler: Scheduler, requests: tuple[GenerationRequest, ...]
 ) -> list[Completion]:
-    """The completions of a request's call. They end early if the client disconnects."""
+    """Submit requests and wait for their completions. If the client disconnects, the completions are aborted."""
     return await wait_or_abort(request, scheduler, requests, submit_all(scheduler, requests))
 
 
 async def follow(
     scheduler: Scheduler, requests: tuple[GenerationRequest, ...]
 ) -> AsyncGenerator[tuple[int, Partial | Completion], None]:
-    """Yield each completion so far as it grows, then the complete one, with the number of its request.
+    """Yield (index of the request, its completion so far) as completions grow, then each finished completion.
 
-    If the caller is slow, intermediate states are skipped, so memory does not grow for a client that reads slowly.
-    Requests that are still running when the caller ends are aborted.
+    A slow caller misses intermediate states, so that memory does not grow for a client that reads slowly. If the
+    caller stops early, the requests that still run are aborted.
     """
     loop = asyncio.get_running_loop()
     newest: dict[int, Partial | Future[Completion]] = {}
@@ -171,7 +171,7 @@ async def follow(
             await has_news.wait()
             has_news.clear()
             while newest:
-                index = next(iter(newest))  # has waited longest
+                index = next(iter(newest))  # the state that has waited longest
                 news = newest.pop(index)
                 num_open -= isinstance(news, Future)
                 yield index, news.result() if isinstance(news, Future) else news

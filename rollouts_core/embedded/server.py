@@ -1,8 +1,8 @@
-"""Run the embedded engine as a process: bind, load, serve, and end in order.
+"""Run the embedded engine as a server process: bind the port, load the model, serve requests, shut down in order.
 
-Not here: the endpoints (app.py), the check of keys (gate.py), generation (scheduler.py), the command line.
+Not here: endpoints (app.py), the check of API keys (gate.py), generation (scheduler.py), the command line.
 
-    socket bound -> weights loaded -> /health 200 -> SIGTERM: requests end with their tokens -> serve() returns
+    socket bound -> weights loaded -> /health 200 -> SIGTERM: requests end with the tokens so far -> serve() returns
          |                                  |
          +-> PortInUseError                 +-> the generation thread failed -> EngineError
 """
@@ -36,19 +36,19 @@ from rollouts_core.keys import SENDABLE
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
-"""Environment variable with the key of a server that other machines can reach."""
+"""Environment variable with the server's API key. A server that other machines can reach needs one."""
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048
 MAX_SENT_SHARE = 2
-"""Limit of a sent update, relative to the bytes of the weights: trainers may send a tied output head beside its
-embedding."""
+"""Limit of the size of a sent weight update, relative to the size of the model's weights. Updates may be larger than
+the weights, because trainers may send a tied output head besides the embedding."""
 TICKS_PER_S = 10
 """Number of times per second that uvicorn calls `on_tick`."""
 
 
 class PortInUseError(InputError):
-    """Another process listens at the address. The process should end with exit code 2."""
+    """Another process already listens on the port. The server process should end with exit code 2."""
 
 
 def serve(
@@ -63,25 +63,25 @@ def serve(
     api_key: str = "",
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the model in this process until SIGTERM or SIGINT; call it from the main thread.
+    """Serve a model in this process until SIGTERM or SIGINT. Must be called from the main thread.
 
     Args:
-        model_dir: a Hugging Face directory with config.json, safetensors, and, for requests with text, tokenizer.json.
-        port: port to listen on. 0 takes a free port, which is part of the URL for `on_ready`.
-        name: name of the model in requests; the directory by default.
+        model_dir: Hugging Face directory with config.json, safetensors, and, for requests with text, tokenizer.json.
+        port: port to listen on. 0 uses a free port; `on_ready` gets a URL with its number.
+        name: name of the model in requests; by default the name of the directory.
         host: address to listen on.
         num_threads: CPU threads of the whole process.
-        max_running_requests: completions that are generated together.
-        context_length: highest number of tokens of a prompt with its completion; None for the model's own limit.
-        api_key: key that every request must have as `Authorization: Bearer KEY`. Empty requires no key, which is only
-            permitted with a loopback address.
-        on_ready: called with the server's URL when it accepts requests.
+        max_running_requests: highest number of completions that are generated together.
+        context_length: limit of the tokens of a prompt with its completion; None for the model's own limit.
+        api_key: key that every request must have as `Authorization: Bearer KEY`. Empty: requests need no key. This is
+            permitted only with a loopback address.
+        on_ready: called with the server's URL as soon as it accepts requests.
 
     Raises:
-        InputError: other machines can reach the address without a key, or no HTTP header can carry the key.
+        InputError: a server that other machines can reach has no key, or the key is not valid in HTTP headers.
         PortInUseError: another process listens on the port.
         CheckpointError: the model cannot be loaded.
-        NoMemoryError, EngineError: generation failed; running requests got the same error.
+        NoMemoryError, EngineError: generation failed. Running requests failed with the same error.
     """
     if not api_key and not is_loopback(host):
         raise InputError(
@@ -120,18 +120,18 @@ def serve(
 
 
 def _load_decoder(model_dir: Path, *, num_slots: int, context_length: int | None) -> Decoder:
-    """The decoder, created in a thread that then ends.
+    """Load the decoder in a temporary thread.
 
-    A thread that computed keeps its OpenMP workers as long as it lives. Together with the workers of the generation
-    thread they would outnumber the cores, and OpenMP would put workers to sleep at every barrier. With two threads,
-    decoding would be half as fast.
+    OpenMP keeps worker threads for every thread that has computed, as long as that thread lives. Loading in the main
+    thread would leave workers besides those of the generation thread: more workers than cores. OpenMP workers would
+    then sleep at every barrier, and with two CPU threads decoding would be half as fast.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loading") as loading:
         return loading.submit(Decoder, model_dir, num_slots=num_slots, context_length=context_length).result()
 
 
 def bind_port(host: str, port: int) -> socket.socket:
-    """A listening socket. Connections wait in its backlog until the server runs."""
+    """Create a listening socket. Connections wait in its backlog until the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
@@ -141,14 +141,14 @@ def bind_port(host: str, port: int) -> socket.socket:
         raise PortInUseError(
             f"port {port} on {host} is in use by another process: stop that process or choose another port"
         ) from error
-    # Accepted connections inherit this. asyncio would set it only on sockets that name their protocol, and without
-    # it an answer's body waits 40 ms for the client's delayed acknowledgement of the header.
+    # Accepted connections inherit this option. asyncio sets it only on sockets with an explicit protocol. Without it,
+    # an answer's body would wait 40 ms for the client's delayed acknowledgement of the header.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, which ends running requests before it waits for connections to close."""
+    """A uvicorn server that ends running requests at shutdown before it waits for connections to close."""
 
     def __init__(
         self, config: uvicorn.Config, scheduler: Scheduler, receiver: WeightReceiver, *, on_ready: Callable[[], None]
@@ -159,10 +159,10 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._slow_clients = SlowClients()
         self.failure: RolloutsError | None = None
-        """Error that ended the generation thread; None while the thread runs."""
+        """The error that ended the generation thread; None while the thread runs."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Close slow connections. Stop if the generation thread failed, so that the supervisor restarts the server."""
+        """Close slow connections. If the generation thread failed, stop, so that the supervisor restarts the server."""
         if counter % TICKS_PER_S == 0:
             self._slow_clients.close_overdue(self.server_state.connections, time.monotonic())  # type: ignore[arg-type]
         self.failure = self._scheduler.failure
@@ -188,10 +188,10 @@ def _announce(url: str, on_ready: Callable[[str], None] | None) -> None:
 
 @contextmanager
 def _signals_stop(server: uvicorn.Server) -> Iterator[None]:
-    """Make SIGTERM and SIGINT end the server and nothing else.
+    """Make SIGTERM and SIGINT only stop the server, without killing the process.
 
-    Uvicorn handles the signals while it serves and raises them again at its end. Without this context they would then
-    kill the process before `serve` returns.
+    Uvicorn handles these signals while it serves, and raises them again after it stopped. Without this context they
+    would then kill the process before `serve` returns.
     """
 
     def stop(_number: int, _frame: object) -> None:

@@ -1,10 +1,11 @@
-"""Close connections whose request does not become complete, so that other clients get connections and memory.
+"""Close connections that do not send a complete request in time, so that they take no connections and memory from
+other clients.
 
-Not here: the check of keys (gate.py), the limit of bodies (app.py).
+Not here: the check of API keys (gate.py), the size limit of bodies (exchange.py).
 
-    opened, or the last answer sent ── header ── body ── answer ── idle, as long as the server keeps connections
-                  └── 64 kB at most ──┘        │
-                  └────── 60 s at most ────────┘
+    opened, or last answer sent ── header ── body ── answer ── idle, until the server's keep-alive timeout
+              └── 64 kB at most ──┘        │
+              └────── 60 s at most ────────┘
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from collections.abc import Collection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 * 2**10
-"""Limit of a request line with its headers, bytes. uvicorn has no such limit."""
+"""Limit of the size of a request line with its headers, bytes. uvicorn has no such limit."""
 MAX_SLOW_S = 60.0
-"""Seconds until a request must be complete. Clients normally send a request at once."""
+"""Seconds within which a client must send its complete request."""
 MAX_SLOW_SHARE = 0.25
-"""Limit of connections without a complete request, as a share of the files that the process may open. Beyond the limit,
+"""Highest number of connections without a complete request, as a share of the process's limit of open files. Above it,
 the oldest of these connections are closed."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol with a limit of the header's size. Beyond the limit the connection is closed."""
+    """Uvicorn's HTTP protocol that closes a connection if a request's header is too large."""
 
     is_in_header = False
-    """True from the beginning of a header to its end."""
+    """True while the header of a request is being received."""
     num_header_bytes = 0
-    """Approximate number of bytes read since the header began."""
+    """Approximate number of bytes received since the header began."""
 
     def on_message_begin(self) -> None:
         """Record that a header begins."""
@@ -43,7 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse received bytes. Close the connection if the header is too large."""
         super().data_received(data)
         self.num_header_bytes += len(data)
         if self.is_in_header and self.num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
@@ -51,21 +52,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def is_incomplete(self) -> bool:
-        """True while a request is incomplete; False on a connection that is idle after an answer."""
+        """True if the connection waits for the rest of a request. False if it is idle after an answer."""
         if self.cycle is None or self.cycle.response_complete:
             return self.timeout_keep_alive_task is None
-        return self.cycle.more_body and not self.pipeline  # a pipelined request is read after the answer
+        return self.cycle.more_body and not self.pipeline  # pipelined requests wait for the answer
 
 
 class SlowClients:
-    """Remembers since when each connection has had no complete request."""
+    """Records since when each connection has been without a complete request, and closes overdue connections."""
 
     def __init__(self) -> None:
         self._since: dict[BoundedProtocol, float] = {}
-        """The oldest first."""
+        """Time since which each connection has been without a complete request, oldest first."""
 
     def close_overdue(self, connections: Collection[BoundedProtocol], now: float) -> None:
-        """Close connections whose request takes too long, and the oldest of too many incomplete ones.
+        """Close connections whose request is overdue. If too many requests are incomplete, also close the oldest.
 
         Args:
             connections: all open connections.

@@ -1,6 +1,6 @@
-"""The text of a growing completion, piece by piece, so that text that a client already has never changes.
+"""Convert a growing completion to text piece by piece. Text that was returned never changes later.
 
-Not here: the calls after new tokens (served.py), thoughts and tool calls in the text (data/dialects.py).
+Not here: following a completion (served.py), thoughts and tool calls in the text (data/dialects.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Turns the tokens of a completion into text as they arrive.
+    """Converts the tokens of a completion to text as they arrive.
 
-    Holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
+    It holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
 
     Args:
-        stops: strings that end the completion; the final text may lack them.
+        stops: the completion's stop strings. Their beginnings are held back, because the final text may omit them.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special_tokens: bool) -> None:
@@ -29,7 +29,7 @@ class TextStream:
         self._held = ""
 
     def read(self, token_ids: Sequence[int]) -> str:
-        """The new text, from all tokens so far."""
+        """Return the text that is new since the last call. `token_ids` are all tokens so far."""
         for token_id in token_ids[self._num_tokens :]:
             self._held += self._decoding.step(self._tokenizer, token_id) or ""
         self._num_tokens = len(token_ids)
@@ -39,7 +39,7 @@ class TextStream:
         return shown
 
     def finish(self, text: str) -> str:
-        """The rest of the whole text."""
+        """Return the rest of the final text, which was not returned yet."""
         return text.removeprefix(self._sent) if text.startswith(self._sent) else self._held
 
 

@@ -1,6 +1,6 @@
-"""Read the safetensors files of a model directory, check their tensors, and digest tensors.
+"""Read the safetensors files of a model directory, check their tensors, and compute digests of tensors.
 
-Not here: the tensors' memory while decoding (decoder.py).
+Not here: the weights in memory while decoding (decoder.py).
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from rollouts_core.system.regular_files import found_file, read_file
 
 MAX_NAMES_SHOWN = 3
 MAX_HEADER_BYTES = 16 * 2**20
-"""Limit of the header of a safetensors file, bytes: 100,000 tensors. Without it, parsing could take half a minute."""
+"""Limit of the header of a safetensors file, bytes; enough for 100,000 tensors. Larger headers would parse slowly."""
 MAX_INDEX_BYTES = 64 * 2**20
 """Limit of the size of a model.safetensors.index.json, bytes."""
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Permitted number formats: those that torch can sum. Packed and eight-bit formats are missing."""
+"""Permitted dtypes of weights. torch can sum them. Packed and eight-bit formats are not supported."""
 ROTARY_FREQUENCIES = ".rotary_emb.inv_freq"
-"""End of the names of tensors in old Llama checkpoints that are ignored, because they follow from config.json."""
+"""Name ending of tensors in old Llama checkpoints. They are ignored, because config.json determines their values."""
 
 
 @contextmanager
 def open_tensors(path: Path | str) -> Iterator[Any]:  # Any: safe_open has no types
-    """The tensors of a safetensors file, mapped instead of copied. They stay valid after the block.
+    """Open a safetensors file. Its tensors are memory-mapped, not copied, and stay valid after the `with` block.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or lists more tensors than any model has.
+        OSError: the file cannot be read, is not a regular file, or has a header over `MAX_HEADER_BYTES`.
         SafetensorError: the file is truncated or damaged.
     """
     with found_file(path) as found:
         with open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
             num_header_bytes = int.from_bytes(file.read(8), "little")
         if num_header_bytes > MAX_HEADER_BYTES:
-            raise OSError(f"its header has {num_header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
+            raise OSError(f"its header has {num_header_bytes:,} bytes, more than the limit of {MAX_HEADER_BYTES:,}")
         try:
             tensors = safe_open(found, framework="pt")
-        except RuntimeError as error:  # torch cannot map a file of this size
+        except RuntimeError as error:  # torch raises RuntimeError if it cannot map the file
             raise OSError(str(error)) from error
         with tensors as opened:
             yield opened
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
-    """Every weight in model.safetensors, or in the shards that model.safetensors.index.json names.
+    """Read all weights from model.safetensors, or from the shards that model.safetensors.index.json names.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged.
@@ -71,7 +71,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:
-    """Raise `CheckpointError` naming the first tensor that is missing, unexpected, of another shape or not finite."""
+    """Raise `CheckpointError` if a tensor is missing, unexpected, not finite, or has a wrong shape or dtype."""
     if missing := [name for name in shapes if name not in tensors]:
         raise CheckpointError(f"{source} lacks {_show_names(missing)}, which the loaded model has")
     if unexpected := [name for name in tensors if name not in shapes]:
@@ -82,17 +82,17 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             raise CheckpointError(f"{source}: {name} has shape {tuple(found.shape)}, the loaded model expects {shape}")
         if found.dtype not in SUMMED:
             raise CheckpointError(
-                f"{source}: {name} holds {found.dtype}, expected float64, float32, float16 or bfloat16"
+                f"{source}: {name} has dtype {found.dtype}, expected float64, float32, float16 or bfloat16"
             )
         if not is_finite(found):
-            raise DivergedError(f"{source}: {name} holds values that are not finite numbers")
+            raise DivergedError(f"{source}: {name} has values that are not finite numbers")
 
 
 def find_not_finite(model_dir: Path) -> str:
-    """The name of a tensor with NaN or infinity in a model's safetensors files; "" without such a tensor or file."""
+    """The name of the first tensor with NaN or infinity in a model's safetensors files; "" without such a tensor."""
     try:
         paths = _weight_files(model_dir)
-    except CheckpointError:  # the loader of the model reports this
+    except CheckpointError:  # loading the model reports unreadable files
         return ""
     for path in paths:
         with open_tensors(path) as tensors:
@@ -104,32 +104,31 @@ def find_not_finite(model_dir: Path) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True if every number is finite.
+    """True if the tensor has neither NaN nor infinity.
 
-    If a number is not finite, the sum is not finite either. Computing the sum takes a tenth of the time of testing each
-    number.
+    A NaN or infinity makes the sum of all numbers not finite. The sum takes a tenth of the time of testing each number.
     """
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes as in a safetensors file: row-major, little-endian. Copied only if the memory differs."""
+    """The tensor's bytes as in a safetensors file: row-major, little-endian. Copied only if the layout differs."""
     data: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """blake3 of the tensor's bytes: as safe as sha256 and several times faster, above all without SHA instructions."""
+    """blake3 of the tensor's bytes. As secure as sha256 and much faster, above all on CPUs without SHA instructions."""
     return blake3(tensor_bytes(tensor)).hexdigest()
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """sha256 of the tensor's bytes, which SGLang and vLLM report as checksum on a CPU."""
+    """sha256 of the tensor's bytes. SGLang and vLLM report this checksum for weights on a CPU."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
-    """The digest of each tensor."""
+    """The digest of each tensor, by name."""
     digests = read_each(digest, tensors.values(), num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
     return dict(zip(tensors, digests, strict=True))
 
@@ -148,12 +147,12 @@ def _weight_files(model_dir: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error
     if missing := [path.name for path in shards if not _leads_to_a_file(path)]:
-        raise CheckpointError(f"{index} names {_show_names(missing)}, which is not there: copy the whole checkpoint")
+        raise CheckpointError(f"{index} names {_show_names(missing)}, which does not exist: copy the whole checkpoint")
     return shards
 
 
 def _leads_to_a_file(path: Path) -> bool:
-    """True if the file exists.
+    """True if the path is an existing file, or a link to one.
 
     Raises:
         CheckpointError: the path is a link to a missing file.

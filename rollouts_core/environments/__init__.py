@@ -1,5 +1,5 @@
-"""The built-in environments and the environments of installed packages, by name. `protocol.py` explains
-environments."""
+"""The registry of environments: built-in environments and those of installed packages, by name. `protocol.py` has the
+interface of environments."""
 
 from __future__ import annotations
 

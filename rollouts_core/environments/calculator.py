@@ -1,7 +1,7 @@
-"""Arithmetic problems with a calculator: the policy may call it several times, then answers.
+"""Arithmetic problems with a calculator. The policy may call the calculator several times, then it answers.
 
 prompt       57+83-21=?
-policy       <calc>57+83</calc>          or a call as tool-use models write it (tools.py)
+policy       <calc>57+83</calc>          or a tool call in the format of the model (tools.py)
 calculator   140
 policy       <calc>140-21</calc>
 calculator   119
@@ -30,7 +30,7 @@ from rollouts_core.types import Sample, Status
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression as text for the policy."""
+    """Evaluate an arithmetic expression; returns the value as text for the policy."""
     try:
         return render_number(evaluate(expression))
     except ExpressionError as error:
@@ -51,7 +51,7 @@ CALCULATOR = Tool(
 
 
 class CalculatorEnvironment:
-    """Replies to calls of the calculator. Rewards a conversation if the number in its last turn is the answer."""
+    """Replies to calls of the calculator. Rewards a conversation whose last turn has the right number."""
 
     row_fields = ("answer",)
     tools = (CALCULATOR,)
@@ -61,7 +61,7 @@ class CalculatorEnvironment:
         read_reference(row["answer"])
 
     async def respond(self, conversation: Conversation) -> Reply:
-        """One message per call in the policy's turn, with its result; no message if the turn has no call."""
+        """Reply with the results of all calls in the policy's turn. Without a call the conversation ends."""
         text = conversation.text
         called = await answer_tool_calls(text, self.tools)
         if called.messages:
@@ -77,10 +77,10 @@ class CalculatorEnvironment:
             return _answer(f"error: {error}", Outcome.TOOL_ERROR)
 
     def grade(self, sample: Sample) -> float:
-        """1 if the number after the last colon, or the marked answer, equals the reference; else 0.
+        """1 if the number after the last colon, or the marked answer, equals the row's answer; else 0.
 
-        Accepted are a single number, the reference as written, and its reduced fraction. A sum is not accepted, because
-        the policy could repeat the sum in its prompt.
+        A completion may write the answer as a number, as in the row, or as a reduced fraction. It may not write a sum,
+        because the policy could repeat the sum in its prompt.
 
         Raises:
             RewardError: the row's answer is not a number.
@@ -102,7 +102,7 @@ class CalculatorEnvironment:
 
 
 def read_reference(answer: str) -> Fraction:
-    """The number in a row's answer.
+    """Parse the answer of a row as a number.
 
     Raises:
         ValueError: the answer is not a number.

@@ -1,8 +1,9 @@
-"""Python programs that must pass tests, run in a sandbox (`sandbox.py`).
+"""Programming tasks: the policy writes a Python program, which runs in a sandbox (`sandbox.py`) and must pass tests.
 
-A row has `tests`: a list of `{"stdin": ..., "stdout": ...}`, or Python code that checks the program's definitions and
-raises on errors. A program cannot cheat the first kind, because the expected output is never inside the sandbox. With
-the second kind, program and tests share a process, so a policy may learn to manipulate the tests.
+The field `tests` of a row has one of two forms: a list of `{"stdin": ..., "stdout": ...}`, or Python code that checks
+the program's functions and raises an error if they are wrong. A program cannot cheat a list, because the expected
+output is never inside the sandbox. Test code runs in the same process as the program, so a policy may learn to
+manipulate it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from rollouts_core.types import Sample
 
 # Possessive quantifiers (`+`) avoid backtracking: a policy may write thousands of marks, letters or spaces in a line.
 FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*+")
-"""Matches a line that opens or closes a block."""
+"""Matches a line that opens or closes a fenced code block."""
 LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
-"""Matches a line that opens a block after words, as in "Here it is: ```python"."""
+"""Matches a line that opens a fenced code block after other text, as in "Here it is: ```python"."""
 MAX_GRADING_S = 600.0
-"""Time limit of a program for all tests of its row, seconds. Each test also has its own limit, but a row may have
+"""Time limit for all tests of a row together, seconds. Each test also has its own time limit, but a row may have
 hundreds of tests."""
 MAX_PROGRAM_BYTES = 1 << 20
-"""Bytes reserved for the program besides a test's input; real programs are shorter."""
+"""Space in the sandbox's temporary folder that is reserved for the program besides the input of a test, bytes."""
 PYTHON = {"python", "python3", "py"}
-"""Names of the language in blocks, in lower case."""
+"""Names of Python in the first line of fenced code blocks, in lower case."""
 
 
 class CodeEnvironment:
@@ -49,18 +50,18 @@ class CodeEnvironment:
 
     @cached_property
     def _slots(self) -> anyio.CapacityLimiter:
-        """Limit of concurrent programs: with more programs than processors, programs would exceed their time limits."""
+        """Limits concurrent programs to the number of CPUs. With more, programs would exceed their time limits."""
         return anyio.CapacityLimiter(count_processors())
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for tests that every program passes, or that no program can pass."""
+        """Raise ValueError if every program or no program can pass the tests of a row."""
         check_tests(row["tests"], self.limits or SandboxLimits())
 
     async def grade(self, sample: Sample) -> float:
-        """1 if every test passes, else 0; also 0 if the tests take too long, which `grading_limit` counts.
+        """1 if the program passes every test, else 0. `grading_limit` counts programs whose tests take too long.
 
         Raises:
-            RewardError: the row has no runnable tests.
+            RewardError: the row's tests are missing or invalid.
             EnvironmentUnavailableError: the machine cannot start a sandbox.
         """
         program, tests = extract_program(sample.response), sample.metadata["tests"]
@@ -68,14 +69,14 @@ class CodeEnvironment:
             check_tests(tests, self.limits or SandboxLimits())
         except ValueError as error:
             raise RewardError(str(error)) from error
-        # A slow program of the policy must not end the run, and each program has its own time limit.
+        # A slow program must not count against the time limit of `grade` itself, which would end the run.
         with uncounted():
             if isinstance(tests, str):
                 return float(await self._passes_code(program, tests))
             return await self._grade_tests(sample, program, tests)
 
     async def _passes_code(self, program: str, tests: str) -> bool:
-        # The printed mark proves that the tests passed, because a program could exit with code 0 before the tests.
+        # The mark is printed after the tests. Without it, a program could exit with code 0 before the tests run.
         mark = secrets.token_hex(16)
         async with take_turn(self._slots):
             result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
@@ -88,7 +89,7 @@ class CodeEnvironment:
         tests: Sequence[dict[str, Any]],  # Any: JSON
     ) -> float:
         left_s = self.grading_limit.seconds
-        # Run tests one after another: most wrong programs fail an early test, so the remaining tests need not run.
+        # Tests run one after another, because most wrong programs fail an early test.
         for test in tests:
             async with take_turn(self._slots):
                 began = anyio.current_time()
@@ -102,8 +103,8 @@ class CodeEnvironment:
 
 
 def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
-    """Raise ValueError for tests that are empty, invalid Python, without stdin or stdout, or larger than a program's
-    limits."""
+    """Raise ValueError for tests that are empty, are invalid Python, lack stdin or stdout, or exceed the limits of a
+    program."""
     if not isinstance(tests, str | list):
         raise ValueError(f"expected `tests` to be a list or Python code, found {type(tests).__name__}")
     if not (tests.strip() if isinstance(tests, str) else tests):
@@ -111,7 +112,7 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
     if isinstance(tests, str):
         _check_python(tests)
         return
-    # The program takes part of the same limit, because it is in the same folder as the input.
+    # The program and its input share the temporary folder and its size limit.
     most = {"stdin": (limits.file_mb << 20) - MAX_PROGRAM_BYTES, "stdout": limits.output_bytes}
     for number, test in enumerate(tests, start=1):
         if not isinstance(test, dict) or not most.keys() <= test.keys():
@@ -125,9 +126,9 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
 
 
 def _check_python(tests: str) -> None:
-    """Raise ValueError for tests that cannot run after a program."""
+    """Raise ValueError for test code that is not valid Python."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings do not make tests invalid
+        with warnings.catch_warnings(action="ignore"):  # hides warnings about the tests
             compile(f"pass\n{tests}", "tests", "exec", dont_inherit=True)
     except SyntaxError as error:
         line = max(1, (error.lineno or 2) - 1)
@@ -137,26 +138,26 @@ def _check_python(tests: str) -> None:
 
 
 def extract_program(text: str) -> str:
-    """The last fenced block marked as Python, else the last block, else the whole text.
+    """The last fenced code block marked as Python; else the last code block; else the whole text.
 
-    An unmarked block after a marked one usually contains the program's output.
+    A block marked as Python is preferred, because a later unmarked block usually has the program's output.
     """
     return find_last_block(text, PYTHON)
 
 
 def find_last_block(text: str, languages: Collection[str]) -> str:
-    """The last fenced block of one of the languages, else the last block, else the whole text."""
+    """The last fenced code block in one of the languages; else the last code block; else the whole text."""
     blocks = find_blocks(text)
     named = [block for language, block in blocks if language in languages]
     return (named or [block for _, block in blocks] or [text])[-1]
 
 
 def find_blocks(text: str) -> list[tuple[str, str]]:
-    """The language and lines of each fenced block in a Markdown text.
+    """Return the language and the content of each fenced code block in a Markdown text.
 
-    As in CommonMark, a fence of the same marks without a language, or the end of the text, closes a block. In addition,
-    marks at the end of a line open and close a block. If a whole block is indented, as in a list, the indentation is
-    removed.
+    As in CommonMark, a fence of the same marks without a language closes a block, and so does the end of the text.
+    Unlike in CommonMark, marks at the end of a line also open or close a block. The common indentation of a block, for
+    instance in a list, is removed.
     """
     blocks: list[tuple[str, str]] = []
     marks, language, indent, lines = "", "", 0, list[str]()
@@ -178,7 +179,7 @@ def find_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _join_lines(lines: Sequence[str], indent: int) -> str:
-    """Join the lines of a block, without the indentation of its fence if all lines have it."""
+    """Join the lines of a code block. The indentation of its fence is removed if all lines have it."""
     space = min([indent, *(_count_indent(line) for line in lines if line.strip())])
     return "".join(line[min(space, _count_indent(line)) :] for line in lines)
 
@@ -188,5 +189,5 @@ def _count_indent(line: str) -> int:
 
 
 def _lines(output: str) -> list[str]:
-    """Output without invisible differences: spaces at line ends, and empty lines at the end."""
+    """The lines of an output, without spaces at line ends and without empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().split("\n")]

@@ -1,7 +1,7 @@
-"""Countdown: write an expression with the target as value, with each given number exactly once, + - * / and
-parentheses.
+"""The game Countdown: write an arithmetic expression that uses each given number once and has the target as its value.
 
-A row has `numbers` and `target`. The answer is the expression between the last <answer> and </answer>.
+Permitted are + - * / and parentheses. A row has the fields `numbers` and `target`. A completion gives its expression
+between <answer> and </answer>; the last such expression counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollouts_core.types import Sample
 
 
 class CountdownEnvironment:
-    """Rewards an expression of the given numbers whose value is the target."""
+    """Rewards an expression that uses each given number once and has the target as its value."""
 
     row_fields = ("numbers", "target")
 
@@ -27,11 +27,11 @@ class CountdownEnvironment:
             _read_number(value)
 
     def grade(self, sample: Sample) -> float:
-        """1 for an expression that uses every number once and gives the target, else 0."""
+        """1 if the expression uses each number once and its value is the target, else 0."""
         answers = find_marked(sample.response, "answer")
         if not answers:
             return 0.0
-        # Policies often write the tag before they answer with it, and write the result after the expression.
+        # Policies often mention the tag before they use it for the answer, and often add "= result" to the expression.
         expression = answers[-1].rpartition("<answer>")[2].partition("=")[0]
         given = sorted(map(_read_number, sample.metadata["numbers"]))
         try:

@@ -1,4 +1,4 @@
-"""Find and evaluate arithmetic in a policy's text, exactly and without running code: + - * / and parentheses.
+"""Parse and evaluate arithmetic expressions (+ - * / and parentheses) in a policy's text, exactly and without `eval`.
 
 sum      product (('+' | '-') product)*
 product  factor (('*' | '/') factor)*
@@ -14,23 +14,23 @@ from fractions import Fraction
 MAX_CHARS = 400
 MAX_DEPTH = 50
 TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|(.))", re.DOTALL)
-SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # common spellings
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # other characters for the same operators
 
 
 class ExpressionError(ValueError):
-    """The text is not an arithmetic expression, or has no value."""
+    """The text is not an arithmetic expression, or its value is not defined."""
 
 
 def find_marked(text: str, tag: str) -> list[str]:
-    """The texts between each `<tag>` and the next `</tag>`, in order."""
-    # A regular expression would search for the end after each opening tag, and a policy may write thousands of them.
+    """All texts between a `<tag>` and the next `</tag>`, in order."""
+    # A regular expression would search the rest of the text for `</tag>` after each of possibly thousands of `<tag>`.
     opening, closing = f"<{tag}>", f"</{tag}>"
     parts = [part.partition(opening) for part in text.split(closing)[:-1]]
     return [body for _, found, body in parts if found]
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an expression.
+    """Evaluate an arithmetic expression exactly.
 
     Raises:
         ExpressionError: the expression is too long, invalid, or divides by zero.
@@ -39,15 +39,15 @@ def evaluate(text: str) -> Fraction:
 
 
 def numbers_in(text: str) -> list[Fraction]:
-    """The numbers in an expression, in order."""
+    """All numbers in an arithmetic expression, in order."""
     return _Parser(text).numbers
 
 
 def render_number(value: Fraction) -> str:
-    """An integer in full, any other number with up to ten significant digits.
+    """Write a number as text: an integer with all digits, any other number with up to ten significant digits.
 
     Raises:
-        ExpressionError: the number is not an integer, and too large for a float.
+        ExpressionError: the number is not an integer and exceeds the range of floats.
     """
     if value.denominator == 1:
         return str(value.numerator)
@@ -59,7 +59,7 @@ def render_number(value: Fraction) -> str:
 
 @dataclass(slots=True)
 class _Parser:
-    """Parses an expression from left to right."""
+    """A recursive-descent parser of arithmetic expressions, which evaluates them while parsing."""
 
     text: str
     value: Fraction = field(init=False)
@@ -108,7 +108,7 @@ class _Parser:
             return self.numbers[-1]
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise ExpressionError(f"more than {MAX_DEPTH} parentheses and signs within each other")
+            raise ExpressionError(f"more than {MAX_DEPTH} nested parentheses and signs")
         if sign == "-":
             value = -self._factor()
         elif sign == "(":

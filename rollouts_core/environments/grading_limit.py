@@ -1,6 +1,6 @@
-"""Limit the time to grade a completion. A completion that takes too long to check gets reward 0 and is counted.
+"""Limit the time for grading a completion. A completion that takes too long gets reward 0 and is counted.
 
-`system/time_limits.py` has the limits of users' functions, which end a run.
+Not here: time limits of users' functions, which end a run (system/time_limits.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class GradingLimit:
-    """A time limit for grading one completion, and the number of completions that exceeded it.
+    """A time limit for grading one completion, with a counter of completions that exceeded it.
 
     Args:
-        seconds: time limit, far longer than normal completions need.
+        seconds: time limit. It should be far longer than normal completions need.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -27,7 +27,7 @@ class GradingLimit:
         self._num_over = 0
 
     def call(self, sample: Sample, function: Callable[..., float], *arguments: Any) -> float:  # Any: the function's
-        """The reward of a function; 0 if the function exceeds the time limit."""
+        """Call `function` and return its reward; 0 if it exceeds the time limit."""
         try:
             with interrupt_after_computing(self.seconds):
                 return function(*arguments)
@@ -42,6 +42,6 @@ class GradingLimit:
         return 0.0
 
     def take_count(self) -> int:
-        """Number of completions that took too long since the last call."""
+        """Return the number of completions that took too long, and reset the counter."""
         count, self._num_over = self._num_over, 0
         return count

@@ -1,4 +1,4 @@
-"""Write JSON that matches a schema. A row has `schema`. With the optional `answer`, only JSON equal to it is right."""
+"""The task to write JSON that matches the row's `schema`. If the row has an `answer`, the JSON must also equal it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rollouts_core.system.time_limits import OutOfTimeError, interrupt_after_com
 from rollouts_core.types import Sample
 
 MAX_CHECK_S = 2.0
-"""Time limit for checking a completion, seconds. Patterns and recursive schemas can take years."""
+"""Time limit for checking a completion against its schema, seconds. Some patterns and recursive schemas take years."""
 MAX_SHOWN_CHARS = 200
 REFERENCES = {"$ref", "$dynamicRef"}
 BOOLEANS = {"True": True, "False": False}
-"""Text of a row's `"answer": true` and `false`, because a prompt's answer is always text."""
+"""Python's text for the JSON answers true and false. Answers of rows are always converted to text."""
 
 
 def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
-    """The keyword `multipleOf` in decimal arithmetic, because 19.99 as a float is not a multiple of 0.01."""
+    """Check `multipleOf` in decimal arithmetic. With floats, 19.99 would not be a multiple of 0.01."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return
     is_finite = number not in (math.inf, -math.inf)
@@ -40,7 +40,7 @@ def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[Va
 
 
 def _check_unique(_: Any, is_unique: bool, items: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
-    """The keyword `uniqueItems` in one pass, because pairwise comparison takes minutes for thousands of objects."""
+    """Check `uniqueItems` in one pass. jsonschema compares all pairs, which takes minutes for thousands of objects."""
     if is_unique and isinstance(items, list):
         keys = [json.dumps(_with_equal_numbers(item), sort_keys=True) for item in items]
         if len(set(keys)) < len(keys):
@@ -48,7 +48,7 @@ def _check_unique(_: Any, is_unique: bool, items: Any, __: Any) -> Iterator[Vali
 
 
 def _with_equal_numbers(value: Any) -> Any:  # Any: JSON
-    """The value with equal numbers, such as 1 and 1.0, in one form."""
+    """Convert a JSON value so that equal numbers, such as 1 and 1.0, have the same text."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -62,7 +62,7 @@ SchemaValidator = extend(Draft202012Validator, {"multipleOf": _check_multiple, "
 
 
 class JSONSchemaEnvironment:
-    """Rewards a completion that is valid JSON for the row's schema."""
+    """Rewards a completion whose JSON matches the row's schema and, if given, the row's answer."""
 
     row_fields = ("schema",)
 
@@ -70,7 +70,7 @@ class JSONSchemaEnvironment:
         self.grading_limit = GradingLimit(MAX_CHECK_S)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for an invalid schema, or an answer that does not match it."""
+        """Raise ValueError if the row's schema is invalid, or if the row's answer does not match it."""
         try:
             Draft202012Validator.check_schema(row["schema"])
         except SchemaError as error:
@@ -92,9 +92,9 @@ class JSONSchemaEnvironment:
             raise ValueError(f"the answer does not match the row's own schema: {problem.message}")
 
     def grade(self, sample: Sample) -> float:
-        """1 for JSON that matches the schema and equals the answer (if the row has one), else 0.
+        """1 for JSON that matches the row's schema and equals the row's answer (if any), else 0.
 
-        A completion that takes too long to check gets 0, and `grading_limit` counts it.
+        A completion that takes too long to check also gets 0, and `grading_limit` counts it.
 
         Raises:
             SchemaError: the row's schema is invalid.
@@ -103,7 +103,7 @@ class JSONSchemaEnvironment:
 
     def _grade(self, sample: Sample) -> float:
         schema, answer = sample.metadata["schema"], sample.metadata.get("answer")
-        # The empty registry prevents that a `$ref` is fetched from a URL.
+        # The empty registry prevents jsonschema from fetching a `$ref` from a URL.
         Draft202012Validator.check_schema(schema)
         validator = SchemaValidator(schema, registry=Registry())
         try:
@@ -112,13 +112,13 @@ class JSONSchemaEnvironment:
             return 0.0
         try:
             return float(validator.is_valid(found) and (not answer or _equals(found, _as_json(answer))))
-        except RecursionError:  # a recursive schema follows the response to its full depth
+        except RecursionError:  # the completion is nested too deeply for a recursive schema
             return 0.0
 
 
 def _check_references(schema: Any) -> None:  # Any: JSON
-    """Raise ValueError for an unresolvable reference. A validator would raise only when a completion reaches the
-    reference."""
+    """Raise ValueError if a schema has a reference that cannot be resolved. A validator would raise an error only when
+    it needs the reference for a completion."""
     root = DRAFT202012.create_resource(schema)
     pending = [(root, SPECIFICATIONS.combine(Registry()).resolver_with_root(root))]
     while pending:
@@ -136,7 +136,7 @@ def _check_references(schema: Any) -> None:  # Any: JSON
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
-    """The JSON value in a text's last fenced block marked as JSON, else in its last block, else in the whole text.
+    """Parse JSON in a text: its last fenced block marked as JSON; else its last fenced block; else the whole text.
 
     Raises:
         ValueError: the text is not JSON.
@@ -145,14 +145,14 @@ def parse_json(text: str) -> Any:  # Any: JSON
 
 
 def _equals(found: Any, expected: Any) -> bool:  # Any: JSON
-    """True if two JSON values are equal: 1 equals 1.0 but, unlike in Python, not true."""
+    """True if two JSON values are equal. 1 equals 1.0. Unlike in Python, 1 does not equal true."""
     return bool(Draft202012Validator({"const": expected}).is_valid(found))
 
 
 def _as_json(answer: Any) -> Any:  # Any: JSON, or its text in a row's answer
     if not isinstance(answer, str):
         return answer
-    if answer in BOOLEANS:  # Python's spelling
+    if answer in BOOLEANS:  # how Python spells true and false
         return BOOLEANS[answer]
     try:
         return json.loads(answer)

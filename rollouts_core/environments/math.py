@@ -1,9 +1,10 @@
-r"""Problems with one final answer, as in GSM8K and MATH. A completion marks its answer by `\boxed{}` or `####`.
+r"""Mathematical problems with one final answer, as in GSM8K and MATH. A completion marks its answer by `\boxed{}` or
+`####`.
 
-The name of the environment decides how answers are compared; installed packages change nothing:
+Two environments compare answers in different ways:
 
-    math           equal as text or as decimal number; needs nothing
-    math_verify    equal as mathematics (1/2 is 0.5, x+1 is 1+x), by the package math-verify
+    math           answers must be equal as text or as decimal numbers
+    math_verify    answers must be equal as mathematics (1/2 is 0.5, x+1 is 1+x); needs the package math-verify
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
 
 TIMEOUT_S = 4.0
-"""Processor time for reading and comparing one answer, seconds; a slower answer is wrong."""
+"""Limit of CPU time for parsing and comparing one answer, seconds. Answers that take longer get reward 0."""
 MAX_ANSWER_CHARS = 2000
-"""Longest answer that is read as mathematics. A longer answer would use up the time limit, and math-verify would log it
-as a whole."""
+"""Highest number of characters of an answer that math-verify parses. A longer answer would reach the time limit, and
+math-verify would write it to the log."""
 MAX_EXPONENT = 1000
-"""Numbers with more digits are compared as text."""
+"""Numbers with more digits than this are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
 BOXED = "\\boxed{"
 TEX_COMMA = re.compile(r"\{,\}|,\\!")
-"""TeX's notation to avoid a space after a comma."""
+"""TeX commands for a comma without a space after it, as in thousands separators."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$|^\*\*|\*\*(?=\.?$)")
-"""Spaces, currency and percent signs (also in TeX), a full stop, and Markdown marks around the whole answer."""
+"""Matches parts to remove before a comparison: spaces, `$`, `%`, a final full stop, and `**` around the answer."""
 MINUS = "−"
-"""The minus sign that is used outside of TeX."""
+"""Unicode's minus sign."""
 
 
 class MathEnvironment:
-    """Rewards a completion whose marked final answer equals the reference as text or number."""
+    """Rewards a completion whose marked final answer equals the row's answer as text or as a number."""
 
     row_fields = ("answer",)
 
@@ -53,12 +54,12 @@ class MathEnvironment:
         return float(found is not None and found != "" and found == expected)
 
     def vote(self, sample: Sample) -> str | None:
-        """The final answer in normalised form; None without one."""
+        """The final answer in normalised form; None without an answer."""
         return final_answer(sample.response) or None
 
 
 class MathVerifyEnvironment:
-    """Rewards a completion whose marked final answer equals the reference mathematically.
+    """Rewards a completion whose marked final answer equals the row's answer mathematically.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -76,18 +77,18 @@ class MathVerifyEnvironment:
         except ImportError as error:
             raise ConfigError(
                 'the environment "math_verify" needs the package math-verify: pip install "rollouts[math]", or use '
-                'the environment "math", which compares answers as text'
+                'the environment "math", which compares answers as text or as numbers'
             ) from error
         self._parse, self._verify = parse, verify
-        # Both warn once that the caller has to limit their time, which `grading_limit` does.
+        # Both modules warn that their callers must limit the time. `grading_limit` does this.
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).addFilter(_is_no_advice)
         self.grading_limit = GradingLimit(TIMEOUT_S)
 
     def grade(self, sample: Sample) -> float:
-        """1 if the final answer equals the reference mathematically; 0 if it is wrong, missing or too long.
+        """1 if the final answer equals the row's answer mathematically; 0 if it is wrong, missing or too long.
 
-        `grading_limit` counts answers that take too long.
+        An answer that takes too long to compare also gets 0, and `grading_limit` counts it.
         """
         found = marked_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
@@ -101,13 +102,13 @@ class MathVerifyEnvironment:
         return self.grading_limit.call(sample, self._compare, expected, found)
 
     def _compare(self, expected: str, found: str) -> float:
-        # math-verify's own limits are off: each is one signal, which has no effect inside a finalizer, and which ends
-        # the timer of an enclosing limit.
+        # math-verify's own time limits are disabled. Their signal has no effect inside a finalizer, and setting them
+        # cancels the timer of the enclosing time limit.
         gold, guess = (self._parse(f"${text.strip().strip('$')}$", parsing_timeout=None) for text in (expected, found))
         return float(self._verify(gold, guess, timeout_seconds=None))
 
     def vote(self, sample: Sample) -> str | None:
-        """The final answer in normalised form; None without one. Answers that are equal only as mathematics differ."""
+        """The final answer as normalised text; None without an answer. `1/2` and `0.5` count as different votes."""
         return final_answer(sample.response) or None
 
 
@@ -116,9 +117,9 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 
 def check_reference(answer: str) -> None:
-    """Raise ValueError for a row's answer that no completion can equal."""
+    """Raise ValueError for an answer of a row that no completion can match."""
     if not (final_answer(answer) or normalise_answer(answer)):
-        raise ValueError(f"the row's answer {answer!r} is empty without spaces, units and marks")
+        raise ValueError(f"the row's answer {answer!r} has nothing but spaces, units and marks")
 
 
 def final_answer(text: str) -> str | None:
@@ -128,9 +129,9 @@ def final_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The last answer in `\boxed{}` or number after `####`, as written; None if there is no answer.
+    r"""The last answer in `\boxed{}`, or the last number after `####`, as written; None without an answer.
 
-    Other text after `####` may be a heading, so it only counts without any other answer.
+    Text after `####` that is not a number may be a heading. It counts only if there is no other answer.
     """
     lines = list(HASHES.finditer(text))
     numbers = [(line.start(), line[1]) for line in lines if _read_number(line[1]) is not None]
@@ -142,7 +143,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> tuple[int, str] | None:
-    r"""Start and content of the last `\boxed{...}`, which may contain further braces."""
+    r"""Start and content of the last `\boxed{...}`; None without a box. The content may have nested braces."""
     start = text.rfind(BOXED)
     if start < 0:
         return None
@@ -156,20 +157,20 @@ def _last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def normalise_answer(answer: str) -> str:
-    """An answer in comparable form: a number without units, thousands separators and unneeded zeros."""
+    """Normalise an answer for comparison. Numbers lose units, thousands separators and unneeded zeros."""
     number = _read_number(answer)
     if number is None:
         return _strip_noise(answer).lower()
-    # Written in full, 1e999999 would have a million digits.
+    # A short text like 1e999999 could be a number with a million digits.
     is_short = number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT
     return format(number or Decimal(0), "f") if is_short else _strip_noise(answer).lower()
 
 
 def _read_number(answer: str) -> Decimal | None:
-    """The number in an answer, without units and marks; None for other text."""
+    """Parse an answer as a number, ignoring units and marks; None if it is not a number."""
     text = _strip_noise(answer)
     try:
-        # The default context rounds to 28 digits, so two different longer numbers could become equal.
+        # The default precision of 28 digits would make some different long numbers equal.
         return Context(prec=len(text) + 1).normalize(Decimal(text))
     except (InvalidOperation, Overflow):
         return None

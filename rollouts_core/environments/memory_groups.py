@@ -1,7 +1,7 @@
-"""Find a cgroup in which the kernel can limit the memory of programs.
+"""Find a cgroup in which this process can create cgroups with a memory limit, one for each program in a sandbox.
 
-Linux lets a process create a cgroup with a memory limit in two cases: the process is root outside of containers, or a
-service manager delegated a cgroup to its user, as systemd does in graphical sessions and with `Delegate=yes`.
+Linux permits this in two cases: the process runs as root outside of containers, or a service manager has delegated a
+cgroup to its user. systemd does so in graphical sessions, and for services with `Delegate=yes`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 NAME = "rollouts-*"
 MAX_AGE_S = 3600.0
-"""Age in seconds from which a cgroup counts as a leftover of a killed process, because no program runs this long."""
+"""Age in seconds above which a cgroup is removed as a leftover of a killed process. No program runs this long."""
 
 
 @cache
 def find_group_parent() -> str:
-    """Folder of the nearest cgroup in which this process can create cgroups with `memory.max`; "" without one."""
+    """The folder of the nearest cgroup in which this process can create cgroups with a memory limit; "" if none."""
     try:
         mount = re.search(r"^(?:\S+ ){4}(\S+) .* - cgroup2 ", _read("/proc/self/mountinfo"), re.MULTILINE)
         own = re.search(r"^0::(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
     except OSError:
         return ""
-    if mount is None or own is None or ".." in own[1]:  # the cgroup is outside of the mounted part
+    if mount is None or own is None or ".." in own[1]:  # this process's cgroup is outside of the mount
         return ""
     top = Path(mount[1])
     path = top / own[1].lstrip("/")
@@ -40,8 +40,8 @@ def find_group_parent() -> str:
 
 
 def _is_parent(folder: Path) -> bool:
-    """True if this process can create a cgroup with a memory limit in the folder, and move a process of this user into
-    it."""
+    """True if this process can create a cgroup with a memory limit in `folder`, and move its own child processes into
+    that cgroup."""
     try:
         if "memory" not in _read(folder / "cgroup.subtree_control").split():
             return False

@@ -1,7 +1,7 @@
-r"""Questions with lettered choices, as in MMLU and ARC. A completion gives the letter in `\boxed{}`, after "answer", or
-alone.
+r"""Multiple-choice questions with letters, as in MMLU and ARC.
 
-In a box or alone, the choice's text may follow: "B. Paris".
+A completion gives its letter in `\boxed{}`, after the word "answer", or as the whole text. In a box or as the whole
+text, the text of the choice may follow the letter: "B. Paris".
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 from rollouts_core.types import Sample
 
-# The choice's text may follow a mark: \boxed{B. Paris}.
+# The text of the choice may follow a punctuation mark: \boxed{B. Paris}.
 BOXED = re.compile(
     r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:[).:]|[).:]\}?\s[^{}\n]*+)?\}?\s*\}"
 )
 REASON = r"because|since|as"
 OTHER = r"[ \t]*[,/&+][ \t]*(?:(?:and|or)[ \t]+)?\(?[A-J]\b(?!['’]|[ \t]+(?!(?:and|or)\b)\w)"
-"""Matches a second letter, except at the beginning of a remark about the first letter, as in "C, A is wrong"."""
-# A word after the letter makes it part of a sentence ("I think") or of a list; a reason may follow. A lower-case letter
-# may be a word itself, but not at the end of a line. Marks of Markdown, TeX and XML may stand between. Possessive
-# quantifiers (`+`) avoid backtracking, because a policy may write thousands of marks.
+"""Matches a second chosen letter, as in "C / A". A remark about another letter does not match: "C, A is wrong"."""
+# Matches the chosen letter after "answer". If a word follows, the letter is part of a sentence ("I think") and does not
+# match, unless the word begins a reason. A lower-case letter matches only at the end of a line, because "a" is a word.
+# Marks of Markdown, TeX and XML may stand before the letter. Possessive quantifiers (`+`) avoid backtracking, because a
+# policy may write thousands of marks.
 NAMED = re.compile(
     r"\b(?i:answer)\b[>*]*+(?:\s++is)?+[\s*]*+[:=]?+[\s*$`\"“'‘\[]*+(?:(?i:option|choice)\s++)?+(?:\\\()?+"
     r"(?:\\(?:text|math)(?:bf|rm|it)?+\{)?+"
@@ -31,7 +32,7 @@ ALONE = re.compile(r"[\s*]*+\(?([A-Ja-j])(?:\)?[.:]?|[).][ \t][^\n]*+)[\s*]*+")
 
 
 class MultipleChoiceEnvironment:
-    """Rewards a completion whose last marked letter is the answer."""
+    """Rewards a completion whose chosen letter is the row's answer."""
 
     row_fields = ("answer",)
 
@@ -45,7 +46,7 @@ class MultipleChoiceEnvironment:
         return float(chosen_letter(sample.response) == _read_letter(str(sample.metadata.get("answer", ""))))
 
     def vote(self, sample: Sample) -> str | None:
-        """The chosen letter; None without one."""
+        """The chosen letter of a completion; None without a letter."""
         return chosen_letter(sample.response)
 
 

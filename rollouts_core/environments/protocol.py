@@ -1,16 +1,16 @@
-"""The interface of environments, which answer the policy's turns and grade its samples.
+"""The interface of environments. An environment grades the policy's samples and may reply to its turns.
 
-An environment has a method `grade`, which is enough if the policy has one turn. For conversations it also has
-`respond`:
+A single-turn environment has only the method `grade`. A multi-turn environment also has the method `respond`:
 
     prompt --> policy --> respond --> policy --> respond --> no message --> grade
                   ^          |
                   +- message-+
 
-One object serves all conversations of a run concurrently, so the data of one conversation belong into its `state`.
+One environment object serves all conversations of a run concurrently, so it keeps the data of a conversation in
+`Conversation.state`.
 
-Failures are separated by cause. A failure of the policy is an `Outcome`, and the policy reads about it in its next
-turn. Any other failure is raised as `EnvironmentUnavailableError` and does not affect the policy's reward.
+Mistakes of the policy are reported as an `Outcome`, with a message that the policy reads before its next turn. All
+other failures are raised as `EnvironmentUnavailableError`. They do not affect the policy's reward.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rollouts_core.types import Message, Sample
 
 
 class Outcome(StrEnum):
-    """An environment's judgement of one turn of the policy."""
+    """The result of one turn of the policy, as judged by the environment."""
 
     OK = "ok"
-    """The request was understood and done."""
+    """The environment did what the policy requested."""
     PARSE_FAILURE = "parse_failure"
-    """The environment could not read the request."""
+    """The policy's request has a wrong syntax."""
     TOOL_ERROR = "tool_error"
-    """A tool refused its arguments."""
+    """A tool refused its arguments or failed."""
     TIMEOUT = "timeout"
-    """The request took too long."""
+    """The policy's request took too long to carry out."""
     INFRASTRUCTURE_ERROR = "infrastructure_error"
-    """A failure that the policy did not cause: the conversation restarts and is not graded."""
+    """The policy did not cause the failure. The conversation restarts and is not graded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +44,21 @@ class Tool:
 
     name: str
     description: str
-    """Purpose of the tool, for the policy."""
+    """What the tool does, as text for the policy."""
     parameters: dict[str, Any]  # Any: JSON
-    """JSON Schema of the arguments, an object."""
+    """JSON Schema of the arguments. Its type must be an object."""
     function: Callable[..., Any]  # Any: text, another JSON value, or a coroutine of one
-    """Takes the arguments by name. Returns text, or a value that is sent as JSON, for the policy; raises `ToolError`
-    for requests that it cannot do."""
+    """The function that the tool calls, with arguments by name. It returns text or a JSON value for the policy. It
+    raises `ToolError` if it cannot do what the policy requested."""
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """The tool in the form of chat templates."""
+        """The description of the tool in the form that chat templates expect."""
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": described}
 
 
 class ToolError(Exception):
-    """A tool cannot do what the policy requested; the policy gets the message."""
+    """A tool cannot do what the policy requested. The error's message is sent to the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,43 +66,44 @@ class Reply:
     """An environment's reply to a turn of the policy. Without messages the conversation ends."""
 
     messages: tuple[Message, ...] = ()
-    """Messages for the policy before its next turn, usually one of the role `tool` or `user`."""
+    """Messages for the policy before its next turn, usually a single message with the role `tool` or `user`."""
     outcome: Outcome = Outcome.OK
-    """Judgement of the answered turn."""
+    """The environment's judgement of the turn to which it replies."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """A running conversation, as `respond` sees it."""
+    """A running conversation between policy and environment; the argument of `respond`."""
 
     sample: Sample
-    """The pending sample: its prompt, and in its metadata the reference answer and other fields of the row."""
+    """The unfinished sample, with the prompt. Its metadata has the answer and the other fields of the prompt's row."""
     messages: list[Message]
-    """All turns so far, beginning with the prompt and ending with the policy's latest. Do not change it."""
+    """All messages so far, from the prompt to the policy's latest turn. Do not modify the list."""
     num_turns: int = 0
-    """Turns of the policy so far."""
+    """Number of the policy's turns so far."""
     state: dict[str, Any] = field(default_factory=dict)  # Any: the environment's own
-    """Data of the environment between turns; dropped at the end of the conversation."""
+    """Data that the environment keeps between turns. Dropped at the end of the conversation."""
     metadata: dict[str, Any] = field(default_factory=dict)  # Any: JSON
     """JSON values to add to the sample's metadata, for `grade` and reports."""
 
     @property
     def text(self) -> str:
-        """The policy's latest turn."""
+        """The text of the policy's latest turn."""
         return self.messages[-1]["content"]
 
 
 class Environment(Protocol):
-    """Grades completions.
+    """An environment that grades completions.
 
-    Three optional members: `row_fields`, the names of fields that a row of prompts must have, `check_row(row)`, which
-    raises ValueError for a row with invalid fields or answer, with a message for the author of the data, and
-    `vote(sample)`, the final answer of a completion in comparable form, or None, for majority@k. Every row is checked
-    before a run, so the check should be cheap.
+    Optional members:
+        row_fields      names of the fields that every row of the prompt file must have
+        check_row(row)  raises ValueError for an invalid row, with a message for the author of the data. It is called
+                        for every row before a run starts, so it should be fast
+        vote(sample)    returns the final answer of a completion in comparable form for majority@k, or None
     """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:
-        """The reward of a finished sample, whose `response` is the policy's last turn.
+        """Return the reward of a finished sample. `sample.response` is the policy's last turn.
 
         May be a coroutine function. Raises EnvironmentUnavailableError for failures that the policy did not cause.
         """
@@ -111,22 +112,23 @@ class Environment(Protocol):
 
 @runtime_checkable
 class MultiTurnEnvironment(Protocol):
-    """An environment that replies to the policy.
+    """An environment that replies to the policy's turns.
 
-    Two optional members: `tools`, a sequence of `Tool` that the chat template describes to the policy, and a coroutine
-    method `close(conversation)`, which is called once at the end of every conversation.
+    Optional members:
+        tools                a sequence of `Tool`; the chat template describes these tools to the policy
+        close(conversation)  a coroutine method that is called once at the end of every conversation
     """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:
-        """The reward of a finished sample, as in `Environment`."""
+        """Return the reward of a finished sample, as in `Environment`."""
         ...
 
     async def respond(self, conversation: Conversation) -> Reply:
-        """The reply to the policy's latest turn.
+        """Return the reply to the policy's latest turn.
 
         Raises:
             EnvironmentUnavailableError: a failure that the policy did not cause. OSError and httpx.TransportError are
-                treated the same; any other exception is a bug in the environment and ends the run.
+                treated in the same way. Every other exception is a bug of the environment and ends the run.
         """
         ...
 
@@ -137,6 +139,6 @@ def is_multi_turn(environment: Environment) -> TypeGuard[MultiTurnEnvironment]:
 
 
 def describe_tools(environment: Environment) -> list[dict[str, Any]]:  # Any: JSON
-    """The environment's tools in the form of chat templates."""
+    """The descriptions of an environment's tools in the form that chat templates expect."""
     tools: Sequence[Tool] = getattr(environment, "tools", ())
     return [tool.to_json() for tool in tools]

@@ -1,12 +1,12 @@
-"""Run an untrusted program in its own process, without network and with limits on every resource.
+"""Run an untrusted Python program in a sandbox, without network and with limits on every resource.
 
-On Linux the program runs in its own namespaces. The program has no network and sees no other processes. It can read the
-interpreter's folders, and write to a small temporary folder that is deleted at the end. It has no privileges. Memory,
-processor time, processes, open files and output are limited. System calls that reach memory beyond these limits, or
-rarely used parts of the kernel, are refused. When its time is over, all its processes are killed.
+The program runs in separate Linux namespaces. It has no privileges and no network, and it sees no other processes. It
+can read the folders of the interpreter, and write to a small temporary folder that is deleted at the end. Memory, CPU
+time, processes, open files and output are limited. System calls are refused if they could exceed these limits or use
+rarely used parts of the kernel. At the time limit, all processes of the program are killed.
 
-This protects the machine from an exploring policy. The sandbox does not protect against attacks on the kernel itself.
-The child process: `sandbox_child.py`.
+This protects the machine from the programs that a policy tries, but not from attacks on the Linux kernel itself.
+The child process that isolates itself: `sandbox_child.py`.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ SYSTEM_FOLDERS = (
     *("/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo"),
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache"),
 )
-"""Programs, libraries and time zones; not all of /usr, which may contain projects, for example in /usr/src."""
+"""System folders that programs in the sandbox can read. /usr as a whole could contain private files, as in /usr/src."""
 PREFIX_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
-"""Parts of an interpreter's folder that programs need."""
+"""Parts of a Python interpreter's folder that programs in the sandbox can read."""
 FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
-"""Error numbers of a system that does not permit or support namespaces."""
+"""Error numbers that show that the system does not permit or support namespaces."""
 BEGUN = b"+"
-"""The child process writes this mark when all preparations have succeeded, so that later failures are the program's."""
+"""Mark that the child process writes before it starts the program. Failures after the mark belong to the program."""
 BEGIN_TIMEOUT_S = 120.0
-"""Time limit for starting the sandbox, seconds; normally a fraction of a second."""
+"""Time limit for starting the sandbox, seconds. Normally the start takes a fraction of a second."""
 DEFAULT_SOCKET_KB = 208
-"""The kernel's memory per socket if it does not report a value, kB."""
+"""Assumed limit of kernel memory per socket, kB, if the kernel does not report its limit."""
 END_TIMEOUT_S = 5.0
-"""Time limit for all processes of a program to end before their watching process is killed, seconds."""
+"""Time limit for ending all processes of a program, seconds. After it, the process that watches them is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """The resources of a program."""
+    """Limits of the resources of a program in the sandbox."""
 
     wall_s: float = 10.0
     """Time limit in seconds, from the program's first instruction to its end."""
@@ -64,31 +64,31 @@ class SandboxLimits:
     memory_mb: int = 512
     """Limit in MB of the address space of each process, and of the memory of all processes together."""
     file_mb: int = 16
-    """Size of the temporary folder."""
+    """Limit of the files in the temporary folder, MB."""
     num_processes: int = 16
     output_bytes: int = 1 << 20
-    """Limit per output stream; a program that writes more is killed."""
+    """Limit of stdout and of stderr, bytes. A program that writes more is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """The end of a program."""
+    """The result of a program that ran in the sandbox."""
 
     outcome: Outcome
-    """OK for exit code 0, TIMEOUT, or TOOL_ERROR for any other end."""
+    """OK for exit code 0, TIMEOUT if the time limit was reached, TOOL_ERROR otherwise."""
     exit_code: int
-    """Exit code of the program: 128 plus the signal's number if a signal ended it; negative if it exceeded its time or
-    output limit."""
+    """Exit code of the program. 128 plus the signal's number if a signal ended the program; negative if the program
+    exceeded its time or output limit."""
     stdout: str
     stderr: str
 
 
 async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a Python program. Its time starts with its first instruction, not with the start of the sandbox.
+    """Run a Python program in a sandbox. Its time limit begins when the program starts, not when the sandbox starts.
 
     Raises:
         EnvironmentUnavailableError: the machine could not start the sandbox, or killed the program.
-        RewardError: the machine does not permit a sandbox, or the program would see private files.
+        RewardError: the machine does not permit a sandbox, or a program in the sandbox could read private files.
     """
     allowed = limits or SandboxLimits()
     if (problem := _find_too_large(code, stdin, allowed)) is not None:
@@ -112,7 +112,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
     async def write() -> None:
         assert process.stdin is not None
-        # The program may end before it has read all of its input; its exit code shows the reason.
+        # A program may end before it has read all of its input.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             await process.stdin.send(program)
             await process.stdin.aclose()
@@ -136,10 +136,10 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
     was_stopped = time.cancelled_caught or is_too_much
     if exit_code < 0 and not was_stopped:
         raise EnvironmentUnavailableError(
-            f"this machine killed a program (signal {-exit_code}), although it was within its limits: look for the "
+            f"this machine killed a program (signal {-exit_code}) that was within its limits: look for the "
             "out-of-memory killer in the machine's log, and use more memory or fewer programs at a time"
         )
-    # Only the machine can send SIGKILL to the first process of a namespace; too much memory gives an exit code.
+    # At the limit of CPU time the exit code is 128 + SIGKILL. Too much memory gives the exit code 1.
     is_late = time.cancelled_caught or exit_code == 128 + signal.SIGKILL
     failed = Outcome.TIMEOUT if is_late else Outcome.TOOL_ERROR
     return SandboxResult(
@@ -151,10 +151,10 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
 
 async def _start(limits: SandboxLimits) -> tuple[Process, int]:
-    """Start the process that watches a program. Also returns a file with the problems of its start."""
+    """Start the process that watches a program. Also returns a descriptor to read problems of the start from."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         raise RewardError(
-            "this process ignores SIGCHLD (inherited from its parent), so the end of a program would go unnoticed: "
+            "this process ignores SIGCHLD (inherited from its parent), so it would not notice the end of a program: "
             "call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
         )
     read_status, write_status = os.pipe()
@@ -162,7 +162,7 @@ async def _start(limits: SandboxLimits) -> tuple[Process, int]:
     folders = visible_folders()
     if (seen := find_seen(folders)) is not None:
         raise RewardError(
-            f"{seen[0]} lies in {seen[1]}, where programs in the sandbox can read it: move it out of the folders of "
+            f"{seen[0]} is in {seen[1]}, where programs in the sandbox can read it: move it to a folder without "
             "programs and libraries"
         )
     settings = {**asdict(limits), "folders": folders, "executable": sys.executable, **_describe_machine()}
@@ -190,7 +190,7 @@ async def _read_when_ready(file: int) -> bytes:
 
 
 async def _wait_until_gone(process: Process) -> int:
-    """End the process that watches a program; returns its exit code."""
+    """End the process that watches a program, and wait for its end; returns its exit code."""
     _end(process)
     with anyio.CancelScope(shield=True):
         with anyio.move_on_after(END_TIMEOUT_S) as ending:
@@ -206,7 +206,7 @@ def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
     """Raise an error if the program was not started."""
     problem = status.removeprefix(BEGUN).decode(errors="replace")
     if problem:
-        # Missing permissions are permanent, but a reached limit or a lack of memory may be temporary.
+        # Missing permissions are permanent. Other causes, such as a lack of memory, may be temporary.
         is_forbidden = any(os.strerror(number) in problem for number in FORBIDDEN)
         raise (RewardError if is_forbidden else EnvironmentUnavailableError)(
             f"this machine cannot start a sandbox ({problem}): run where Linux namespaces are permitted, "
@@ -224,7 +224,7 @@ def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
 
 @cache
 def visible_folders() -> tuple[str, ...]:
-    """The parts of the file system that a program can read: the files that Python needs."""
+    """The folders and files that a program in the sandbox can read: those that Python needs."""
     prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
     own = [f"{prefix}/{part}" for prefix in prefixes for part in PREFIX_PARTS]
     chosen: list[str] = []
@@ -235,7 +235,7 @@ def visible_folders() -> tuple[str, ...]:
 
 
 def _follow_links(path: Path) -> Iterator[str]:
-    """A file and all files that its links lead to."""
+    """Yield a path, and all paths to which its symbolic links lead."""
     while path.is_symlink():
         yield str(path)
         path = path.parent / path.readlink()
@@ -244,7 +244,7 @@ def _follow_links(path: Path) -> Iterator[str]:
 
 @cache
 def _describe_machine() -> dict[str, object]:
-    """The sandbox settings that depend on the machine."""
+    """The settings of the sandbox that depend on the machine."""
     try:
         socket_kb = int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="utf-8")) >> 10
     except (OSError, ValueError):
@@ -254,7 +254,7 @@ def _describe_machine() -> dict[str, object]:
 
 
 def _find_too_large(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult | None:
-    """The result of a program that does not fit into its temporary folder with its input; None if it fits."""
+    """The failed result of a program that does not fit, with its input, into the temporary folder; None if it fits."""
     num_bytes = len(code.encode(errors="replace")) + len(stdin.encode(errors="replace"))
     if num_bytes <= limits.file_mb << 20:
         return None
@@ -263,7 +263,7 @@ def _find_too_large(code: str, stdin: str, limits: SandboxLimits) -> SandboxResu
 
 
 def _end(process: Process) -> None:
-    """Let the watching process kill the program: a program can leave its process group, but not its namespace."""
+    """Make the watching process kill the program, including processes that left the program's process group."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
 

@@ -1,20 +1,21 @@
-"""The sandbox's child process: it isolates itself, then becomes the program. `sandbox.py` runs this file as a script.
+"""The child process of the sandbox: it isolates itself, then executes the program. `sandbox.py` runs this script.
 
-argv: settings as JSON, file descriptor for problems, parent's id      stdin: {"code": ..., "stdin": ...} as JSON
+argv: settings as JSON, file descriptor for errors at the start, process id of the parent
+stdin: {"code": ..., "stdin": ...} as JSON
 
 namespaces --> fork --> [1] new root, read-only folders, no privileges, limits --> exec python /tmp/main.py
                 |
-                +----- waits, and ends with the exit code of [1]. It kills [1] on SIGTERM, when the parent dies, when
-                       all processes inside together use too much memory, or when one has used up its processor time.
-                       When [1], the first process of its namespace, is killed, the kernel kills all processes in the
-                       namespace. If the machine kills [1], or watching fails, it ends itself by a signal
+                +----- watcher: waits for [1] and ends with its exit code. It kills [1] on SIGTERM, when the parent
+                       dies, when all processes in the sandbox together use too much memory, or when a process has
+                       used up its CPU time. [1] is the first process of its namespace: if it is killed, the kernel
+                       kills all processes of the namespace. If the machine kills [1], or if watching fails, the
+                       watcher kills itself with a signal, so that the failure is not taken for the program's
 
-A program cannot kill [1] with SIGKILL: no process of a namespace can kill the namespace's first process, [1] has no
-limit at which the kernel would kill it, and a program cannot change its limits. SIGKILL therefore comes from the
-machine.
+If [1] ends by SIGKILL, the machine killed it: processes of a namespace cannot kill its first process, [1] has no limit
+at which the kernel would kill it, and a program cannot change the limits.
 
-Only the standard library is used. Every import costs each program milliseconds, so files are read with `os`, not
-pathlib.
+Only the standard library is used. Each import delays every program by milliseconds, so files are read with `os`, not
+with pathlib.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import signal
 import struct
 import sys
 
-TYPE_CHECKING = False  # `typing` takes 3 ms
+TYPE_CHECKING = False  # importing `typing` takes 3 ms
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -48,7 +49,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 )
 MNT_DETACH = 2
 LOCKED_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": 1024, "nodiratime": 2048}
-"""Mount options that a user namespace may not remove."""
+"""Mount options that a process in a user namespace cannot remove, with their flags."""
 MS_RELATIME = 1 << 21
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
@@ -58,36 +59,36 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 NUM_CAPABILITIES = 64
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
-"""Candidates for the mount point of the new root. The mount hides the folder's content only in this mount namespace."""
+"""Candidates for the mount point of the new root. Only in this mount namespace, the mount hides the folder's files."""
 DEVICES = ("null", "urandom", "random", "full")
-"""Without `zero`: its shared mappings are memory that stays after unmapping and counts for no process."""
+"""Devices in the sandbox. `zero` is missing, because its shared mappings use memory that no process is charged for."""
 CHECK_S = 0.05
-"""Seconds between checks of a program's memory and processor time."""
+"""Seconds between two checks of a program's memory and CPU time."""
 CPU_GRACE_S = 1.0
-"""Extra seconds for all processes except the first, because the kernel itself ends them at their limit."""
+"""Extra seconds before the watcher acts on other processes than the first. Normally the kernel ends them earlier."""
 CPU_LIMIT_SHARE = 0.5
-"""If a program was killed before it used this share of the machine's own limit of processor time, the limit was not the
-reason: the kernel's two ways of counting time differ by less than half."""
+"""Share of the machine's own limit of CPU time. A program that was killed below this share was killed for another
+reason, because the kernel's two measures of CPU time differ by less than half."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PIPE_KB, MAPPING_KB = 64, 0.5
-"""Kernel memory that a pipe and a mapping may take, kB."""
+"""Highest kernel memory of a pipe and of a memory mapping, kB."""
 MAX_LOCKS, MAX_LOCKS_BYTES = 2000, 256 << 10
-"""Highest number of file locks of all processes together, and bytes read from the list of all locks. The read is
-limited, because the kernel takes longer for each further part of the list."""
+"""Highest number of file locks of all processes together, and limit of the bytes read from the kernel's list of locks.
+The kernel needs more time for each further part of the list."""
 NUM_SIGNALS = 128
-"""Highest number of pending signals and timers for all processes of a program."""
+"""Highest number of pending signals and timers of all processes of a program."""
 
 MEMORY = re.compile(rb"^(?:Rss(?:Anon|Shmem)|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB", re.MULTILINE)
-"""In /proc/PID/status: memory of a process, also swapped out, and the kernel's page tables."""
+"""Matches lines of /proc/PID/status with the memory of a process: resident, swapped out, and page tables."""
 BEGUN = b"+"
-"""Sent before the problems of the start; no problem follows if the program started. If the mark is missing, the program
-did not start."""
+"""Mark in the stream of errors at the start. It is sent just before the program is executed. If the mark is missing, or
+an error follows, the program did not start."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError if a call of the C library failed."""
+    """Raise OSError if `result` says that a call of the C library failed."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
@@ -99,7 +100,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def enter_namespaces() -> None:
-    """Move this process into separate namespaces for network, processes and mounts, as root or as another user."""
+    """Move this process into new namespaces for network, processes and mounts. Works for root and for other users."""
     uid, gid = os.getuid(), os.getgid()
     spaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     if uid == 0:
@@ -111,7 +112,7 @@ def enter_namespaces() -> None:
 
 
 def build_root(folders: list[str], file_mb: int) -> None:
-    """Build a root file system from read-only `folders` and a temporary folder, and switch to it."""
+    """Build a root file system of read-only `folders` and a temporary folder, and make it this process's root."""
     os.umask(0o022)
     root = find_root(folders)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -143,7 +144,7 @@ def build_root(folders: list[str], file_mb: int) -> None:
 
 
 def make_read_only(folder: str) -> None:
-    """Make a mount and all mounts below it read-only; a plain remount would skip the mounts below."""
+    """Make a mount and all mounts below it read-only."""
     flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     arguments = (AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
@@ -159,22 +160,22 @@ def make_read_only(folder: str) -> None:
 
 
 def list_mounts(folder: str) -> list[tuple[str, list[str]]]:
-    """The mount at `folder` and those below it, with their options."""
+    """The path and options of the mount at `folder` and of all mounts below it."""
     found = []
     for line in os.fsdecode(read_file("/proc/self/mountinfo")).splitlines():
         _, _, _, _, place, options, *_ = line.split(" ")
-        place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)  # a space is \040
+        place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)  # a space is written as \040
         if place == folder or place.startswith(folder.rstrip("/") + "/"):
             found.append((place, options.split(",")))
     return found
 
 
 def find_root(folders: list[str]) -> str:
-    """An existing folder that covers none of `folders`."""
+    """The first existing folder of ROOTS that contains none of `folders`."""
     for root in ROOTS:
         if os.path.isdir(root) and not any(f"{folder}/".startswith(f"{root}/") for folder in folders):
             return root
-    raise OSError(f"each of {', '.join(ROOTS)} is missing or holds a folder that the program needs")
+    raise OSError(f"each of {', '.join(ROOTS)} is missing or contains a folder that the program needs")
 
 
 def drop_privileges(settings: dict[str, Any]) -> None:
@@ -183,30 +184,30 @@ def drop_privileges(settings: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    # A separate user namespace: no id in it maps to a real user, so the program cannot create another one.
+    # In this user namespace no id maps to a real user, so the program cannot create further user namespaces.
     check(libc.unshare(CLONE_NEWUSER), "unshare user")
-    # Limits come after it: a limit of processes also counts processes in the parent namespace, where all programs of
-    # root run as the same unprivileged user.
+    # Limits are set afterwards. In the parent namespace all programs of root run as the same unprivileged user, and
+    # a limit of processes would count the processes of all of them.
     set_limits(settings)
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    # The change of the user cleared this setting. The filter prevents the program from clearing it.
+    # Changing the user cleared this setting. The system call filter prevents the program from clearing it again.
     end_with_parent(signal.SIGKILL)
     put_filter_on(bytes.fromhex(settings["filter"]))
 
 
 def put_filter_on(program: bytes) -> None:
-    """Make the kernel refuse the calls in a filter of system_calls.py, for this process and its children."""
+    """Install a filter of system_calls.py, so that the kernel refuses system calls of this process and its children."""
     code = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HP", len(program) // BPF_INSTRUCTION_BYTES, ctypes.addressof(code))
     check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
 
 
 def set_limits(settings: dict[str, Any]) -> None:
-    """Set the limits of one process.
+    """Set the resource limits of this process, which its child processes inherit.
 
-    At its limit of processor time the kernel sends SIGXCPU, which does not end the first process of a namespace.
+    At the limit of CPU time the kernel sends SIGXCPU. This signal does not end the first process of a namespace.
     """
     lower_limit(resource.RLIMIT_CPU, settings["cpu_s"], is_hard=False)
     for kind, limit in (
@@ -224,19 +225,19 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 
 def lower_limit(kind: int, limit: int, *, is_hard: bool) -> None:
-    """Lower a limit of this process, optionally so that it cannot be raised again. An already lower limit stays."""
+    """Lower a limit of this process. With `is_hard` it cannot be raised again. A limit that is already lower stays."""
     _, hard = resource.getrlimit(kind)
-    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # this process may not raise its limits
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # hard limits cannot rise
     resource.setrlimit(kind, (lower, lower if is_hard else hard))
 
 
 def become_program(settings: dict[str, Any], program: dict[str, str], status: int) -> None:
-    """Turn this process into the program; never returns."""
-    # A separate session, so that signals to its group do not reach the watching process.
+    """Isolate this process and execute the program in it; never returns."""
+    # In a separate session, signals to the program's process group do not reach the watcher.
     os.setsid()
     build_root(settings["folders"], settings["file_mb"])
     for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
-        # `surrogatepass`, because half of a surrogate pair must be an error of the program instead of the machine.
+        # With `surrogatepass`, a lone surrogate is an error of the program, not of the sandbox.
         write_file(f"/tmp/{name}", content.encode("utf-8", "surrogatepass"))
     given = os.open("/tmp/stdin", os.O_RDONLY)
     os.dup2(given, 0)
@@ -248,17 +249,17 @@ def become_program(settings: dict[str, Any], program: dict[str, str], status: in
 
 
 def end_with_parent(number: int) -> None:
-    """Make the kernel send this process a signal when its parent dies."""
+    """Make the kernel send the signal `number` to this process when its parent dies."""
     check(libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "pdeathsig")
 
 
 def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
-    """Make SIGTERM end the program with all its processes, and then this process. From outside of the namespace, even
-    its first process can be killed.
+    """Make SIGTERM end all processes of the program, and then this process. Processes outside of the namespace, such as
+    this watcher, can kill its first process.
     """
 
     def end(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the program just ended
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the program has just ended
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # returns when the whole namespace is gone
         if group is not None:
@@ -270,13 +271,13 @@ def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
 
 
 class MemoryGroup:
-    """A cgroup that limits the memory of the program, including kernel memory. The cgroup is removed at the end.
+    """A cgroup that limits the memory of a program, including kernel memory.
 
     Args:
-        parent: cgroup to create it in.
+        parent: folder of the cgroup in which the new cgroup is created.
 
     Raises:
-        OSError: the cgroup cannot be created there.
+        OSError: the cgroup cannot be created.
     """
 
     def __init__(self, parent: str, max_bytes: int) -> None:
@@ -286,10 +287,10 @@ class MemoryGroup:
         self._folder = os.open(self.name, os.O_DIRECTORY, dir_fd=self._parent)
         self._write("memory.max", str(max_bytes))
         for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
-            with contextlib.suppress(OSError):  # these files need swap, or Linux 4.19
+            with contextlib.suppress(OSError):  # these files exist only with swap, or from Linux 4.19 on
                 self._write(name, value)
         self.members = os.open("cgroup.procs", os.O_WRONLY, dir_fd=self._folder)
-        """A process joins the cgroup by writing 0 to this file."""
+        """File descriptor of the member list. A process joins the cgroup by writing 0 to it."""
 
     def _write(self, name: str, value: str) -> None:
         file = os.open(name, os.O_WRONLY, dir_fd=self._folder)
@@ -299,7 +300,7 @@ class MemoryGroup:
             os.close(file)
 
     def has_killed(self) -> bool:
-        """True if the kernel killed processes because of the group's memory limit."""
+        """True if the kernel killed processes because the cgroup reached its memory limit."""
         file = os.open("memory.events", os.O_RDONLY, dir_fd=self._folder)
         try:
             found = re.search(rb"^oom_kill (\d+)", os.read(file, 4096), re.MULTILINE)
@@ -308,7 +309,7 @@ class MemoryGroup:
         return found is not None and int(found[1]) > 0
 
     def remove(self) -> None:
-        """Remove the empty group."""
+        """Remove the cgroup. It must have no processes."""
         with contextlib.suppress(OSError):
             os.rmdir(self.name, dir_fd=self._parent)
 
@@ -316,7 +317,7 @@ class MemoryGroup:
 def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None) -> int:
     """Wait for the program, and kill it if its processes exceed their limits; returns its exit code.
 
-    SIGCHLD must be blocked. If the machine killed the program, this process ends itself instead of returning.
+    SIGCHLD must be blocked. If the machine killed the program, this process kills itself instead of returning.
     """
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard_s = hard if hard != resource.RLIM_INFINITY else float("inf")
@@ -353,50 +354,51 @@ def kill_program(child: int) -> None:
 
 
 def say_too_much(limit: str) -> int:
-    """Write to the program's stderr that it used too much memory; returns its exit code."""
-    os.write(2, f"MemoryError: all processes together held more than {limit}\n".encode())
+    """Write to the program's stderr that the program exceeded a limit of memory or locks; returns its exit code."""
+    os.write(2, f"MemoryError: all processes together used more than {limit}\n".encode())
     return 1
 
 
 def end_by_signal() -> NoReturn:
-    """End this process so that its exit code is not mistaken for the program's."""
+    """Kill this process with a signal, so that its exit code is not mistaken for the program's."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("no process survives SIGKILL")
 
 
 def has_own_processes() -> bool:
-    """True if /proc is the sandbox's; the mount replaces this process's own view."""
+    """True if /proc already shows the sandbox's processes. The sandbox's mount of /proc hides this process."""
     try:
         os.readlink("/proc/self")
-    except FileNotFoundError:  # this process is not visible in the sandbox's /proc
+    except FileNotFoundError:  # the sandbox's /proc does not show this process
         return True
     return False
 
 
 def count_locks() -> int:
-    """Number of file locks of the sandbox's processes, counted up to a bit more than the limit."""
+    """Number of file locks of the sandbox's processes. Counting stops a little above the limit."""
     file, listed = os.open("/proc/locks", os.O_RDONLY), b""
     try:
         while len(listed) < MAX_LOCKS_BYTES and (part := os.read(file, 1 << 16)):
             listed += part
     finally:
         os.close(file)
-    # OFD locks are listed for the whole machine; programs in the sandbox cannot create any.
+    # The list has the OFD locks of the whole machine. Programs in the sandbox cannot create OFD locks.
     return listed.count(b"\n") - listed.count(b": OFDLCK ")
 
 
 def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
-    """Total memory of the sandbox's processes in kB, and True if a process has used up its processor time.
+    """Return the total memory of the sandbox's processes in kB, and True if a process has used up its CPU time.
 
-    Kernel memory counts at its maximum. Shared pages count for each process.
+    Pipes, sockets and mappings count with their highest possible kernel memory. Pages that several processes share
+    count once for each process.
     """
     held_kb, is_late = 0.0, False
     opened: set[str] = set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # the process just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # the process has just ended
             used_s = read_cpu_s(pid)
             is_late = is_late or used_s >= (cpu_s if pid == "1" else cpu_s + CPU_GRACE_S)
-            status = read_file(f"/proc/{pid}/status")  # begins with a name of arbitrary bytes, chosen by the program
+            status = read_file(f"/proc/{pid}/status")  # begins with a name that the program can choose
             held_kb += sum(map(int, MEMORY.findall(status)))
             held_kb += MAPPING_KB * count_lines(f"/proc/{pid}/maps")
             opened.update(read_links(f"/proc/{pid}/fd"))
@@ -406,17 +408,17 @@ def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
 
 
 def read_cpu_s(pid: str) -> float:
-    """Processor time of a process in seconds, without its children."""
-    # The name before the bracket has arbitrary bytes.
+    """CPU time of a process in seconds, without its children."""
+    # The name before the last bracket may have arbitrary bytes.
     fields = read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
 
 def read_links(folder: str) -> list[str]:
-    """The targets of a folder's links."""
+    """The targets of all symbolic links in a folder."""
     targets = []
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # the file was closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the process closed the file meanwhile
             targets.append(os.readlink(f"{folder}/{name}"))
     return targets
 
@@ -438,28 +440,28 @@ def read_file(path: str) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file, also if it exists."""
+    """Write a file. An existing file is overwritten."""
     with open(path, "wb") as file:
         file.write(content)
 
 
 def create_group(settings: dict[str, Any]) -> MemoryGroup | None:
-    """A cgroup for the program. None if this is impossible; the program's memory is then limited only by measuring
-    it."""
+    """Create a cgroup for the program; None if this is not possible. Without a cgroup, only the watcher's measurements
+    limit the program's memory."""
     if not settings["group_parent"]:
         return None
     try:
-        # Files in the temporary folder count as memory, too.
+        # Files in the temporary folder count as memory of the cgroup.
         return MemoryGroup(settings["group_parent"], settings["memory_mb"] + settings["file_mb"] << 20)
     except OSError:
         return None
 
 
 def main() -> int:
-    """Run the program; returns its exit code, or 128 plus the number of a signal."""
+    """Run the program; returns its exit code, or 128 plus the number of the signal that ended it."""
     settings, status, starter = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(status, False)
-    # Ignored and blocked signals are inherited from the parent.
+    # The parent may have ignored or blocked these signals, which child processes inherit.
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -469,14 +471,14 @@ def main() -> int:
         group = create_group(settings)
         enter_namespaces()
         end_with_parent(signal.SIGTERM)
-        if os.getppid() != starter:  # the parent has died
+        if os.getppid() != starter:  # the parent died before `end_with_parent`
             raise ProcessLookupError("the process that requested the program has ended")
-        # Block signals until the child's id is known. The program's end is polled.
+        # SIGTERM is blocked until the child's id is known. SIGCHLD stays blocked, because `wait_for_end` polls for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         child = os.fork()
         if child == 0:
             if group is not None:
-                with contextlib.suppress(OSError):  # if not permitted, memory is limited only by measuring it
+                with contextlib.suppress(OSError):  # not permitted: only the watcher limits the memory
                     os.write(group.members, b"0")
             become_program(settings, program, status)
     except BaseException as error:  # noqa: BLE001 - an unreported problem would be lost
@@ -488,7 +490,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
     code = wait_for_end(child, settings, group)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another process may get the child's id from now on
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another process may now get the child's process id
     if group is not None:
         group.remove()
     return code

@@ -1,9 +1,9 @@
-"""The system calls of a program in the sandbox: a filter for Linux's seccomp, as bytes.
+"""Build the filter of system calls (Linux's seccomp) for programs in the sandbox.
 
     REFUSED, CHANGES_NOTHING, RULES --build_filter--> BPF instructions --sandbox_child.py--> the kernel
 
-A call is refused for one of three reasons: it gives a program memory that no limit counts, it changes a limit, or it
-reaches a rarely used part of the kernel, which attacks may use. Calls that were added to Linux after this list was
+A system call is refused for one of three reasons: it allocates memory that no limit counts, it changes a limit, or it
+reaches a rarely used part of the kernel, where bugs are more likely. System calls that Linux added after this list was
 written are refused too.
 """
 
@@ -21,9 +21,9 @@ REFUSED: dict[str, dict[str, int]] = {
         **{"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
         # anonymous memory files, pages kept by pipes, rings of asynchronous reads
         **{"memfd_create": 319, "memfd_secret": 447, "vmsplice": 278, "splice": 275, "tee": 276, "io_setup": 206},
-        # waiting sockets and sockets that carry open files hold memory that no descriptor counts
+        # sockets that wait for a connection or transfer open files use memory that no file descriptor counts
         **{"sendmsg": 46, "sendmmsg": 307, "setsockopt": 54, "bind": 49, "listen": 50},
-        # watches and rules: the kernel does not limit their number
+        # the kernel does not limit the number of these watches and rules
         **{"inotify_init": 253, "inotify_init1": 294, "fanotify_init": 300, "landlock_create_ruleset": 444},
         # rarely used parts of the kernel
         **{"add_key": 248, "request_key": 249, "keyctl": 250, "perf_event_open": 298, "bpf": 321},
@@ -42,7 +42,7 @@ REFUSED: dict[str, dict[str, int]] = {
         **{"unshare": 97, "setns": 268, "mount": 40, "syslog": 116},
     },
 }
-"""Numbers of calls that are always refused."""
+"""Numbers of system calls that are always refused."""
 CHECKED: dict[str, dict[str, int]] = {
     "x86_64": {
         "mmap": 9,
@@ -63,12 +63,12 @@ CHECKED: dict[str, dict[str, int]] = {
         "prlimit64": 261,
     },
 }
-"""Numbers of calls that are refused with some arguments."""
+"""Numbers of system calls that are refused only with some arguments."""
 FIRST_UNKNOWN = 463
-"""Calls from here on are newer than Linux 6.10, or (on x86_64) second numbers (x32) of all calls."""
+"""System calls from this number on are refused: they are newer than Linux 6.10, or belong to the x32 ABI on x86_64."""
 RLIMIT_STACK = 3
-"""The stack is the only limit that a program may change, because deeply recursive programs need this. The limit of the
-address space also limits the stack."""
+"""The size limit of the stack. It is the only limit that a program may change, because deeply recursive programs need a
+larger stack. The limit of the address space also limits the stack."""
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 F_SETPIPE_SZ, F_OFD_SETLK, F_OFD_SETLKW = 1031, 37, 38
@@ -77,16 +77,16 @@ ALL_BITS = 0xFFFFFFFF
 
 LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 CALL_NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in the kernel's data about a call; each argument has 8 bytes, the lower half first."""
+"""Byte offsets in the kernel's `struct seccomp_data`. Each argument has 8 bytes, the lower half first."""
 ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
 
 Instruction = tuple[int, int, int, int]
-"""Operation, number of instructions to skip if a test is true and if it is false, and value."""
+"""A BPF instruction: operation, instructions to skip if its test is true, instructions to skip if false, value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A test of half an argument of a call."""
+    """A test of the lower half of an argument of a system call."""
 
     argument: int
     value: int
@@ -97,21 +97,21 @@ class Condition:
 
 
 RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
-    # Shared memory has no owner, so unmapped parts stay allocated and count for no process.
+    # Anonymous shared memory stays allocated after a part is unmapped, and then counts for no process.
     ("mmap", (Condition(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),), errno.EPERM),
     ("mmap", (Condition(3, MAP_HUGETLB, MAP_HUGETLB),), errno.EPERM),
-    # These families cannot leave the program's network. Some others can: AF_VSOCK leads from a virtual machine to its
-    # host.
+    # Sockets of these families cannot leave the sandbox's empty network. Others can: AF_VSOCK connects a virtual
+    # machine with its host.
     ("socket", tuple(Condition(0, family, is_equal=False) for family in (AF_UNIX, AF_INET, AF_INET6)), errno.EPERM),
     ("socketpair", (Condition(0, AF_UNIX, is_equal=False),), errno.EPERM),
     ("fcntl", (Condition(1, F_SETPIPE_SZ),), errno.EPERM),
-    # Locks without a process; the kernel lists them for the whole machine.
+    # Open file description (OFD) locks belong to no process, so the locks of a sandbox could not be counted.
     ("fcntl", (Condition(1, F_OFD_SETLK),), errno.EPERM),
     ("fcntl", (Condition(1, F_OFD_SETLKW),), errno.EPERM),
-    # These calls succeed without an effect. Harmless programs also set limits, but a kill at a limit that the program
-    # lowered would look like a kill by the machine.
+    # These calls succeed without an effect, because harmless programs use them too. If they took effect, a program that
+    # the kernel kills at a limit that it lowered itself would look like a program that the machine killed.
     ("prctl", (Condition(0, PR_SET_PDEATHSIG),), 0),
-    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # a process that is not dumpable hides its open files
+    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # non-dumpable processes hide their open files
     ("setrlimit", (Condition(0, RLIMIT_STACK, is_equal=False),), 0),
     ("prlimit64", (Condition(1, RLIMIT_STACK, is_equal=False), Condition(2, 0, is_equal=False)), 0),
     (
@@ -120,20 +120,20 @@ RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
         0,
     ),
 )
-"""A call, conditions on its arguments, and the program's error number; 0 succeeds."""
+"""(system call, conditions on its arguments, error number that the program gets; 0 for success without effect)."""
 
 
 @cache
 def build_filter(machine: str) -> bytes:
-    """The filter for a processor, as an array of the kernel's `struct sock_filter`.
+    """Build the filter for a processor architecture, as bytes: an array of the kernel's `struct sock_filter`.
 
     Raises:
-        KeyError: the processor's calls are unknown.
+        KeyError: the architecture is not supported.
     """
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (JUMP_IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
-        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),  # call numbers of another processor, as in 32-bit programs
+        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),  # another architecture, as in 32-bit programs
         (LOAD, 0, 0, CALL_NUMBER),
         *_return_if((JUMP_IF_AT_LEAST, 0, 1, FIRST_UNKNOWN), errno.ENOSYS),
     ]
@@ -146,13 +146,13 @@ def build_filter(machine: str) -> bytes:
 
 
 def _return_if(test: Instruction, error: int) -> list[Instruction]:
-    """A test of the call's number; the filter ends if the test is true."""
+    """Instructions that return `error` for a system call if `test` of its number is true."""
     return [test, (RETURN, 0, 0, FAIL_WITH | error)]
 
 
 def _render_rule(number: int, conditions: tuple[Condition, ...], error: int) -> list[Instruction]:
-    """The instructions of a rule. They are built from last to first, because a false condition skips all later
-    instructions."""
+    """The instructions of a rule. They are built from last to first, because a false condition skips all following
+    instructions of the rule."""
     steps = [(RETURN, 0, 0, FAIL_WITH | error)]
     for condition in reversed(conditions):
         rest = len(steps)

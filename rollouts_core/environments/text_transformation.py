@@ -1,6 +1,6 @@
-"""Rewrite a text by a rule: reverse it, sort its words, remove its vowels. A first task for small models.
+"""A simple task for small models: transform a text by a rule, for instance reverse it or sort its words.
 
-A row has `operation`, a key of `OPERATIONS`, and `text`; `draw_row` makes such rows.
+A row has the fields `operation`, a key of `OPERATIONS`, and `text`. `draw_row` creates such rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPERATIONS: dict[str, Callable[[str], str]] = {
 
 
 class TextTransformationEnvironment:
-    """Rewards a completion that is exactly the transformed text."""
+    """Rewards a completion that equals the transformed text."""
 
     row_fields = ("operation", "text")
 
@@ -37,13 +37,13 @@ class TextTransformationEnvironment:
             raise ValueError(f"expected `text` to be text, found {type(row['text']).__name__}")
 
     def grade(self, sample: Sample) -> float:
-        """1 if the completion, without surrounding space, is the transformed text, else 0."""
+        """1 if the completion without surrounding white space equals the transformed text, else 0."""
         transform = OPERATIONS[sample.metadata["operation"]]
         return float(sample.response.strip() == transform(sample.metadata["text"]).strip())
 
 
 def draw_row(rng: random.Random, *, num_words: int = 3) -> dict[str, Any]:  # Any: JSON
-    """A row of a prompt file: random words and an operation."""
+    """Create a random row of a prompt file, with some words and an operation."""
     words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 6))) for _ in range(num_words)]
     operation, text = rng.choice(sorted(OPERATIONS)), " ".join(words)
     return {

@@ -1,6 +1,6 @@
-"""Parse, check and run the policy's tool calls, and write the answers.
+"""Parse, check and run the tool calls in a policy's turn, and reply with their results.
 
-The chat template decides how a policy writes a call (`data/dialects.py`). Many use JSON between two marks:
+The format of tool calls depends on the model's chat template (`data/dialects.py`). Many models use JSON between tags:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "57+83"}}</tool_call>
 """
@@ -33,13 +33,13 @@ SCHEMA_TYPES = "array, boolean, integer, null, number, object or string"
 
 
 _dialect: ContextVar[Dialect] = ContextVar("dialect", default=DEFAULT_DIALECT)
-"""The dialect of tool calls in the current asyncio task."""
+"""The format (dialect) of tool calls in the current asyncio task."""
 
 
 @contextmanager
 def reading_calls_in(dialect: Dialect) -> Iterator[None]:
-    """Use this dialect for tool calls inside the block, also in environments, which do not get the dialect as an
-    argument."""
+    """Parse tool calls in this format inside the `with` block. A context variable passes it to environments, whose
+    methods have no such argument."""
     before = _dialect.set(dialect)
     try:
         yield
@@ -48,14 +48,15 @@ def reading_calls_in(dialect: Dialect) -> Iterator[None]:
 
 
 async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: float = TOOL_TIMEOUT_S) -> Reply:
-    """Call the tools in `text`; returns one message per call, in order, or no message.
+    """Run the tool calls in `text`; returns a reply with one message per call, in order.
 
-    In a conversation calls are parsed in the dialect of the policy's chat template, elsewhere as JSON between
-    `<tool_call>` and `</tool_call>`.
+    During a rollout, calls have the format of the policy's chat template. Elsewhere they are JSON between `<tool_call>`
+    and `</tool_call>`.
 
     Args:
-        timeout_s: time limit of each tool. A plain function blocks all other conversations while it runs. No further
-            tool of the turn is called after this total time, because a policy may write hundreds of calls in a turn.
+        timeout_s: time limit of each tool call. After this total time, the remaining calls of the turn are not run,
+            because a policy may write hundreds of calls. A tool that is not a coroutine function blocks all other
+            conversations while it runs.
     """
     try:
         calls = parse_tool_calls(text, tools)
@@ -77,8 +78,8 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
 
 
 def find_schema_problem(tool: Tool) -> str:
-    """The reason why a tool's `parameters` are not a JSON Schema of an object, with the place; "" if they are valid."""
-    schema: object = tool.parameters  # the user may have written any value
+    """Why `tool.parameters` is not a JSON Schema of an object, with the place of the problem; "" if it is valid."""
+    schema: object = tool.parameters  # a user's tool may have any value here
     if not isinstance(schema, dict):
         return f": expected an object, found {schema!r}"
     try:
@@ -92,13 +93,13 @@ def find_schema_problem(tool: Tool) -> str:
 
 
 def parse_tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
-    """The calls in the policy's text, in order, in the dialect of the current conversation.
+    """Parse the tool calls in the policy's text, in order, in the format of the current conversation.
 
     Args:
-        tools: schemas that tell numbers from text if the dialect does not.
+        tools: tools with schemas. In some formats, only a schema tells whether an argument is a number or text.
 
     Raises:
-        ToolError: a call cannot be parsed; the message is for the policy.
+        ToolError: a call cannot be parsed. The message is sent to the policy.
     """
     try:
         return _dialect.get().read(text, [tool.to_json() for tool in tools])
@@ -124,21 +125,21 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
 
 
 def _write_answer(answer: Any) -> str:  # Any: text or another JSON value
-    """A tool's result as text for a template and a tokenizer.
+    """Convert the result of a tool to text for the policy.
 
     Raises:
-        ToolError: the result is too long or too deep to write. The policy gets the message, because its request is the
-            cause.
+        ToolError: the result is too long or too nested for JSON. The message is sent to the policy, whose request
+            caused it.
     """
     try:
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     except (ValueError, RecursionError) as error:  # for example an integer of more than 4,300 digits
-        raise ToolError(f"what it returned cannot be written: {error}") from error
-    return text.encode(errors="replace").decode()  # half of a surrogate pair cannot be encoded
+        raise ToolError(f"its result cannot be written as JSON: {error}") from error
+    return text.encode(errors="replace").decode()  # lone surrogates cannot be encoded
 
 
 def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON; the schema was checked
-    """Replace 3.0 by 3 if the schema requires an integer: JSON Schema accepts both, but `range` does not."""
+    """Convert 3.0 to 3 if the schema requires an integer. JSON Schema accepts 3.0, but `range` does not."""
     if not isinstance(schema, dict):
         return value
     if isinstance(value, float) and schema.get("type") == "integer":
@@ -151,26 +152,25 @@ def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON; the schem
 
 
 def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON that the policy wrote
-    """The reason, for the policy, why a tool cannot take these arguments, with the place; "" if the arguments are
-    valid.
+    """Why the arguments of a tool call are invalid, with the place, as a text for the policy; "" if they are valid.
 
-    A schema permits unknown arguments unless it sets `additionalProperties`, and missing ones unless it sets
-    `required`. Many schemas set neither, so the function's signature is checked too.
+    A schema permits unknown arguments unless it sets `additionalProperties`, and missing arguments unless it sets
+    `required`. Many schemas set neither, so the signature of the tool's function is checked too.
     """
     try:
         with interrupt_after_computing(MAX_CHECK_S):
             problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
     except RecursionError as error:  # nested too deeply to check
         return f": they cannot be checked: {error}"
-    except OutOfTimeError:  # a pattern of the schema may take years for some texts
+    except OutOfTimeError:  # matching a pattern of the schema may take years
         return f": they cannot be checked within {MAX_CHECK_S:g} s"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"
     try:
         taken = inspect.signature(tool.function).parameters
-    except ValueError:  # a C function without a signature
+    except ValueError:  # functions written in C may have no signature
         return ""
-    # A name that only the schema or only the function has is a bug of the tool; the call of the tool will report it.
+    # If the schema and the function disagree on a name, the tool has a bug, which calling it will report.
     named = tool.parameters.get("properties", {})
     wanted = [name for name, each in taken.items() if each.default is each.empty and name in named]
     if missing := [name for name in wanted if name not in arguments]:

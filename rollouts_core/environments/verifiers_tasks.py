@@ -1,10 +1,12 @@
-"""Tasks of the package `verifiers`: prompts as rows, their rewards as grades, and their traces as samples.
+"""Use tasks of the package `verifiers`: convert their prompts to rows, grade samples with their rewards, and convert
+their traces to samples.
 
-    python -m rollouts_core.environments.verifiers_tasks my-taskset prompts.jsonl      once, with the taskset installed
-    rollout.environment = "verifiers"        rollout.tasksets = ["my-taskset"]
+    python -m rollouts_core.environments.verifiers_tasks my-taskset prompts.jsonl      writes the prompts once
+    rollout.environment = "verifiers"        rollout.tasksets = ["my-taskset"]         settings of the run
 
-Agents in containers, tool servers and simulated users are run by the harnesses of `verifiers`; `samples_of_trace` makes
-samples of their recordings. A taskset is code: rows name their taskset, and only those in the settings are imported.
+For tasks with agents in containers, tool servers or simulated users, use the harnesses of `verifiers`, and convert
+their traces with `samples_of_trace`. Importing a taskset runs its code, and a row names its taskset. Therefore only
+tasksets that the settings list are imported.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from rollouts_core.user_code.failures import describe_raised
 
 
 class VerifiersEnvironment:
-    """Rewards a completion with the weighted sum of the task's rewards.
+    """Rewards a completion with the weighted sum of the rewards that its `verifiers` task defines.
 
     Args:
-        tasksets: names that rows may use.
+        tasksets: names of the tasksets that rows may use.
 
     Raises:
-        ConfigError: `verifiers` or a taskset is not installed, or no taskset is given.
+        ConfigError: `verifiers` or a taskset is not installed, or `tasksets` is empty.
     """
 
     row_fields = ("taskset", "task")
@@ -49,16 +51,16 @@ class VerifiersEnvironment:
         self._tasksets = tasksets
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for a row of another taskset, because its name would be imported."""
+        """Raise ValueError for a row whose taskset is not in the settings. Such a taskset must not be imported."""
         if row["taskset"] not in self._tasksets:
             raise ValueError(f"`taskset` is {row['taskset']!r}, but rollout.tasksets does not list it")
 
     async def grade(self, sample: Sample) -> float:
-        """The task's reward for the policy's answer.
+        """The reward of a completion, computed by its task.
 
         Raises:
-            EnvironmentUnavailableError: a judge or another service of the task did not answer.
-            ValueError: the settings do not list the row's taskset.
+            EnvironmentUnavailableError: a judge model or another service of the task did not answer.
+            ValueError: the row's taskset is not in the settings.
         """
         self.check_row(sample.metadata)
         from verifiers.v1.errors import ProviderError
@@ -68,15 +70,15 @@ class VerifiersEnvironment:
         try:
             await task.score(trace)
         except ProviderError as error:
-            raise EnvironmentUnavailableError(f"the task's own model did not answer: {error}") from error
+            raise EnvironmentUnavailableError(f"the judge model of the task did not answer: {error}") from error
         return float(trace.reward)
 
 
 def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
-    """The tasks of an installed taskset as rows of a prompt file.
+    """Convert the tasks of an installed taskset to rows of a prompt file.
 
     Raises:
-        ConfigError: the taskset is not installed, fails to load, has no last task, or scores more than the answer.
+        ConfigError: the taskset is not installed, fails to load, is infinite, or its rewards need more than the answer.
     """
     _check_installed()
     with _loading(taskset_id):
@@ -85,13 +87,13 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
 
 @contextmanager
 def _loading(taskset_id: str) -> Iterator[None]:
-    """Turn a failure of the block into a ConfigError about the taskset."""
+    """Convert errors inside the `with` block to a ConfigError that names the taskset."""
     try:
         yield
     except InputError:
         raise
     except ImportError as error:
-        # verifiers reports a taskset with a missing dependency as missing
+        # If a dependency of the taskset is missing, verifiers reports the taskset itself as missing.
         missing = error.__cause__ or error.__context__ or error
         raise ConfigError(f"the taskset {taskset_id!r} cannot be loaded ({missing}): install its package") from error
     except (Exception, SystemExit) as error:  # third-party code may raise anything
@@ -105,7 +107,9 @@ def _read_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
 
     taskset = load_taskset(taskset_config_type(taskset_id)(id=taskset_id))
     if not taskset.bounded:
-        raise ConfigError(f"the taskset {taskset_id!r} is infinite: write rows from a part of it")
+        raise ConfigError(
+            f"the taskset {taskset_id!r} is infinite: write the rows of a finite part with your own script"
+        )
     rows = []
     for task in taskset:
         _check_answerable(task, taskset_id)
@@ -114,16 +118,16 @@ def _read_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:  # Any: verifiers' traces
-    """The graded samples of an agent's trace: one per trainable branch, all with the same reward.
+    """Convert an agent's trace to graded samples: one per trainable branch, all with the same reward.
 
-    A part that several branches share is trained on in the first branch only.
+    Tokens that several branches share have a loss mask of 1 only in the first of these branches.
 
     Args:
-        trace: recorded through the train client, which stores tokens.
-        pending: the requesting sample; its prompt, place and metadata are kept.
+        trace: a trace that was recorded through verifiers' train client, which stores tokens.
+        pending: the unfinished sample that the agent answers. Its prompt, position and metadata are kept.
 
     Raises:
-        EnvironmentUnavailableError: the agent failed early and was not graded.
+        EnvironmentUnavailableError: the agent failed before its trace was graded.
         DataError: the trace has no tokens.
     """
     if trace.has_error:
@@ -149,7 +153,7 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
 
 
 def _mask_branches(trace: Any) -> list[tuple[Any, list[float]]]:  # Any: verifiers' traces and branches
-    """The trainable branches with their loss masks; each node counts in the first branch that contains it."""
+    """Return the trainable branches of a trace with their loss masks. Shared nodes count only in their first branch."""
     masked = []
     trained: set[int] = set()
     for branch in trace.branches:
@@ -157,7 +161,7 @@ def _mask_branches(trace: Any) -> list[tuple[Any, list[float]]]:  # Any: verifie
             continue
         mask: list[float] = []
         for node in branch.nodes:
-            is_first = id(node) not in trained  # branches share node objects
+            is_first = id(node) not in trained  # branches with a common part have the same node objects
             trained.add(id(node))
             mask += [float(is_sampled and is_first) for is_sampled in node.mask]
         masked.append((branch, mask))
@@ -181,22 +185,22 @@ def _row_of(task: Any, taskset_id: str) -> dict[str, Any]:  # Any: verifiers' ta
 
 
 def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' tasks
-    """Raise ConfigError for a task whose rewards depend on more than the answer."""
+    """Raise ConfigError if a task needs more than the policy's answer, for instance a container or tool servers."""
     from verifiers.v1 import Task
 
     scorers = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
     parameters = [inspect.signature(scorer).parameters.get("runtime") for scorer in scorers]
     problem = ""
     if task.data.prompt is None:
-        problem = "the user opens its conversations"
+        problem = "a simulated user starts its conversations"
     elif task.NEEDS_CONTAINER or task.data.image:
         problem = "its tasks run in containers"
     elif (type(task).setup, type(task).finalize) != (Task.setup, Task.finalize):
-        problem = "its tasks prepare something around the answer"
+        problem = "its tasks run code before or after the answer"
     elif type(task).toolsets(task.config):
         problem = "its tasks have tool servers"
     elif any(each is not None and each.default is inspect.Parameter.empty for each in parameters):
-        problem = "its rewards look into a container"
+        problem = "its rewards need a container"
     elif not scorers:
         problem = "its tasks have no reward"
     if problem:
@@ -207,7 +211,7 @@ def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' ta
 
 
 def _import_task(taskset_id: str) -> Any:  # Any: a class of verifiers
-    """The class of a taskset's tasks."""
+    """Import a taskset and return the class of its tasks."""
     from verifiers.v1.utils.loaders import task_type
 
     return task_type(taskset_id)
@@ -221,7 +225,7 @@ def _load_task(taskset_id: str, data: dict[str, Any]) -> Any:  # Any: JSON, veri
 
 
 def _build_trace(task: Any, sample: Sample) -> Any:  # Any: verifiers' tasks and traces
-    """The conversation as a trace of verifiers."""
+    """Convert a conversation to a trace of verifiers."""
     import verifiers.v1 as vf
     from pydantic import TypeAdapter
     from verifiers.v1.graph import MessageNode
@@ -253,7 +257,7 @@ def _check_installed() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the rows of a taskset; returns the exit code."""
+    """Write the rows of a taskset to a prompt file; returns the exit code."""
     if len(arguments) != 2:
         sys.stderr.write("usage: python -m rollouts_core.environments.verifiers_tasks TASKSET PROMPTS.jsonl\n")
         return 2

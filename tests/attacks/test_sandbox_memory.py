@@ -272,7 +272,7 @@ def test_where_a_cgroup_can_be_made_the_kernel_ends_what_holds_too_much(name: st
     code = ATTACKS[name][0] if name in ATTACKS else OWN_PAGES
     result = run(f"{BEGIN}WANTED = 1 << 40\n{code}", memory_mb=MEMORY_MB, wall_s=8)
     assert result.outcome is Outcome.TOOL_ERROR
-    assert f"all processes together held more than {MEMORY_MB} MB" in result.stderr
+    assert f"all processes together used more than {MEMORY_MB} MB" in result.stderr
     assert not list(Path(parent).glob(NAME)), "its cgroup is left behind"
 
 

@@ -114,7 +114,7 @@ NO_MODELS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "config.json",
         write('{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 0,'
               ' "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}'),
-        "not the whole config.json",
+        "not a complete config",
     ),
     "half a character": ("config.json", write('{"architectures": ["\\ud800"]}'), "does not support architecture"),
     "ends from a FIFO": ("generation_config.json", make_fifo, "it is a FIFO, not a file"),

@@ -127,7 +127,7 @@ def test_an_engine_that_fails_shows_the_end_of_its_log(tmp_path: Path, capsys: p
     (Path(model.path) / "config.json").write_text("{}")
     log = tmp_path / "serve-embedded/log.txt"
     with pytest.raises(OSError, match="no answer"), served("embedded", model, place):
-        wait_until(lambda: "config.json is not the whole" in log.read_text(), what="its error")
+        wait_until(lambda: "config.json is not a complete config" in log.read_text(), what="its error")
         raise OSError("no answer")
     shown = capsys.readouterr().err
     assert "the end of the log of embedded:\n" in shown and "config.json" in shown

@@ -467,7 +467,7 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
     [
         (["nowhere"], r"nowhere is not a folder, nor a finished run or a registered model of the store \.rollouts"),
         (["empty"], r"empty has no config\.json: give the folder of a Hugging Face checkpoint"),
-        (["run"], r"run/checkpoint: config\.json is not the whole config\.json of a model"),
+        (["run"], r"run/checkpoint: config\.json is not a complete config of a model"),
         (["gpt2"], r"does not support architecture GPT2LMHeadModel; it supports LlamaForCausalLM"),
         (["gpt2", "--port", "TAKEN"], r"port \d+ on 127\.0\.0\.1 is in use by another process"),
         (["gpt2", "--host", "0.0.0.0"], r"needs an API key: set ROLLOUTS_API_KEY, or listen on 127\.0\.0\.1"),

@@ -93,7 +93,7 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
         ("json_schema", {"schema": {"type": "string"}, "answer": "Rome"}, r'its own quotes, "\\"Rome\\""'),
         ("json_schema", {"schema": {"type": "object"}, "answer": True}, "schema: True is not of type 'object'"),
         ("json_schema", {"schema": {"type": "object"}, "answer": [1]}, "does not match the row's own schema"),
-        ("math", {"answer": "$ "}, "the row's answer .* is empty without spaces, units and marks"),
+        ("math", {"answer": "$ "}, "the row's answer .* has nothing but spaces, units and marks"),
         ("multiple_choice", {"answer": "42"}, "expected a letter from A to J as `answer`, found '42'"),
         (
             "text_transformation",

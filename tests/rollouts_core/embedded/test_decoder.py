@@ -95,7 +95,7 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower_and_stays_as_it_is(
     try:
         with pytest.raises(
             NoMemoryError,
-            match=r"no memory for 2\.0 GiB .* of 4096 completions with room for 1024 .*: lower",
+            match=r"too little memory for a KV cache of 2\.0 GiB for 4096 completions of up to 1024 .*: lower",
         ):
             decoder.step(torch.ones(4096, dtype=torch.int64), torch.full((4096,), 1000))
     finally:
@@ -239,7 +239,7 @@ def test_weights_for_another_rotation_are_refused(
     before = decoder.weight_digests()
     rope = {"rope_type": "default", "rope_theta": 5.0}
     directory = edit_config(save_model(other_model, tmp_path), rope_parameters=rope)
-    with pytest.raises(CheckpointError, match=r"rope_theta 5.0, the loaded model has 10000.0"):
+    with pytest.raises(CheckpointError, match=r"rope_theta 5.0, but the loaded model has 10000.0"):
         decoder.load_weights(directory)
     assert decoder.weight_digests() == before
 
@@ -266,7 +266,7 @@ def test_an_unsupported_model_is_refused_with_what_is_supported(
 
 
 def test_a_context_longer_than_the_model_was_made_for_is_refused(model_dir: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="1 to 2048 positions, found a context length of 4096"):
+    with pytest.raises(UnsupportedModelError, match="a context length of 1 to 2048 tokens, found 4096"):
         Decoder(model_dir, num_slots=1, context_length=4096)
 
 

@@ -88,7 +88,7 @@ def test_a_process_that_was_killed_is_replaced(search: PatternSearch) -> None:
     search._process.send_signal(signal.SIGKILL)
     search._process.wait()
     lost, after = search.find([quick("a", "a"), quick("b", "b")])
-    assert (lost.pattern, "another program ended it" in lost.problem) == ("", True)
+    assert (lost.pattern, "another program killed it" in lost.problem) == ("", True)
     assert after == Found(pattern="b", seconds=after.seconds)
 
 

@@ -207,7 +207,7 @@ def test_a_shard_that_the_index_names_and_that_is_not_there_is_named(model: PreT
     model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
     [first, *_] = sorted((tmp_path / "sharded").glob("*.safetensors"))
     first.unlink()
-    with pytest.raises(CheckpointError, match=f"index.json names {first.name}, which is not there"):
+    with pytest.raises(CheckpointError, match=f"index.json names {first.name}, which does not exist"):
         write_untied(tmp_path / "sharded", tmp_path / "copy")
 
 

@@ -325,7 +325,7 @@ def test_a_killed_trainer_leaves_no_memory_behind() -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     assert float(mapped.sum()) == 1_000_000, "who had mapped it keeps it"
-    with pytest.raises(CheckpointError, match="their trainer has ended, or has published newer weights"):
+    with pytest.raises(CheckpointError, match="the trainer has ended, or replaced them with newer weights"):
         read_segment(address, ["weight"])
 
 

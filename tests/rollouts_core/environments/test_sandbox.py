@@ -358,7 +358,7 @@ def test_processes_that_hold_too_much_together_are_ended(mark: str, name: str) -
     began = time.monotonic()
     result = run(code, memory_mb=256)
     assert result.outcome is Outcome.TOOL_ERROR
-    assert "all processes together held more than 256 MB" in result.stderr
+    assert "all processes together used more than 256 MB" in result.stderr
     assert time.monotonic() - began < 8
     wait_until_none_is_left(mark)
 

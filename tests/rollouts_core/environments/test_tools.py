@@ -96,7 +96,7 @@ def test_what_cannot_be_written_is_explained_to_the_policy(value: Any) -> None:
     tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
     reply = answer(call(), tool)
     assert reply.outcome is Outcome.TOOL_ERROR
-    assert contents(reply)[0].startswith("error: what it returned cannot be written: ")
+    assert contents(reply)[0].startswith("error: its result cannot be written as JSON: ")
 
 
 @pytest.mark.parametrize(("value", "text"), [("a\ud83d", "a?"), (["\ud83d"], '["?"]')])

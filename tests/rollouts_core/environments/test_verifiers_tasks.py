@@ -132,8 +132,8 @@ def test_tasksets_must_be_listed_and_belong_to_this_environment() -> None:
     ("attributes", "runtime", "sentence"),
     [
         ("NEEDS_CONTAINER = True", "", "its tasks run in containers"),
-        ("async def setup(self, trace, runtime): ...", "", "its tasks prepare something"),
-        ("", ", runtime", "its rewards look into a container"),
+        ("async def setup(self, trace, runtime): ...", "", "its tasks run code before or after"),
+        ("", ", runtime", "its rewards need a container"),
         ("toolsets = classmethod(lambda cls, config: [object()])", "", "its tasks have tool servers"),
     ],
 )
