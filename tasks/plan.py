@@ -246,8 +246,8 @@ def check_plugins(stage: Stage) -> None:
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
     """Build a stage from its job. The fingerprint of the job determines the stage's directory.
 
-    The fingerprint of a stage in `run.fresh` is unique to this run. If another run ended the stage early, the stage gets
-    a new fingerprint and a second directory (early_end.py).
+    The fingerprint of a stage in `run.fresh` is unique to this run. If another run ended the stage early, the stage
+    gets a new fingerprint and a second directory (early_end.py).
     """
     salt = scope.run_id if name in scope.fresh else ""
     stages = Path(node.local_root) / "stages"

@@ -49,7 +49,7 @@ RECORDS = ("report.html", "run.json", "config.toml")
 
 @task(name="reach-stores", **TRIED_AGAIN)
 def reach_stores(config: Config, scope: RunScope) -> Config:
-    """Check that results can be published, and download the inputs. Returns the configuration with local paths."""
+    """Check that the object store accepts results, and download the inputs. Returns the settings with local paths."""
     with StageProgress("inputs") as progress:
         if scope.publish:
             check_writable_store(ObjectStore(scope.publication_url))
@@ -59,12 +59,14 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 
 @task(name="send", cache_policy=NO_CACHE)
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
-    """Let the machine of the final checkpoint upload the files to the object store, so that publishing is faster.
+    """Let the remote machine that made the final checkpoint upload it to the object store, which is faster.
 
-    A failure here does not fail the run, because publishing uploads all missing files.
+    A failure is only reported, because `publish_results` uploads all missing files.
 
     Args:
+        final: the final checkpoint.
         checkpoint_path: the copy of the checkpoint on this machine.
+        machine: the remote machine.
     """
     store, source = ObjectStore(scope.publication_url), machine.path_on_node(final.model.path)
     if not can_presign(store):
@@ -84,7 +86,7 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
 
 @task(name="publish", **TRIED_AGAIN)
 def publish_results(checkpoint_path: str, scope: RunScope) -> str:
-    """Publish the final checkpoint and the run's records. Returns the URL for `rollouts pull`."""
+    """Upload the final checkpoint and the run's records to the object store. Returns the URL for `rollouts pull`."""
     with StageProgress("publish") as progress:
         num_sent_bytes = publish_run(
             ObjectStore(scope.publication_url),

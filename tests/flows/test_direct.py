@@ -59,7 +59,7 @@ def test_a_model_goes_from_the_store_to_the_node_and_back_again(
         code, output = rollouts.run("run", str(config))
     assert code == 0, output
     assert digest_of_the_run(rollouts) == usual
-    assert f"base_model: the node fetched 0.1 MB from s3://{bucket}/models/base_model itself" in output
+    assert f"base_model: the node itself downloaded 0.1 MB from s3://{bucket}/models/base_model" in output
     assert keys_of(cuttable, "GET", by_node=True) == {f"models/base_model/{name}" for name in names}
 
     published = json.loads(s3_server.contents(bucket, "team/small/")["team/small/publication.json"])

@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_n
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
     (rest,) = set(rollouts.store.glob(f"stages/{stage}-*")) - {early}
-    assert f"{stage:<14} goes on from step {step}" in output
+    assert f"{stage:<14} resumes from step {step}" in output
     assert [event["step"] for event in events_of(rest, "resumed")] == [step]
     assert last_run(rollouts)["stages"][0]["how"] == "ran"
     assert digests_of(early) == kept

@@ -147,7 +147,7 @@ def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
             "nowhere, which is watched for new data, does not exist",
             marks=pytest.mark.matrix,
         ),
-        ({"sources": ["."]}, "/small, which is watched for new data, has the store"),
+        ({"sources": ["."]}, "/small, which is watched for new data, contains the store"),
     ],
 )
 def test_what_can_never_promote_is_refused(folder: Path, retrain: dict[str, float], words: str) -> None:

@@ -298,7 +298,7 @@ def test_a_tracker_that_is_not_installed_or_has_no_key_is_named_before_anything_
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"^run\.report_to: W&B has no key here: set WANDB_API_KEY, or run `wandb"):
+    with pytest.raises(ConfigError, match=r"^run\.report_to: W&B has no API key here: set WANDB_API_KEY, or run `wandb"):
         check_trackers(["wandb"])
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     check_trackers(["wandb"])
