@@ -56,7 +56,7 @@ def describe_difference(stage: Stage) -> str:
 def find_shorter(stage: Stage) -> str:
     """The directory name of the newest finished training that this stage only prolongs, or "".
 
-    Such a training has fewer steps. Its other settings are equal, except those that a resumed training may change.
+    The finished training has fewer steps. Other settings may differ only if a resumed training may change them.
     """
     job = job_type(stage.kind).model_validate(stage.job)
     wanted, free = flat_settings(job), _free_settings(job)

@@ -4,8 +4,8 @@
         after its current step, the job writes a checkpoint and result.json with `finished_early`; the run continues
 
 A stage that ended early counts as finished only for the run whose user requested the end. Another run with the same
-settings uses a second directory, whose name is derived from the first directory's name. It starts from copies of the
-checkpoints, so that it trains only the remaining steps and does not change the first run's files.
+settings uses a second directory, whose name is derived from the first directory's name. The second training starts from
+copies of the checkpoints, trains only the remaining steps, and does not change the first run's files.
 
 Not here: how a training ends early (rollouts_core/saving.py), the command (flows/commands/finish.py).
 """

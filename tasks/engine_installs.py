@@ -133,7 +133,7 @@ def with_engine(
 
 
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
-    """Find an interpreter that has the engine's package: the jobs' interpreter, or the one that `make engines` made.
+    """Find an interpreter with the engine's package: the jobs' interpreter, or the interpreter from `make engines`.
 
     Returns "" if neither has the package. On a node with GPUs, the interpreter's torch must also support GPUs.
     """
@@ -194,7 +194,7 @@ def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: 
 
 
 def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[str]:
-    """One warning for each GPU that an engine shall use while other programs compute on it."""
+    """A warning for each GPU of an engine on which other programs already compute."""
     return [
         f"GPU {rank}, {gpus[rank].name}, is used by {' and '.join(map(str, gpus[rank].programs))}, and has "
         f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: the run waits for jobs of this project, but "

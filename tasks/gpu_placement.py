@@ -24,7 +24,7 @@ ASK_TIMEOUT_S = 60.0
 def has_open_placement(config: Config, settings: NodeSettings) -> bool:
     """True if the run must plan which GPUs train and which serve engines.
 
-    With several machines there is no plan, because the settings must then name the GPUs of each machine.
+    A run on several machines has no plan: its settings must name the GPUs of each machine.
     """
     has_others = len(settings_of_trainers(settings)) + len(settings_of_engines(settings)) > 0
     return not has_others and is_placement_open(config)
@@ -50,7 +50,7 @@ def _is_set(session: Session, variable: str) -> bool:
 def plan_on_gpus(gpus: Sequence[GpuState], config: Config, size: ModelSize) -> PlacementPlan | None:
     """Plan a placement on the GPUs that no other program uses. If other programs use every GPU, plan on all GPUs.
 
-    Returns None if there is no GPU or if the size of the model is unknown.
+    Returns None without GPUs, or if the size of the model is unknown.
 
     Raises:
         ConfigError: the GPUs differ, or no placement fits.

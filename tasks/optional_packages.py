@@ -1,4 +1,4 @@
-"""Find the optional packages that a run's settings need, and check that each machine has them or will install them.
+"""Find the optional packages that a run's settings need, and check that each machine has or will get the packages.
 
 Not here: required packages (infra/bootstrap.py), packages of engines (installed_engines.py), installing packages on a
 machine (infra/environment.py).

@@ -191,7 +191,7 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
 def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: Config, node: Node) -> EvalJob:
     """A job that scores models on the rows of a file, with the settings in `config.evaluation`.
 
-    The job contains only settings that can change a score, so that its fingerprint does not depend on other settings.
+    The job contains only settings that can change a score, so its fingerprint does not depend on other settings.
     For example, runs with different RL batch sizes share the evaluation of the same SFT model.
     """
     config = with_engines_of_trainer(config) if node.engine_nodes else config

@@ -98,7 +98,7 @@ def hub_environment(hub: HubConfig) -> dict[str, str]:
 
 
 def _claim(folder: Path, store: Path) -> None:
-    """Create the folder and mark it as used now, so that prune keeps it. The ledger's lock excludes a running prune."""
+    """Create the folder and mark the folder as used now, so that prune keeps it. The ledger's lock excludes prune."""
     with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)

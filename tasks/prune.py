@@ -59,7 +59,7 @@ class FoundFolder:
 
     @property
     def name(self) -> str:
-        """The path that prune removes, for messages. Of a run's folder, prune removes only the checkpoint."""
+        """The path that prune removes, for messages. Prune removes only the checkpoint from a run's folder."""
         return f"{self.place}/checkpoint" if self.place.startswith(f"{RUNS}/") else self.place
 
 

@@ -138,7 +138,7 @@ class Work(Protocol):
         """Train a model, register it as the candidate, and compare it with the production model.
 
         Args:
-            production: None if there is no production model. The start model is used instead.
+            production: the production model; with None, the candidate is compared with the start model.
         """
         ...
 
@@ -146,7 +146,7 @@ class Work(Protocol):
         """Compare a registered candidate of this run with the production model.
 
         Args:
-            production: None if there is no production model. The start model is used instead.
+            production: the production model; with None, the candidate is compared with the start model.
         """
         ...
 

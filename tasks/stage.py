@@ -283,7 +283,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """What happened to each job when a run stopped using its jobs, by job directory.
+    """Outcome for each job of a run that stops using its jobs, by job directory.
 
     Jobs that had already ended are left out.
     """

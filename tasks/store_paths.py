@@ -50,7 +50,7 @@ def places_in(value: Any) -> set[str]:  # Any: JSON
 
 
 def note_named(value: Any, store: Path) -> None:  # Any: JSON
-    """Mark the store folders that a JSON value names as used now, so that prune keeps them while this run lasts."""
+    """Mark the store folders in a JSON value as used now, so that prune keeps them while this run lasts."""
     places = places_in(value)
     if not places:
         return

@@ -172,7 +172,7 @@ def end_followers(stage: Stage, sessions: Sequence[Session], node: Node) -> None
 def wait_for_gpus(job: LeasedJob, session: Session, say: Callable[[str], None]) -> None:
     """Wait until the job on a further machine has locked its GPUs.
 
-    The leader's job starts only after that, so that it does not occupy idle GPUs.
+    The leader's job starts after this wait. If the leader started earlier, its own GPUs would be locked but idle.
     """
     said = ""
     while waits_for := job_status(session, job.run_dir).waits_for:
