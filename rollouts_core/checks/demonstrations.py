@@ -55,7 +55,7 @@ def check_demonstrations(
 ) -> list[str]:
     """Read the demonstrations as SFT does. Returns findings about each dataset and about the number of epochs.
 
-    Of streamed datasets, only the first rows are read.
+    Only the first rows of streamed datasets are read.
 
     Args:
         held_out: held-out rows, which are compared with every demonstration.
@@ -103,7 +103,7 @@ def check_demonstrations(
 
 
 def place_datasets(config: Config, mistakes: Mistakes) -> list[tuple[str, DatasetConfig]]:
-    """The datasets of SFT that have no known mistake, each with the setting that names it."""
+    """The datasets of SFT without known errors, each with the name of its setting."""
     if isinstance(config.data.sft, str):
         return [] if mistakes.has("data.sft") else [("data.sft", config.demonstrations[0])]
     placed = [(f"data.sft.{index}", dataset) for index, dataset in enumerate(config.data.sft)]

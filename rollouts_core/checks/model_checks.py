@@ -67,7 +67,7 @@ def check_model_files(config: Config) -> None:
             name = folder if len(folder.parts) > 1 else Path("ORGANISATION") / folder
             hub = "" if is_path else f"; to download it from the hub: hf download {name} --local-dir {folder}"
             raise ConfigError(
-                f"model.path: {folder} is not a folder: give a folder with a Hugging Face checkpoint{hub}"
+                f"model.path: {folder} is not a folder: give the folder of a Hugging Face checkpoint{hub}"
             )
         return
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -198,9 +198,7 @@ def _stages_of_jax(config: Config) -> list[str]:
 def _check_shards(folder: Path) -> None:
     """Raise CheckpointError if a weight file in the index is missing, for example after an interrupted download."""
     index = folder / INDEX
-    if (
-        folder / WHOLE
-    ).is_file() or not index.is_file():  # if index and single file exist, loaders read the single file
+    if (folder / WHOLE).is_file() or not index.is_file():  # if both exist, loaders read only the single weight file
         return
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -158,7 +158,7 @@ def write_stop(events: EventLog, step: int, problem: str = "") -> None:
 
 def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
     """The fields of result.json that SFT and RL share: the checkpoints and, if a user ended the training early, the
-    last step and who requested the end."""
+    last step and the run that requested the end."""
     checkpoints = describe_checkpoints(directory)
     step, num_steps = checkpoints[-1]["step"], job.training.num_steps
     if step == num_steps:

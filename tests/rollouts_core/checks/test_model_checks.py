@@ -365,7 +365,7 @@ def test_experts_that_transformers_puts_together_are_of_their_config_json(
     [
         (2, {}, ""),
         (14, {}, ""),
-        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: use 2 GPUs per engine,"),
+        (4, {}, r"share the 14 heads .* \(2 key-value heads\) evenly: use 2 GPUs per engine,"),
         (7, {}, "7 GPUs of an engine cannot"),
         (4, {"mode": "sft"}, "4 GPUs of an engine cannot"),
         (4, {"mode": "sft", "evaluation": {"engine": "embedded"}}, ""),
