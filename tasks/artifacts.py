@@ -94,4 +94,4 @@ def find_checkpoint_damage(path: Path, digest: str | None) -> str:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:
         return str(error)
-    return "" if digest in (None, manifest.digest) else f"{path} is not the checkpoint that its result.json lists"
+    return "" if digest in (None, manifest.digest) else f"{path} does not have the digest that result.json lists"

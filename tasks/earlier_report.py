@@ -47,7 +47,7 @@ def render_again(store: Path, run: str) -> Path:
     """
     report = load_report_input(store, run)
     if missing := find_missing(report):
-        raise InputError(f"{run} cannot be rendered again: {', '.join(missing)} is gone")
+        raise InputError(f"the report of {run} cannot be rendered again, because {', '.join(missing)} no longer exists")
     path = store / RUNS / run / "report.html"
     write_atomically(path, render_report(report))
     with Ledger(store / LEDGER_FILE) as ledger:

@@ -139,7 +139,7 @@ def requests_passed_on(
             if request.read_text() == scope.run_id:
                 status = ask_to_finish(session, run_dir, scope.run_id)
                 if status.state is JobState.RUNNING:
-                    say("asked to finish after the step under way")
+                    say("asked the job to finish after its current step")
             request.unlink()
         except FileNotFoundError:
             return

@@ -215,6 +215,7 @@ def check_driver(gpus: Sequence[GpuState], build: EngineBuild, engine: EngineCon
     if found and found < build.min_driver:
         raise PermanentInfraError(
             f"{engine.spec.title}, as a run installs it, needs NVIDIA's driver {'.'.join(map(str, build.min_driver))} "
-            f"or newer, and the node has {gpus[0].driver}: take a machine with a newer driver (node.query.min_cuda), "
-            "or name versions for another CUDA as rollout.engine.requirements, with rollout.engine.package_index"
+            f"or newer, and the node has {gpus[0].driver}: choose a machine with a newer driver "
+            "(node.query.min_cuda), or list packages for another version of CUDA in a file and name it as "
+            "rollout.engine.requirements, with rollout.engine.package_index"
         )

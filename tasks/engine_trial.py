@@ -42,7 +42,7 @@ def try_engine(
     ranks = gpu_ranks[:1]
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ranks))} if ranks else {}
     code_dir = place_code(session, node, say=say) if node.is_remote else ""
-    say(f"asks {engine.spec.title} for a completion of a tiny model")
+    say(f"tests {engine.spec.title} with a prompt for a tiny model")
     spec = JobSpec(
         run_dir=run_dir,
         argv=(session.python, "-P", "-m", "rollouts_core.engines.trial", run_dir),

@@ -65,7 +65,7 @@ def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> 
             say(f"model.path: downloads {name} at {commit}, {num_bytes / GB:.1f} GB")
             ask_hub(["fetch", name, commit, str(incoming)], environment)
             incoming.rename(folder)
-            say(f"model.path: {name} lies in {folder}")
+            say(f"model.path: {name} is in {folder}")
     model = config.model.model_copy(update={"path": str(folder), "revision": ""})
     return config.model_copy(update={"model": model})
 

@@ -34,7 +34,7 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
         for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
             noun = "engines' node" if each in node.engine_nodes else "node"
-            progress.say(f"{each.kind} {noun} {each.name}{key}, which has run directories below {each.root}/stages")
+            progress.say(f"{each.kind} {noun} {each.name}{key}, with directories of stages in {each.root}/stages")
     return node
 
 
@@ -103,9 +103,12 @@ def describe_given_up(given_up: GivenUp) -> list[str]:
     return [
         *(f"ended the job in {run_dir}{saved}" for run_dir, saved in given_up.ended.items()),
         *(f"the job in {run_dir} saves its last step and ends by itself" for run_dir in given_up.still_saving),
-        *(f"left the job in {run_dir} to another run that wants it" for run_dir in given_up.left_to_runs),
-        *(f"left the job in {run_dir}: a run of another store follows it" for run_dir in given_up.left_to_stores),
-        *(f"left the job in {run_dir}, which ends when no run needs it" for run_dir in given_up.left_to_those),
+        *(f"left the job in {run_dir} running for another run of this store" for run_dir in given_up.left_to_runs),
+        *(
+            f"left the job in {run_dir} running: a run of another store follows it"
+            for run_dir in given_up.left_to_stores
+        ),
+        *(f"left the job in {run_dir} running; it ends when no run needs it" for run_dir in given_up.left_to_those),
     ]
 
 
@@ -142,7 +145,7 @@ def describe_release(node: Node) -> str:
     names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
     nodes = "node" if len(names) == 1 else "nodes"
     return (
-        f"{node.name} is yours, and keeps running"
+        f"{node.name} was rented by you, and keeps running"
         if node.is_of_user
         else f"gave back {node.kind} {nodes} {', '.join(names)}"
     )

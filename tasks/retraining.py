@@ -202,7 +202,7 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
     if row.approved is False:
         return Decision(step=Step.REJECT, reason=f"{row.approved_by} declined it")
     if row.model_id == production_id:
-        return Decision(step=Step.PROMOTE, reason="it is in production already")
+        return Decision(step=Step.PROMOTE, reason="it is already the production model")
     if row.baseline_id != production_id:
         return Decision(step=Step.COMPARE, reason="production changed since the comparison")
     if not row.is_better:

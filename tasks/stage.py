@@ -118,7 +118,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
     state = "finished before" if how == "reused" else "under way"
     if use is None:
         return state
-    return f"{state}, first for {'an earlier try of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
+    return f"{state}, first for {'an earlier attempt of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
 
 
 def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
@@ -184,7 +184,8 @@ def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> No
     """
     if elsewhere := ledger.claim(node.path_on_node(stage.run_dir), scope.run_id, node.name):
         raise PermanentInfraError(
-            f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
+            f"{stage.name} is running on {' and '.join(elsewhere)} for another run: wait until it has "
+            "finished, or end that run"
         )
 
 
@@ -253,7 +254,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         if event["event"] == "waits_for_gpus" and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "has_gpus" and event["attempt"] == status.attempt:
-            progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
+            progress.say(f"got its GPUs after {event['waited_s']:.0f} s")
         if event["event"] == "scored" and event["attempt"] == status.attempt:
             progress.say(f"{event['name']} has score {event['score']:.3f}")
         if event["event"] in ("warning", LESS_MEMORY) and event["attempt"] == status.attempt:

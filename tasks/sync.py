@@ -78,10 +78,12 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
                     return
                 num_bytes = send_checkpoint_from_node(session, store, Path(checkpoint_path), source)
         except (InfraError, OSError) as error:
-            progress.say(f"the checkpoint is sent from here, because the node cannot send it to {store.url} ({error})")
+            progress.say(
+                f"the checkpoint is uploaded from here, because the node cannot upload it to {store.url} ({error})"
+            )
             return
         if num_bytes:
-            progress.say(f"the node sent {num_bytes / 1e6:.1f} MB to {store.url} itself")
+            progress.say(f"the node itself uploaded {num_bytes / 1e6:.1f} MB to {store.url}")
 
 
 @task(name="publish", **TRIED_AGAIN)

@@ -143,7 +143,7 @@ class WandbTracker:
         folder = Path(self._run.dir).parent
         is_kept_here = self._run.settings.mode == "offline"
         if os.environ.get("WANDB_MODE") == "disabled":
-            self.shown_at = "metrics nowhere, because WANDB_MODE is disabled"
+            self.shown_at = "no metrics, because WANDB_MODE is disabled"
         elif is_kept_here:
             self.shown_at = f"metrics kept for: wandb sync {folder}"
         else:

@@ -179,7 +179,7 @@ def main() -> None:
         sys.stdin.read()
         is_over.set()
         time.sleep(FINISH_TIMEOUT_S)
-        say(f"did not take all metrics within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
+        say(f"did not receive all metrics within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()

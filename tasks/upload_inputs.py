@@ -303,7 +303,7 @@ def place_code(
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
     if not has_files(session, files, folder):
-        say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
+        say(f"uploads code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
         publish_files(session, files, folder)
         _check_unedited(session, before, folder)
     return folder

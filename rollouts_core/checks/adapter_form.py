@@ -41,17 +41,17 @@ def find_merge_reason(training: RLTrainingConfig, rollout: RolloutConfig, deploy
     """The reason, for messages, why engines get merged weights instead of adapters. Empty if they get adapters."""
     spec, rank = rollout.engine.spec, training.policy.lora.rank
     if spec.adapter_form != "folder":
-        return "" if spec.adapter_form else f"{spec.title} takes no adapters"
+        return "" if spec.adapter_form else f"{spec.title} does not support adapters"
     if rollout.engine.weight_transfer != "auto":
-        return f'rollout.engine.weight_transfer "{rollout.engine.weight_transfer}" sends weights alone'
+        return f'rollout.engine.weight_transfer "{rollout.engine.weight_transfer}" sends only merged weights'
     if rollout.engine.router_url or rollout.engine.router_python:
-        return "requests through sglang-router name no adapters"
+        return "requests through sglang-router cannot name an adapter"
     if rollout.in_flight == "continue":
-        return 'requests under way cannot change their adapters (rollout.in_flight "continue")'
+        return 'running requests cannot switch to another adapter (rollout.in_flight "continue")'
     if deployment.colocated:
-        return "deployment.colocated frees the memory of the engines, adapters included"
+        return "deployment.colocated frees the memory of the engines, including adapters"
     if not spec.rank_of_slots(rank):
-        return f"{spec.title} takes adapters up to rank {max(spec.adapter_ranks)}"
+        return f"{spec.title} supports adapters only up to rank {max(spec.adapter_ranks)}"
     return ""
 
 
@@ -68,4 +68,4 @@ def find_unknown_architecture(rollout: RolloutConfig, folder: Path) -> str:
     except CheckpointError:  # the model's own checks name the problem
         return ""
     title = rollout.engine.spec.title
-    return "" if architecture in known else f"{title} is not known to take adapters of {architecture}"
+    return "" if architecture in known else f"{title} is not known to support adapters for {architecture}"

@@ -68,7 +68,7 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
         return []
     if margin >= 1:
         raise ConfigError(
-            f"retrain.margin {margin:g} lets no model into production: rewards are between 0 and 1, so no model can "
+            f"retrain.margin {margin:g} would never promote a model: rewards are between 0 and 1, so no model can "
             "be better by more than 1: lower the margin"
         )
     num_wins = least_wins(num_rows, margin=margin, max_p_value=max_p_value)
@@ -98,7 +98,7 @@ def check_other_rows(data: DataConfig) -> None:
         if (other := number_of.get(key_of_demonstration(row))) is not None:
             raise DataError(
                 f"{second}, row {number} is also row {other} of {first}: "
-                "a row that selects a checkpoint must not also grade it; remove the row from one of the files"
+                "a row for selecting a checkpoint must not also evaluate it; remove the row from one of the files"
             )
 
 

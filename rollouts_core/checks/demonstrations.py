@@ -222,7 +222,7 @@ class _Counts:
         """The statistics in one sentence, for the list of findings."""
         checked = f" in the first {self.num_checked} of {self.num_rows} rows" * (self.num_checked < self.num_rows)
         cut = f", {self.num_cut} cut" * bool(self.num_cut)
-        dropped = f", {self.num_dropped} left out for their length" * bool(self.num_dropped)
+        dropped = f", {self.num_dropped} left out because they are too long" * bool(self.num_dropped)
         kept = self.num_checked - self.num_dropped
         texts = f" in {self.num_samples} texts" * (self.num_samples > kept)
         return f"{path}: {kept} demonstrations{checked}{texts}, {self.num_trained} trained tokens{cut}{dropped}"

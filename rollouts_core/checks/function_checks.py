@@ -164,7 +164,7 @@ def warn_of_missing_answers(
         Caution(
             f"{', '.join(rollout.reward_names)} gave every completion of prompt {prompt.id!r}, which has no `answer`, "
             f"the reward {empty}, like the right completion of prompt {told_apart.id!r}, which has an `answer`: add "
-            "`answer` to such rows, or let the function read another field of theirs"
+            "`answer` to such rows, or let the function read another field of these rows"
         )
         for prompt, empty, answer in scored
         if not prompt.answer and empty == answer and empty >= most

@@ -110,7 +110,7 @@ def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) ->
         return []
     return [
         f"{stage}.checkpoint_every {given} is above num_steps {training.num_steps}, so only the last step has a "
-        "checkpoint: selection has no choice, and an interrupted training starts again from the beginning"
+        "checkpoint: the selection has only one checkpoint, and an interrupted training starts again from the beginning"
     ]
 
 

@@ -189,13 +189,16 @@ def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> lis
 
 def sft_remedies(training: SFTTrainingConfig, section: str) -> list[str]:
     """Advice for messages: settings that only SFT has and that lower its GPU memory."""
-    smaller = [f"lower {section}.micro_batch_size (the same step)"]
+    smaller = [f"lower {section}.micro_batch_size (the result stays the same)"]
     return smaller * (min(training.micro_batch_size, training.batch_size) > 1) + [f"lower {section}.max_length"]
 
 
 def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
     """Advice for messages: settings that only RL has and that lower its GPU memory."""
-    return [f"lower {section}.max_micro_batch_tokens (the same step)", "lower rollout.sampling.max_new_tokens"]
+    return [
+        f"lower {section}.max_micro_batch_tokens (the result stays the same)",
+        "lower rollout.sampling.max_new_tokens",
+    ]
 
 
 def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:

@@ -414,14 +414,14 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
     if rl.loss_fn:
         return [
             Caution(
-                f"{old[0]} trains on completions of other weights than the current ones, but training.rl.loss_fn "
+                f"{old[0]} trains on completions that were sampled with other weights, but training.rl.loss_fn "
                 f"{name_of_function(rl.loss_fn)} does not correct for that, because it does not use "
                 "batch.rollout_logprobs_BT"
             )
         ]
     return [
         Caution(
-            f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
+            f"{old[0]} trains on completions that were sampled with other weights, and nothing in "
             'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
         )
     ]

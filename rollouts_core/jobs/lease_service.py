@@ -49,7 +49,7 @@ class Renewal(BaseHTTPRequestHandler):
 
     def __init__(self, *arguments: object, lease_file: str, key: str) -> None:
         self._lease_file, self._key = lease_file, key
-        super().__init__(*arguments)  # type: ignore[arg-type]  # what the server passes on
+        super().__init__(*arguments)  # type: ignore[arg-type]  # passed on by the HTTP server
 
     def do_POST(self) -> None:
         """Renew the lease if the request has the API key."""

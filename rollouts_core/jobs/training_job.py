@@ -152,7 +152,7 @@ def write_stop(events: EventLog, step: int, problem: str = "") -> None:
         problem: why a later step could not be saved; empty without a problem.
     """
     sys.stderr.write(f"rollouts: {describe_stop(step, problem)}\n")
-    with suppress(OSError):  # the disk is full
+    with suppress(OSError):  # the disk may be full
         events.write("stopped", step=step, **({"problem": problem} if problem else {}))
 
 

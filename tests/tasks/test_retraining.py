@@ -132,7 +132,7 @@ def test_a_start_model_that_is_better_stays(world: World) -> None:
 
 def test_force_trains_on_unchanged_data(world: World) -> None:
     world.look("1")
-    assert world.look("2", force=True).sentence == "promoted small-1: it is in production already"
+    assert world.look("2", force=True).sentence == "promoted small-1: it is already the production model"
     assert world.num_trainings == 2
 
 

@@ -470,7 +470,7 @@ def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
     assert found.stdout.decode().split() == ["1.0", f"{folder}/graders_of_a_test.py"]
     [sentence] = said
     assert sentence.endswith(", graders_of_a_test (1 file, 0 kB), rubrics_of_a_test (1 file, 0 kB)")
-    assert sentence.startswith("sends code: rollouts_core (")
+    assert sentence.startswith("uploads code: rollouts_core (")
     assert place_code(session, node, config.rollout.modules_named, say=said.append) == folder and len(said) == 1
 
 
