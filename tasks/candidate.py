@@ -110,10 +110,7 @@ def judge_candidate(
     If the line has no production model, the start model takes its place.
 
     Args:
-        evaluation: the finished evaluation of both models.
         names: the names of the two models in the evaluation, the candidate's last.
-        margin: as in `judge_improvement`.
-        max_p_value: as in `judge_improvement`.
     """
     by_name = {entry["name"]: entry for entry in evaluation.result["checkpoints"]}
     before, after = (by_name[name] for name in names)

@@ -23,7 +23,7 @@ from rollouts_core.run_directory import RunDirectory
 MAX_COMPARED = 50
 """The number of finished stages to compare with, newest first."""
 MAX_DIFFERENCES = 4
-"""A finished stage with more differences does not count as similar."""
+"""A finished stage that differs in more settings or inputs is not similar enough to be mentioned."""
 CONTENTS = {
     "model.digest": "the start model",
     "data": "the demonstrations",
@@ -81,11 +81,7 @@ def _free_settings(job: Job) -> set[str]:
 
 
 def find_older_version(name: str, job: Job, stages: Path) -> str:
-    """The directory name of a finished stage that ran the same job under an older SEMANTICS_VERSION, or "".
-
-    Args:
-        stages: the folder of all stages in the store.
-    """
+    """The directory name of a finished stage that ran the same job under an older SEMANTICS_VERSION, or ""."""
     for semantics in range(SEMANTICS_VERSION - 1, 0, -1):
         directory = stages / f"{name}-{fingerprint_job(name, job, semantics=semantics)}"
         if RunDirectory(directory).result.exists():

@@ -85,8 +85,6 @@ def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> l
     """Find scores in finished evaluations, in the order of `wanted`. Returns None if a score is missing.
 
     Args:
-        stages: the folder of all stages in the store.
-        wanted: the identities of the scores (`identity_of`).
         are_together: whether all scores must come from the same evaluation.
     """
     found: dict[str, EarlierScore] = {}

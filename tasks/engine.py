@@ -47,7 +47,6 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
     Args:
         wanted_port: the engine's port; 0 chooses a free port.
         node: the training node. The engine may run on one of its further nodes.
-        index: the engine's number in the RL stage.
     """
     own = node_of_engine(rl, node, index)
     with (
@@ -120,7 +119,6 @@ def start_engine(
         session: a session to the engine's node.
         wanted_port: the engine's port; 0 chooses a free port.
         node: the training node.
-        index: the engine's number in the RL stage.
     """
     own = node_of_engine(rl, node, index)
     placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=say)
@@ -196,7 +194,7 @@ def has_lapsed(status: JobStatus) -> bool:
 
 
 def why_ended(status: JobStatus) -> str:
-    """One sentence about how an engine ended."""
+    """Text for messages: the reason why an engine ended."""
     if status.exit is None:
         return f"{status.reason or 'its directory was moved or deleted'}."
     if status.exit.lease_expired:
@@ -261,7 +259,7 @@ def is_training(session: Session, rl: Stage, node: Node) -> bool:
 
 
 def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
-    """The node of the engine with this index in an RL stage."""
+    """The node that runs engine number `index` of an RL stage: the training node or a further node."""
     return node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
 
 
@@ -292,7 +290,7 @@ def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere:
 
 
 def former_ports(session: Session, run_dir: str) -> dict[str, int]:
-    """The ports in the job.json of an engine's last attempt. Empty before the first attempt."""
+    """The ports of an engine's last attempt, read from its job.json. Empty before the first attempt."""
     try:
         job = parse_object(session.read_file(f"{run_dir}/job.json")) or {}
     except FileMissingError:
@@ -301,5 +299,4 @@ def former_ports(session: Session, run_dir: str) -> dict[str, int]:
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL of a server."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -93,7 +93,6 @@ def choose_by_model(
     Args:
         architectures: the architectures in the model's config.json.
         known: the architectures that the chosen engine supports; empty if the engine cannot list them.
-        title: the chosen engine's name in messages.
     """
     if not known or not architectures or not known.isdisjoint(architectures):
         return choice
@@ -112,7 +111,6 @@ def choose_engine(
     """Choose the inference engine for a node, by its GPUs and by the model's architecture.
 
     Args:
-        session: a session to `node`.
         installs: whether to install a missing engine, which can then list the architectures that it supports.
             Preflight installs nothing.
 
@@ -138,11 +136,7 @@ def choose_engine(
 
 
 def known_architectures(session: Session, engine: EngineConfig, python: str) -> frozenset[str]:
-    """The model architectures that an installed engine supports. Empty if the engine cannot list them.
-
-    Args:
-        python: the interpreter that has the engine.
-    """
+    """The model architectures that an installed engine supports. Empty if the engine cannot list them."""
     program = [python, "-c", engine.spec.list_architectures]
     listed = session.run(program, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
     return frozenset(listed.stdout.decode(errors="replace").split()) if listed.exit_code == 0 else frozenset()

@@ -21,7 +21,7 @@ from rollouts.infra.session import Session
 LEASE_S = 60.0
 """A job's lease lapses after this many seconds without a renewal. The job then ends by itself."""
 ENGINE, FOLLOWER = "engine", "follower"
-"""Prefixes of the directory names of jobs with a lease."""
+"""Directory names of jobs with a lease start with one of these. A follower is a training's job on a further machine."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class LeasedJob:
 
 
 def has_lease(run_dir: str) -> bool:
-    """True if the job in this directory ends by itself when its lease lapses."""
+    """True if the job in this directory has a lease, so that it ends by itself if nothing renews the lease."""
     return run_dir.rpartition("/")[2].startswith((f"{ENGINE}-", f"{FOLLOWER}-"))
 
 

@@ -36,12 +36,7 @@ def describe_measures(entries: Mapping[str, JsonObject], pair: tuple[str, str] |
 
 
 def compare_measures(before: JsonObject, after: JsonObject) -> dict[str, dict[str, float]]:
-    """Compare the measures of two models in an evaluation, with the keys that the registry uses for scores.
-
-    Args:
-        before: the baseline's checkpoint entry in result.json.
-        after: the candidate's checkpoint entry in result.json.
-    """
+    """Compare the measures of two models in an evaluation, with the keys that the registry uses for scores."""
     baseline = measures_of(before)
     return {
         name: _compare_measure(baseline[name], values)

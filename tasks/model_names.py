@@ -123,7 +123,10 @@ def _registered(store: Path) -> list[Model]:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """Find the checkpoint in a folder: a run's final checkpoint, the folder itself, or the newest checkpoint in it."""
+    """Find the checkpoint of a model by its folder.
+
+    The folder may be a run's folder, a checkpoint, or a stage's folder, whose newest checkpoint is used.
+    """
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"
     return folder if (folder / "config.json").is_file() else find_checkpoint(folder)

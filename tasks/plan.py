@@ -42,13 +42,7 @@ from rollouts_core.stages.planning import input_file, plugin_digest
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Plan a training stage. `with_engines` later adds inference engines, which do not enter the fingerprint.
-
-    Args:
-        name: the name of the stage and of its settings, for example "sft".
-        start: the model from which the training starts.
-        node: the training node.
-    """
+    """Plan a training stage. `with_engines` later adds inference engines, which do not enter the fingerprint."""
     job: TrainingJob = load(kind_of(name).plan)(start, config)
     if isinstance(job, RLJob) and node.engine_nodes:
         rollout = with_engines_elsewhere(job.rollout)
@@ -140,7 +134,6 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
     """Plan the job of a further machine in a training. It equals the leader's job, except for `node_rank`.
 
     Args:
-        stage: the training stage, with the leader's job.
         node: the further machine.
         node_rank: the number of the further machine; the leader has 0.
     """

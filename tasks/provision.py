@@ -118,7 +118,6 @@ def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, i
     If the node is unreachable, its jobs end by themselves when their leases lapse.
 
     Args:
-        leases: this run's leases on jobs of the further node.
         is_left: whether the job on the leading node keeps running, for example for a run of another store. The jobs of
             the further node then keep running, too.
 
@@ -189,5 +188,4 @@ def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None
 
 @task(name="release", cache_policy=NO_CACHE)
 def release(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
-    """Prefect task that calls `release_now`."""
     release_now(node, scope, keep_minutes=keep_minutes)

@@ -45,7 +45,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFolder:
-    """A folder in the store that takes disk space."""
+    """A folder in the store that prune may remove, if there is no reason to keep it."""
 
     place: str
     """Path in the store: stages/<stage>, runs/<run>, inputs/<digest> or engines/<engine>."""
@@ -65,8 +65,6 @@ class FoundFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The folders to remove, and the folders to keep."""
-
     removed: tuple[FoundFolder, ...]
     kept: tuple[FoundFolder, ...]
 
@@ -81,7 +79,6 @@ def plan_prune(
 
     Args:
         max_bytes: the most bytes that all folders together may take; None sets no limit.
-        now: the current time in seconds since 1970; None reads the clock.
     """
     at = time.time() if now is None else now
     found = sorted(find_folders(store, ledger), key=lambda folder: (folder.used_at, folder.place))
@@ -140,12 +137,7 @@ def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
 
 
 def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], registered: Sequence[Model]) -> dict[str, str]:
-    """The folders that must be kept, each with the reason in words. The inputs of a kept stage are kept, too.
-
-    Args:
-        places: the paths of all folders, relative to the store.
-        registered: the models of the registry.
-    """
+    """The folders that must be kept, each with the reason in words. The inputs of a kept stage are kept, too."""
     reasons = _named_by_deployments(store)
     reasons |= {place: what for place in places if (what := _work_under_way(store / place))}
     reasons |= _wanted_by_runs(ledger, places)

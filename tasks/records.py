@@ -21,8 +21,6 @@ How = Literal["ran", "attached", "reused"]
 
 
 class TaskRecord(BaseModel):
-    """Base class of the records of the package `tasks`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -98,7 +96,6 @@ class Stage(TaskRecord):
 
     @property
     def trains(self) -> bool:
-        """Whether the stage trains the model."""
         return self.kind in TRAININGS
 
 

@@ -30,10 +30,6 @@ def judge_training(evaluation: StageRecord, training: StageRecord, config: Confi
     """Judge whether a training improved the model that it started from, by the scores on the held-out rows.
 
     The sentence of the verdict also has the warning in the training's result.json.
-
-    Args:
-        evaluation: the evaluation of the run's models on the held-out rows.
-        training: the training to judge.
     """
     scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
     models = [BASE, *(place.name for place in trainings_of(config.mode))]
@@ -62,10 +58,6 @@ def build_report_input(
 
     Args:
         by_stage: the records of all stages, by stage name and in order.
-        settings_toml: the text of config.toml.
-        checkpoint_path: the folder of the run's final checkpoint.
-        verdict: None if the last training is not judged.
-        spending: None if the run rented no machine.
     """
     return ReportInput(
         run_name=scope.run_name,

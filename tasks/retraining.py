@@ -112,7 +112,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a retraining ended."""
+    """The final result of a retraining."""
 
     name: str
     """Skipped, Promoted or Rejected."""
@@ -162,7 +162,6 @@ def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: 
     """Decide whether to train, or to skip the retraining because nothing changed or because it keeps failing.
 
     Args:
-        data: digests of the current data, by path.
         earlier: the earlier retrainings of the line, oldest first.
     """
     if rules.force:
@@ -190,7 +189,6 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
     """Decide the next step of a retraining that has started.
 
     Args:
-        row: the state of the retraining in the ledger.
         production_id: the id of the current production model, or NOTHING.
     """
     if row.state in (RetrainingState.PROMOTED, RetrainingState.REJECTED):
@@ -220,7 +218,6 @@ def retrain_once(
     Args:
         run_id: the id of the run, under which the ledger records the retraining.
         line: the name of the series of models to which the new model belongs.
-        clock: returns the current time in seconds since 1970.
 
     Raises:
         TransientInfraError: a machine failed temporarily. This does not count as a failed retraining.

@@ -227,7 +227,10 @@ def how_it_began(status: JobStatus) -> How:
 
 
 def check_code_to_resume(stage: Stage) -> None:
-    """Raise CheckpointError if a checkpoint of an earlier attempt has other model code than the start model."""
+    """Raise CheckpointError if a checkpoint from which the stage could resume has other code than the start model.
+
+    Only models with `trust_remote_code` have code.
+    """
     checkpoints = list_checkpoints(Path(stage.run_dir) / "checkpoints")
     if checkpoints and (model := stage.job["model"]["model"]).get("trust_remote_code"):
         for checkpoint in checkpoints:
@@ -312,7 +315,6 @@ def stop_leased_jobs(
     """Drop a run's leases on a node's jobs, and cancel the jobs that no other run uses.
 
     Args:
-        leases: the run's leases on jobs of the node.
         say: receives one sentence about each job that is still saving.
         is_impatient: returns True to stop waiting for jobs that are still saving.
     """
@@ -351,7 +353,7 @@ def stop_leased_jobs(
 
 
 def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
-    """This run's leases, by the name of their node: `node` or one of its further nodes."""
+    """The run's leases in the ledger, by the name of the node that runs the leased job."""
     by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.further_nodes)}
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id):

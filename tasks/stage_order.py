@@ -40,7 +40,6 @@ def run_stages(
     """Run every stage of the run's mode, in order. Returns the final checkpoint and the records of the stages.
 
     Args:
-        machine: the leading node.
         run: runs a stage and returns its record, or only loads the record of a finished stage.
         rivals: further models for the final evaluation, by name.
     """

@@ -79,7 +79,6 @@ def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
 
 
 def do_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Run a stage, or reuse its result."""
     return run_stage(stage, scope, node)
 
 

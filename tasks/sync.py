@@ -1,8 +1,9 @@
-"""Copy results of a run to its folder in the store and to object stores, and download inputs from object stores.
+"""Copy a run's results to the run's folder in the store and to an object store, and download inputs.
 
-    machine ── files of the checkpoint, if it can ──> object store <── missing files, and the records ── this machine
+    remote machine ── files of the checkpoint ──> object store <── missing files, and the run's records ── this machine
 
-Not here: which inputs are fetched (inputs.py), how a publication is laid out (infra/stores/publication.py).
+The remote machine uploads only if it can reach the object store. Not here: which inputs are downloaded (inputs.py), the
+layout of published results (infra/stores/publication.py).
 """
 
 from __future__ import annotations
@@ -64,9 +65,7 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
     A failure is only reported, because `publish_results` uploads all missing files.
 
     Args:
-        final: the final checkpoint.
         checkpoint_path: the copy of the checkpoint on this machine.
-        machine: the remote machine.
     """
     store, source = ObjectStore(scope.publication_url), machine.path_on_node(final.model.path)
     if not can_presign(store):

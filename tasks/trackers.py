@@ -99,7 +99,6 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(tracked.store / "tensorboard" / tracked.run / tracked.stage))
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Write the metrics of a training step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -107,11 +106,9 @@ class TensorBoardTracker:
         self._writer.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=numbers)))
 
     def flush(self) -> None:
-        """Write the logged metrics to the file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -152,7 +149,6 @@ class WandbTracker:
         self.next_step = int(self._run.step) if self._run.resumed else next_step
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Send the metrics of a training step."""
         self._run.log({**values, "_timestamp": time_s}, step=step, commit=True)
 
     def flush(self) -> None:

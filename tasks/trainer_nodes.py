@@ -75,7 +75,6 @@ def trainers_beside(
 
     Args:
         leader: a session to `node`.
-        node: the node that leads the training.
     """
     if not trains_with_others(stage, node):
         yield ALONE
@@ -115,11 +114,7 @@ def trainers_beside(
 
 
 def is_by(nodes: Sequence[Node], running: Mapping[str, Any]) -> bool:  # Any: JSON
-    """True if a running training uses exactly these further machines.
-
-    Args:
-        running: the content of the leader's job.json.
-    """
+    """True if a running training uses exactly these further machines."""
     return [each["name"] for each in running.get("further_trainers", ())] == [node.name for node in nodes]
 
 

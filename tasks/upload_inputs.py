@@ -148,7 +148,6 @@ class NodeInputs:
                 return value
 
     def place_file(self, file: InputFile) -> InputFile:
-        """Upload a data file."""
         return file.model_copy(update={"path": self._place(file.path, file.digest, digest_path)})
 
     def place_dataset(self, dataset: InputDataset) -> InputDataset:
@@ -226,13 +225,7 @@ class NodeInputs:
         return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
-        """Let the node itself download an input from the input's URL. Returns whether that succeeded.
-
-        Args:
-            path: the input's path on this machine.
-            files: the files of the input, by their names on the node.
-            folder: the folder on the node.
-        """
+        """Let the node itself download an input from the input's URL. Returns whether that succeeded."""
         store = Path(self._node.local_root)
         url = find_origin(path, store)
         if not url or not self._may_fetch:
@@ -320,7 +313,6 @@ def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int]
 
     Args:
         before: the versions of the files before the upload (`_versions_of`).
-        folder: the folder on the node.
     """
     if edited := [path for path in before if _version_of(path) != before[path]]:
         session.run(["rm", "-rf", "--", folder], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
@@ -364,5 +356,4 @@ def files_below(path: Path, name: str) -> Mapping[str, Path]:
 
 
 def exists_on_node(session: Session, path: str) -> bool:
-    """True if the node has a file or folder at this path."""
     return session.run(["test", "-e", path], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0

@@ -68,7 +68,6 @@ class Rows(NamedTuple):
 
 
 def sft_rows(sft: SFTTrainingConfig) -> Rows:
-    """The largest micro-batch of SFT."""
     num_rows = min(sft.micro_batch_size, sft.batch_size)
     has_mask = sft.packing and sft.policy.takes_dense_masks
     return Rows(num_rows * sft.max_length, sft.max_length, has_mask, f"{num_rows} rows of {sft.max_length} tokens")

@@ -29,7 +29,6 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad
     """Check that each prompt has what its graders need, as far as this is known: fields, and a usable `answer`.
 
     Args:
-        source: the file of the prompts, for messages.
         bad: collects the errors of rows. If None, they are raised after all prompts were checked.
 
     Raises:

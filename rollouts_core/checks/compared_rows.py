@@ -26,10 +26,6 @@ def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: s
     """Raise ConfigError if no comparison of models could be significant.
 
     This happens with too few rows, or if `max_p_value` is below the smallest possible p-value.
-
-    Args:
-        source: the setting that names the rows, for messages.
-        setting: the setting with `max_p_value`, for messages.
     """
     if max_p_value < LEAST_P_VALUE:
         raise ConfigError(
@@ -47,10 +43,6 @@ def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: s
 
 def check_promotion(config: Config, *, margin: float, max_p_value: float) -> list[str]:
     """Report how many rows of `data.heldout` a new model must win to be promoted. Empty if this is not known.
-
-    Args:
-        margin: the least improvement for a promotion (`retrain.margin`).
-        max_p_value: the largest accepted p-value (`retrain.max_p_value`).
 
     Raises:
         ConfigError: no result could lead to a promotion.
@@ -109,8 +101,6 @@ def check_held_out(
 
     Args:
         held_out: the held-out rows. They have already been compared with the demonstrations of SFT.
-        prompts: the prompts of RL.
-        source: the file of the prompts, for messages.
 
     Raises:
         DataError: more than a few held-out rows are in the training data.

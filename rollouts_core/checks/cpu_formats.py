@@ -41,7 +41,6 @@ def describe_slow_training(
     """A warning if a training uses bfloat16 on this machine's CPU and float32 is faster there; else empty.
 
     Args:
-        kind: the name of the training stage.
         flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """
     is_on_gpu = torch.cuda.is_available() and not deployment.shares_cpu
@@ -55,7 +54,6 @@ def describe_slow_bfloat16(setting: str, remedy: str, *, flags: Collection[str] 
     """A warning with the measured factor if bfloat16 is slower than float32 on this CPU; else empty.
 
     Args:
-        setting: the setting with the value "bfloat16", for the message.
         remedy: advice at the end of the warning.
         flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """

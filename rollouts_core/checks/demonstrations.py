@@ -58,7 +58,6 @@ def check_demonstrations(
     Only the first rows of streamed datasets are read.
 
     Args:
-        held_out: held-out rows, which are compared with every demonstration.
         mistakes: collects the error of each dataset. If None, the first error is raised.
 
     Raises:
@@ -145,10 +144,6 @@ class TaughtTurns:
 
     def note(self, number: int, read: Conversation | str) -> None:
         """Check a demonstration.
-
-        Args:
-            number: the number of the row.
-            read: the content of the row: a conversation or a text.
 
         Raises:
             DataError: see `trained_turns`.

@@ -178,7 +178,6 @@ def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTra
 
     Args:
         holders: the files of the two tensors, by tensor name.
-        settings: the content of config.json.
     """
     if not getattr(settings.get_text_config(), "tie_word_embeddings", False):
         return
@@ -330,7 +329,6 @@ def check_positions(
     """Raise ConfigError if prompts of this length with their completions exceed the model's number of positions.
 
     Args:
-        prompts: text about the prompts, for the message.
         num_positions: the model's number of positions; None if unlimited or unknown.
         engine: the engine that completes the prompts.
     """
@@ -369,10 +367,6 @@ def warn_of_dropout(config: Config) -> list[Caution]:
 
 def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:
     """Warn if the longest demonstration exceeds the context length of the model.
-
-    Args:
-        source: the file of the demonstrations, for messages.
-        num_tokens: tokens of the longest demonstration.
 
     Raises:
         ConfigError: the model cannot compute so many positions at all.

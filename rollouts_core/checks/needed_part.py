@@ -18,7 +18,6 @@ class Part(NamedTuple):
 
 
 def sum_bytes(parts: Iterable[Part]) -> int:
-    """The total number of bytes of the parts."""
     return sum(part.num_bytes for part in parts)
 
 

@@ -39,7 +39,6 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
 
 
 def sft_without_effect(config: Config) -> list[str]:
-    """A sentence for each setting of `training.sft` without effect."""
     given = config.training.sft.eval_every
     if given == SFTTrainingConfig().eval_every or config.data.sft_eval:
         return []
@@ -47,7 +46,6 @@ def sft_without_effect(config: Config) -> list[str]:
 
 
 def rl_without_effect(config: Config) -> list[str]:
-    """A sentence for each setting of `training.rl` without effect."""
     return [*_of_loss(config.training.rl), *_of_absent_parts(config.training.rl)]
 
 

@@ -183,7 +183,6 @@ def _placements(config: Config, size: ModelSize, ranks: tuple[int, ...], gpu_byt
     """Yield the placements that fit into memory and are allowed by the other settings, best first.
 
     Args:
-        ranks: the GPUs to use.
         gpu_bytes: the memory of each GPU.
     """
     room, num_gpus = int(USABLE * gpu_bytes), len(ranks)

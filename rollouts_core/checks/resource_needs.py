@@ -115,7 +115,6 @@ class StageNeeds:
 
         Args:
             gpu: the GPU's name, for the message.
-            gpu_bytes: the GPU's memory.
         """
         if self.expected_bytes <= gpu_bytes:
             return ""
@@ -126,11 +125,7 @@ class StageNeeds:
 
 
 def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) -> list[StageNeeds]:
-    """Memory that each training stage of a run needs on each device. Empty if the size of the model is unknown.
-
-    Args:
-        num_machines: number of machines that train together.
-    """
+    """Memory that each training stage of a run needs on each device. Empty if the size of the model is unknown."""
     if not size.tensors:
         return []
     num_processes = config.deployment.num_trainer_processes * num_machines
@@ -145,7 +140,6 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
 
 
 def sft_memory(training: SFTTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
-    """Memory that SFT needs on each GPU, by purpose."""
     sft = with_kernel(training, expected_kernel(training.policy, size.settings, None))
     return training_parts(size, sft.policy, sft_rows(sft), with_reference=False, num_processes=num_processes)
 
@@ -172,12 +166,7 @@ def classifier_parts(config: Config) -> list[Part]:
 
 
 def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
-    """Advice for messages: settings that lower the GPU memory of a training.
-
-    Args:
-        kind: the name of the training stage.
-        stage: the training's settings.
-    """
+    """Advice for messages: settings that lower the GPU memory of a training."""
     section = f"training.{kind}"
     remedies = list[str](load(kind_of(kind).remedies)(stage, section))
     if not stage.policy.activation_checkpointing:
@@ -188,13 +177,11 @@ def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> lis
 
 
 def sft_remedies(training: SFTTrainingConfig, section: str) -> list[str]:
-    """Advice for messages: settings that only SFT has and that lower its GPU memory."""
     smaller = [f"lower {section}.micro_batch_size (the result stays the same)"]
     return smaller * (min(training.micro_batch_size, training.batch_size) > 1) + [f"lower {section}.max_length"]
 
 
 def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
-    """Advice for messages: settings that only RL has and that lower its GPU memory."""
     return [
         f"lower {section}.max_micro_batch_tokens (the result stays the same)",
         "lower rollout.sampling.max_new_tokens",
@@ -202,11 +189,7 @@ def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
 
 
 def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:
-    """Memory that each GPU of a run must have at least. 0 if the size of the model is unknown.
-
-    Args:
-        num_machines: number of machines that train together.
-    """
+    """Memory that each GPU of a run must have at least. 0 if the size of the model is unknown."""
     stages = [] if config.deployment.shares_cpu else training_needs(config, size, num_machines=num_machines)
     return max([*(stage.least_bytes for stage in stages), engine_weight_bytes(config, size)])
 
@@ -250,7 +233,6 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
 
     Args:
         gpu_bytes: the memory of the smallest GPU of the engines.
-        num_machines: number of machines that train together.
     """
     weights = engine_weight_bytes(config, size)
     shape = read_shape(size.settings)

@@ -87,7 +87,6 @@ def _check_names(
 
     Args:
         saved: the settings in the checkpoint's manifest. An older version may have had settings with other names.
-        section: the name of the training's settings, for messages.
     """
     known = [*settings_of(type(training), with_lists=True), *INPUTS, *_with_sections(saved)]
     if isinstance(training, RLTrainingConfig):

@@ -119,11 +119,7 @@ class UnwrittenRoles:
         self._rows: dict[str, list[int]] = {}
 
     def note(self, number: int, messages: Sequence[Message]) -> None:
-        """Check the messages of a row, except assistant messages, which some templates leave out on purpose.
-
-        Args:
-            number: the number of the row.
-        """
+        """Check the messages of a row, except assistant messages, which some templates leave out on purpose."""
         if self._tokenizer.chat_template is None:
             return
         for role, is_first in {(message["role"], i == 0) for i, message in enumerate(messages)}:
@@ -132,12 +128,7 @@ class UnwrittenRoles:
                 numbers += [number] if numbers[-1:] != [number] else []
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """One warning per role whose messages the chat template leaves out.
-
-        Args:
-            source: the file of the rows.
-            num_rows: number of rows in the file.
-        """
+        """One warning per role whose messages the chat template leaves out."""
         return [
             Caution(
                 f"{source}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) the chat template leaves "
@@ -170,7 +161,6 @@ class UnreadFields:
         """Check the fields of a row.
 
         Args:
-            number: the number of the row.
             messages: the messages that were made from the row.
         """
         for name in find_unread(fields, messages):
@@ -179,12 +169,7 @@ class UnreadFields:
             self._rows.setdefault(name, []).append(number)
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """One warning per ignored field.
-
-        Args:
-            source: the file of the rows.
-            num_rows: number of rows in the file.
-        """
+        """One warning per ignored field."""
         first = "write it as the first message, with the role system"
         same = (
             "all rows get the same values for the chat template; set model.chat_template_kwargs if these suit all rows"

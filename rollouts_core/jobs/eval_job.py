@@ -193,7 +193,6 @@ async def complete_once(
     rewards are not reused, because the user may have repaired the reward function.
 
     Args:
-        complete: samples the completions.
         made_from: digest of model, rows and settings (`describe_origin`). Stored completions with another digest are
             not reused.
     """

@@ -93,7 +93,7 @@ def has_lapsed(address: EngineAddress) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A router between the trainer and its engines."""
+    """A router process that distributes completion requests over the engines."""
 
     url: str
     """The router's URL."""

@@ -26,7 +26,6 @@ def start_lease_service(listener: socket.socket, lease_file: str, key_variable: 
     """Start the service as a child process. It ends when this process ends, also if exec has replaced this process.
 
     Args:
-        listener: the socket on which the service accepts connections.
         lease_file: the file whose modification time is the time of the last renewal.
         key_variable: the environment variable with the API key that requests must have.
     """

@@ -272,5 +272,5 @@ def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: Rol
 
 
 def _rounded(of_positions: Tensor) -> list[float]:
-    """Convert numbers per position to numbers per token: position i predicts token i + 1."""
+    """Shift numbers per position to numbers per token, because position i predicts token i + 1. Round them."""
     return [0.0, *(round(each, CREDIT_DIGITS) for each in of_positions.tolist())]

@@ -41,9 +41,9 @@ class LearningRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageKind:
-    """A kind of stage, an entry of STAGES. Some fields are only for trainings.
+    """A kind of stage, an entry of STAGES. A training must have `settings`, `job`, `plan` and `run`.
 
-    A training must have `settings`, `job`, `plan` and `run`.
+    A field about a function or class contains its name, `package.module:name`.
     """
 
     name: str
@@ -59,14 +59,14 @@ class StageKind:
     leaves: str = ""
     """Text for --help: files that the job reads and writes in its directory."""
     settings: str = ""
-    """Name of the class of the settings `training.NAME`: a Record with the fields that SFTTrainingConfig and
+    """Class of the settings `training.NAME`: a Record with the fields that SFTTrainingConfig and
     RLTrainingConfig share."""
     job: str = ""
-    """Name of the class of the training's job: a subclass of TrainingJob whose `kind` is the stage's name."""
+    """Class of the training's job: a subclass of TrainingJob whose `kind` is the stage's name."""
     plan: str = ""
-    """Name of a function (start model, Config) -> the training's job, with digests of its inputs."""
+    """Function (start model, Config) -> the training's job, with digests of its inputs."""
     run: str = ""
-    """Name of a function (job, run directory) that runs the training."""
+    """Function (job, run directory) that runs the training."""
     reads: tuple[str, ...] = ()
     """Settings `data.NAME` that the training may read."""
     needs: tuple[tuple[str, ...], ...] = ()
@@ -78,18 +78,18 @@ class StageKind:
     is_judged: bool = False
     """True if a run fails when the trained model is not better than the model that the training started from."""
     rules: str = ""
-    """Name of a function (Config) -> one error message per conflict between settings of different sections."""
+    """Function (Config) -> one error message per conflict between settings of different sections."""
     warn: str = ""
-    """Name of a function (valid Config) -> one warning per probable mistake in the training's settings."""
+    """Function (valid Config) -> one warning per probable mistake in the training's settings."""
     memory: str = ""
-    """Name of a function (settings, Config, model size, number of processes) -> the parts of the GPU memory needed."""
+    """Function (settings, Config, model size, number of processes) -> the parts of the GPU memory needed."""
     remedies: str = ""
-    """Name of a function (settings, section) -> advice on settings that lower the training's GPU memory."""
+    """Function (settings, section) -> advice on settings that lower the training's GPU memory."""
     smaller_batch: str = ""
-    """Name of a function (settings, run directory, number of processes) that lowers the micro-batch after a GPU ran out
-    of memory. It returns a Lowered, or None if the micro-batch is already the smallest."""
+    """Function (settings, run directory, number of processes) that lowers the micro-batch after a GPU ran out of
+    memory. It returns a Lowered, or None if the micro-batch is already the smallest."""
     find_unused: str = ""
-    """Name of a function (Config) -> one sentence per setting of the training that has no effect."""
+    """Function (Config) -> one sentence per setting of the training that has no effect."""
     learning_rates: LearningRates = LearningRates()
     """Usual learning rates, for warnings."""
     curves: tuple[Curve, ...] = ()
@@ -99,7 +99,7 @@ class StageKind:
     keeps_samples: bool = False
     """True if the training writes completions to samples/, which the live page shows."""
     facts: str = ""
-    """Name of a function (job, run directory) -> (name, text) pairs for the report."""
+    """Function (job, run directory) -> (name, text) pairs for the report."""
 
     def __post_init__(self) -> None:
         missing = [name for name in ("settings", "job", "plan", "run") if self.trains and not getattr(self, name)]

@@ -29,9 +29,6 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     """Run coroutine functions concurrently. Returns their results in the order of `calls`.
 
     If a call raises, the other calls are cancelled, and the call's error is raised instead of an exception group.
-
-    Args:
-        max_concurrent: the most calls that run at the same time.
     """
     results: dict[int, ResultT] = {}
     # A limiter costs each call one iteration of the event loop, even if all calls may run at once.

@@ -38,9 +38,7 @@ def sampled_gpu_use(path: Path, gpus: Sequence[str], *, attempt: int, interval_s
     """Append the load and memory of GPUs to a file at regular intervals while the `with` block runs.
 
     Args:
-        path: the file gpu_use.jsonl.
         gpus: numbers or UUIDs, as nvidia-smi accepts them.
-        attempt: number of the training's attempt.
     """
     if not gpus or shutil.which("nvidia-smi") is None:
         yield

@@ -58,7 +58,7 @@ class _Clock:
     def __init__(self, timeout_s: float, outer: _Clock | None) -> None:
         self.outer = outer
         self.scope = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
-        """Cancels the call's awaits."""
+        """Cancels the call at its next await when the time is over."""
         self._deadline = monotonic() + timeout_s
         self._left_s = timeout_s
         """Remaining seconds, valid while the clock is paused."""

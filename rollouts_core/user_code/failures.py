@@ -30,12 +30,7 @@ def failed_function_error(
     group: Sequence[Sample],
     error: Exception,
 ) -> RewardError:
-    """Convert an exception of a user's function, or its timeout, to a RewardError that names function and prompt.
-
-    Args:
-        kind: the purpose of the function, for the message, for example "reward".
-        group: the samples that the function got.
-    """
+    """Convert an exception of a user's function, or its timeout, to a RewardError that names function and prompt."""
     where = f"{kind} function {name_of_function(function)} on prompt {group[0].metadata.get('prompt_id', '?')!r}"
     return RewardError(
         f"{where}: {error}" if isinstance(error, OutOfTimeError) else f"{where} {describe_raised(error)}"

@@ -23,11 +23,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user function
 def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, setting: str) -> FunctionT:
     """Find the function that a setting names: a key of `known`, or `package.module:function`, which is imported.
 
-    Args:
-        name: the value of the setting. A function is returned unchanged.
-        known: built-in functions by name.
-        setting: the setting that has the name, for messages.
-
     Raises:
         ConfigError: the name, module or function does not exist.
     """

@@ -142,11 +142,7 @@ def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
 
 
 def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """Yield the files below a folder that may be copied to another machine, with their names there.
-
-    Args:
-        name: the name of the folder on the other machine.
-    """
+    """Yield the files below a folder that may be copied to another machine, with their names there."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         if _VIRTUAL_ENVIRONMENT in files:
             folders.clear()
