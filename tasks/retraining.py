@@ -135,19 +135,11 @@ class Work(Protocol):
         ...
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train a model, register it as the candidate, and compare it with the production model.
-
-        Args:
-            production: the production model; with None, the candidate is compared with the start model.
-        """
+        """Train a model, register it as the candidate, and compare it with production, or else with the start model."""
         ...
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Compare a registered candidate of this run with the production model.
-
-        Args:
-            production: the production model; with None, the candidate is compared with the start model.
-        """
+        """Compare a registered candidate of this run with production, or else with the start model."""
         ...
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
@@ -216,7 +208,6 @@ def retrain_once(
     """Carry out the remaining steps of this run's retraining. An error of the training is recorded and raised again.
 
     Args:
-        run_id: the id of the run, under which the ledger records the retraining.
         line: the name of the series of models to which the new model belongs.
 
     Raises:

@@ -122,7 +122,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
 
 
 def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Call `run_on_node` until the training fits into GPU memory. Each attempt that ran out of memory lowers a setting.
+    """Call `run_on_node` until the stage fits into GPU memory. Each attempt that runs out of memory lowers a setting.
 
     Only a training on several machines ends this way. On one machine, the supervisor restarts the job itself.
     """
@@ -241,13 +241,13 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     """Show the metrics and events of a job until the job is finished.
 
     Args:
-        store: identity of the run's ledger. It tells the node which store's run follows the job.
+        store: identity of the run's ledger. While the run follows the job, runs of other stores do not end it.
 
     Raises:
         InputError: the job rejected its settings or its inputs. The message is the job's message.
         TransientInfraError: the job's machine, or another machine of the training, does not answer.
         FullGPUError: a GPU ran out of memory. The next attempt of the job will need less memory.
-        JobFailedError, JobLostError: the job failed for another reason, or its supervisor was lost.
+        JobFailedError, JobLostError: the job failed for another reason, or its supervisor died.
     """
     complaints: list[str] = []
 

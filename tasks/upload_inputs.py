@@ -262,7 +262,7 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     status = job_status(session, run_dir)
     if status.state in (JobState.RUNNING, JobState.FINISHED) or not is_behind(session, run_dir, mirror):
         return
-    if status.orphans:  # end leftover processes now, because the upload replaces the files that name them
+    if status.orphans:  # end leftover processes now, because after the upload the next start could not find them
         cancel_job(session, run_dir, GRACE_S)
     files = {
         name: path

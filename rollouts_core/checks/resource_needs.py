@@ -92,17 +92,17 @@ class StageNeeds:
 
     @property
     def certain_parts(self) -> list[Part]:
-        """The parts that are needed on every machine, without estimated parts."""
+        """The parts that are not estimates."""
         return [part for part in self.parts if part.is_certain]
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that the stage needs at least: the certain parts."""
+        """Sum of the certain parts."""
         return sum_bytes(self.certain_parts)
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes that the stage probably needs: certain and estimated parts."""
+        """Sum of certain and estimated parts."""
         return sum_bytes(self.parts)
 
     def __str__(self) -> str:

@@ -68,11 +68,7 @@ def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The training backend of the job. With several processes, this rank's part of the backend.
-
-    Args:
-        ranks: the processes that train together; None for a single process.
-    """
+    """The training backend of the job. With several processes, this rank's part of the backend."""
     training = job.training
     return create_backend(
         job.model.model,
@@ -170,9 +166,7 @@ async def run_rl_loop(
     """Run the training loop (rl.py), which writes metrics and checkpoints to the job's directory.
 
     Args:
-        source: gives the samples of each step: sampled now, or recorded by an earlier run.
-        engines: get new weights; empty with recorded rollouts.
-        stop: lets a signal stop the training.
+        source: gives the samples of each step, sampled now or recorded by an earlier run.
     """
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(

@@ -55,11 +55,7 @@ def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
 
 
 def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
-    """The training backend of the job. With several processes, this rank's part of the backend.
-
-    Args:
-        ranks: the processes that train together; None for a single process.
-    """
+    """The training backend of the job. With several processes, this rank's part of the backend."""
     return create_backend(
         job.model.model,
         job.training.optim,
