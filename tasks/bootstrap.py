@@ -229,7 +229,7 @@ def warn_of_memory(
     num_machines: int,
     say: Callable[[str], None],
 ) -> None:
-    """Warn of GPUs that can hold the weights but may have too little memory for activations, caches or optimizer."""
+    """Warn of GPUs that can hold the weights but may have too little memory for activations or caches."""
     is_on_gpus = needs.trainer_gb > 0 and not needs.trainers_share_cpu
     trainer_ranks = needs.trainer_gpu_ranks or (0,) if is_on_gpus else ()
     working = {rank: gpu for rank, gpu in enumerate(report.gpus) if not gpu.problem}

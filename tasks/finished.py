@@ -78,7 +78,7 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
 
 
 def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
-    """Load the record of a finished stage. An evaluation whose scores earlier evaluations have counts as finished.
+    """Load the record of a finished stage. An evaluation is also finished if earlier evaluations have its scores.
 
     Raises:
         _UnfinishedError: the stage is not finished.

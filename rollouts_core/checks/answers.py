@@ -89,7 +89,7 @@ def _check_answer(
 
 
 def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -> None:  # Any: JSON
-    """Call a grader's check of a row. Its ValueError is about the row. Any other exception becomes a ConfigError."""
+    """Call a grader's check of a row. A ValueError describes a mistake in the row; other errors become ConfigError."""
     try:
         check(row)
     except (ValueError, RolloutsError):

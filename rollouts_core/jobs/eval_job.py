@@ -229,7 +229,7 @@ async def complete_prompts(
     deployment: DeploymentConfig,
     directory: RunDirectory,
 ) -> list[Sample]:
-    """Sample ungraded completions: with the embedded engine in this process, or with engines that this starts.
+    """Sample ungraded completions with the embedded engine in this process, or start other engines for the checkpoint.
 
     Raises:
         DivergedError: the checkpoint computes non-finite numbers. An engine may have failed with another error.
