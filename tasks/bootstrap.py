@@ -137,7 +137,7 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """Check the machines for inference engines and install the engines. Each machine and `node` must reach each other."""
+    """Check the machines for inference engines, and install the engines. They and `node` must reach each other."""
     placement, engine_nodes = config.deployment, list[Node]()
     num_machines = 1 + len(node.trainer_nodes)
     for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):

@@ -112,7 +112,7 @@ def begin_with_earlier(stage: Stage) -> str:
 
 
 def ask_run_to_finish(directory: Path, run_id: str) -> None:
-    """Write a request for an early end into a stage's directory. The run with this id forwards the request to its job."""
+    """Write a request for an early end into a stage's directory. The run with this id forwards it to its job."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / REQUEST, run_id)
 
