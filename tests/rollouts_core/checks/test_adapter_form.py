@@ -37,7 +37,7 @@ def test_adapters_are_sent_as_adapters_by_default(kind: str) -> None:
     ("settings", "reason"),
     [
         ({"rollout": {"engine": {"kind": "vllm", "weight_transfer": "gloo"}}}, "sends only merged weights"),
-        ({"rollout": {"engine": {"kind": "sglang"}, "in_flight": "continue"}}, "cannot change their adapters"),
+        ({"rollout": {"engine": {"kind": "sglang"}, "in_flight": "continue"}}, "cannot switch to another adapter"),
         ({"rollout": {"engine": {"kind": "sglang", "router_url": "http://127.0.0.1:1"}}}, "cannot name an adapter"),
         ({"rollout": {"engine": {"kind": "vllm"}}, "rank": 600}, "up to rank 512"),
     ],
