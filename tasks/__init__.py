@@ -1,1 +1,1 @@
-"""One thin Prefect task per stage: build inputs, one call into infra or rollouts_core, return a small record."""
+"""Prefect tasks, one per stage: each builds inputs, makes one call into infra or rollouts_core, returns a record."""

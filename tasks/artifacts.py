@@ -1,4 +1,4 @@
-"""Verify the record and checkpoints of a finished stage. Set damaged files aside, so that a rerun replaces them.
+"""Verify the result.json and the checkpoints of a finished stage. Move damaged files away, so that the stage reruns.
 
 Not here: running stages (stage.py), the format of checkpoints (rollouts_core/checkpoint.py).
 """
@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def find_damage(stage: Stage) -> str:
-    """One sentence about damage in a stage's record or checkpoints. Empty if the stage is intact or unfinished."""
+    """Describe the first damage in a stage's result.json or checkpoints. Returns "" for an intact or unfinished stage.
+
+    The digests in result.json tell which checkpoints must exist.
+    """
     directory = RunDirectory(Path(stage.run_dir))
     try:
         digests = read_digests(directory)
@@ -30,15 +33,15 @@ def find_damage(stage: Stage) -> str:
 
 
 def is_finished(stage: Stage) -> bool:
-    """True if the stage's record exists and all checkpoints that the record lists are intact."""
+    """True if the stage has a result.json and all checkpoints that result.json lists are intact."""
     return RunDirectory(Path(stage.run_dir)).result.is_file() and not find_damage(stage)
 
 
 def set_damage_aside(stage: Stage) -> str:
-    """Set damaged files of a stage aside, so that the stage runs again. Returns a sentence about the damage, or "".
+    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Returns a description, or "".
 
-    The record and all checkpoints from the first damaged or missing one on move to damaged-<n>/. The next attempt
-    resumes from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
+    This moves result.json, the first damaged checkpoint and all later checkpoints. The next attempt resumes from the
+    last intact checkpoint. If several runs find the damage at once, only one run moves the files.
     """
     if not find_damage(stage):
         return ""
@@ -46,7 +49,7 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run has already moved the files
             return ""
-        # Counting the folders would not give a free number, because a user may have deleted some damaged-<n>.
+        # The number of damaged-<n> folders may be in use as n, because a user may have deleted a lower number.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:
@@ -65,10 +68,10 @@ def set_damage_aside(stage: Stage) -> str:
 
 
 def read_digests(directory: RunDirectory) -> dict[str, str]:
-    """The digests of the checkpoints that a stage's record lists, by checkpoint name and in order of steps.
+    """The digests of the checkpoints in a stage's result.json, by checkpoint name and in order of steps.
 
     Raises:
-        ValueError: the file is not the record of a stage.
+        ValueError: result.json is not the record of a stage.
     """
     try:
         result = directory.read_result()
@@ -76,19 +79,19 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         # Entries without a digest are scores of an evaluation, not checkpoints.
         digests = {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
         others = [name for name in digests if not STEP_NAME.fullmatch(name)]
-    except FileNotFoundError:  # another run has just set the record aside
+    except FileNotFoundError:  # another run has just moved result.json to damaged-<n>/
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the file is not the record of a stage: {error}") from error
-    if others:  # a damaged or forged record could have any file moved
+    if others:  # a forged name such as ../x would make `set_damage_aside` move any file
         raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 
 
 def find_checkpoint_damage(path: Path, digest: str | None) -> str:
-    """Return one sentence if a checkpoint is damaged or has another digest, else ""."""
+    """Describe the damage if a checkpoint is damaged or does not have this digest, else "". None fits any digest."""
     try:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:
         return str(error)
-    return "" if digest in (None, manifest.digest) else f"{path} is not the checkpoint that its result.json lists"
+    return "" if digest in (None, manifest.digest) else f"{path} does not have the digest that result.json lists"

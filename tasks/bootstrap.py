@@ -1,6 +1,6 @@
-"""Check a node before the first stage: Python, torch, engine, devices and disk. Install packages if the settings ask.
+"""Check a machine before a run's first stage: Python, torch, engine, GPUs and disk. Install packages on request.
 
-Without these early checks, a missing engine would be found only after SFT.
+Without these early checks, the run would detect a missing inference engine only after SFT.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def bootstrap(
     begun: Sequence[str] = (),
     kept_choice: Path | None = None,
 ) -> Node:
-    """Check the node and its further nodes. Returns the node with the interpreters for its stages and its engine.
+    """Check the run's machine and its further machines. Returns the node with the Python interpreters to use.
 
-    The node must reach each further node, and all nodes of one training must reach each other.
+    The leading machine must reach each further machine, and all machines of one training must reach each other.
 
     Args:
-        trains: whether the run trains on the node, which needs memory and disk.
-        begun: local directories of the run's trainings that may have begun. Checkpoints of these trainings may be on
-            the node's disk already, and need no further space.
-        kept_choice: the file that keeps the choice of an engine and the placement.
+        trains: whether the run trains on the node. A training needs GPU memory and disk space.
+        begun: local directories of the run's trainings that may have started. Their checkpoints may be on the node's
+            disk already, so that the node needs less free space.
+        kept_choice: the file that stores the chosen engine and the planned GPUs for later attempts of the run.
     """
     size = find_model_size(config.model) if trains else ModelSize()
     num_machines = 1 + len(node.trainer_nodes)
@@ -101,7 +101,7 @@ def bootstrap(
         if is_open(config):
             choice = choose_on_node(stack, ready, settings, config, size)
             progress.say(str(choice))
-            placed = "" if ENGINES[choice.kind].is_own else ready.placement  # that engine computes on the CPU
+            placed = "" if ENGINES[choice.kind].is_own else ready.placement  # the embedded engine computes on the CPU
             ready = replace(ready, engine_kind=choice.kind, placement=placed)
             config = with_choice_of(config, ready)
         if kept_choice is not None and (choice or ready.placement):
@@ -137,7 +137,7 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """Check the nodes for engines and install their engines. Each engine node must reach the training node `node`."""
+    """Check the machines for inference engines, and install the engines. They and `node` must reach each other."""
     placement, engine_nodes = config.deployment, list[Node]()
     num_machines = 1 + len(node.trainer_nodes)
     for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
@@ -161,7 +161,7 @@ def prepare_engine_nodes(
 
 
 def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) -> NodeNeeds:
-    """The requirements of a run on the node that leads it, without disk space."""
+    """The GPUs and the GPU memory that a run needs on its leading node. The field for disk space is not set."""
     placement = config.deployment
     stages = training_needs(config, size, num_machines=1 + len(node.trainer_nodes))
     least = max(stages, key=lambda stage: stage.least_bytes, default=None)
@@ -181,8 +181,11 @@ def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) 
 
 
 def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, say: Callable[[str], None]) -> Node:
-    """The node with the planned placement. Without a plan, trainer and engines use the first GPU, and a sentence says
-    why no plan fits."""
+    """Plan which GPUs train and which serve engines. Returns the node with this plan.
+
+    If no plan fits, `say` receives the reason and the node is returned unchanged: trainer and engines then share the
+    first GPU.
+    """
     try:
         plan = plan_on_gpus(read_usable_gpus(session), config, size)
     except ConfigError as error:
@@ -197,7 +200,7 @@ def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, 
 def choose_on_node(
     stack: ExitStack, node: Node, settings: NodeSettings, config: Config, size: ModelSize
 ) -> EngineChoice:
-    """Choose the engine on the first engine node, or else on `node`."""
+    """Choose the inference engine by the GPUs of the first engine node. Without engine nodes, `node` decides."""
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     return choose_engine(stack.enter_context(open_session(own)), own, own_settings, config, size)
 
@@ -211,7 +214,7 @@ def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -
     if not run_dirs:
         return 0
     folders = [str(RunDirectory(Path(node.path_on_node(each))).checkpoints) for each in run_dirs]
-    # One call of du counts a file with several hard links once. It skips missing folders.
+    # A single call of du counts a file with several hard links only once. du skips missing folders.
     listed = session.run(["du", "-sk", *folders], timeout_s=DISK_USE_TIMEOUT_S, check=False, may_repeat=True)
     sizes = [line.split()[0] for line in listed.stdout.decode(errors="replace").splitlines() if line.strip()]
     return sum(1024 * int(each) for each in sizes if each.isdecimal())
@@ -226,7 +229,7 @@ def warn_of_memory(
     num_machines: int,
     say: Callable[[str], None],
 ) -> None:
-    """Warn of GPUs that can hold the weights but may have too little memory for the rest of the work."""
+    """Warn of GPUs that can hold the weights but may have too little memory for activations or caches."""
     is_on_gpus = needs.trainer_gb > 0 and not needs.trainers_share_cpu
     trainer_ranks = needs.trainer_gpu_ranks or (0,) if is_on_gpus else ()
     working = {rank: gpu for rank, gpu in enumerate(report.gpus) if not gpu.problem}
@@ -244,7 +247,7 @@ def warn_of_memory(
 
 
 def warn_of_precision(report: NodeReport, needs: NodeNeeds, config: Config, *, say: Callable[[str], None]) -> None:
-    """Warn of trainings that compute in float32, the default, on a GPU with fast bfloat16."""
+    """Warn if a training computes in float32, the default, on a GPU that computes much faster in bfloat16."""
     ranks = needs.trainer_gpu_ranks or (0,) if needs.trains_on_gpu else ()
     gpu = next(
         (report.gpus[rank] for rank in ranks if rank < len(report.gpus) and report.gpus[rank].has_bfloat16), None
@@ -258,19 +261,25 @@ def warn_of_precision(report: NodeReport, needs: NodeNeeds, config: Config, *, s
 
 
 def wants_gpu(config: Config) -> bool:
-    """True if torch trains, unless the settings allow the CPU (`trainer_processes` without `trainer_gpu_ranks`)."""
+    """True if a training uses the PyTorch backend and must have a GPU.
+
+    `deployment.trainer_processes` without `trainer_gpu_ranks` permits training on the CPU.
+    """
     placement = config.deployment
     return bool(torch_policies(config)) and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
 
 
 def torch_policies(config: Config) -> dict[str, PolicyConfig]:
-    """The policy settings of the mode's trainings with the PyTorch backend, by stage name."""
+    """The policy settings of all trainings that use the PyTorch backend, by stage name."""
     policies = {name: training.policy for name, training in config.trainings.items()}
     return {name: policy for name, policy in policies.items() if policy.backend == "pytorch"}
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
-    """The user's modules that stages import, by setting. Empty if no stage samples completions."""
+    """The user's Python modules that the run's stages import, by the setting that names each module.
+
+    Empty if no stage samples completions.
+    """
     samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
@@ -282,7 +291,7 @@ def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
 
 @contextmanager
 def named_in_errors(setting: str, node: Node) -> Iterator[None]:
-    """Add the setting and the node's name to errors about a further node."""
+    """Prefix errors about a further node with the setting and the node's name."""
     try:
         yield
     except PermanentInfraError as error:
@@ -298,10 +307,12 @@ def prepare_machine(
     progress: StageProgress,
     modules: Mapping[str, str] = NO_MODULES,
 ) -> tuple[Node, NodeReport]:
-    """Install packages on one machine and check the machine. Returns the node with its interpreter, and the report.
+    """Install packages on one machine and check the machine.
+
+    Returns the node with the Python interpreter to use, and the report of the machine's versions and devices.
 
     Args:
-        modules: the user's modules that stages on this machine import, by setting.
+        modules: the user's Python modules that stages on this machine import, by setting.
     """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)
@@ -320,7 +331,7 @@ def prepare_machine(
 def install_packages(
     session: Session, node: Node, settings: NodeSettings | FurtherNode, progress: StageProgress
 ) -> Node:
-    """Install packages if the settings ask for it. Returns the node with the interpreter that has the packages."""
+    """Install packages if `settings.install` says so. Returns the node with the interpreter that has the packages."""
     if isinstance(settings, LocalNode) or settings.install == "nothing":
         return node
     wanted = read_requirements(Path(settings.requirements)) if settings.requirements else installed_requirements()

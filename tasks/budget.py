@@ -3,8 +3,8 @@
 Not here: ending the machine at its deadline (infra/providers/rented.py), giving the machine back (provision.py).
 
     ready ─────────────── work ───────────────┬── margin ──┐
-                                              │            └ the provider's machine is ended
-                                              └ jobs are cancelled, and write a last checkpoint, which is fetched
+                                              │            └ the rented machine is ended
+                                              └ jobs are cancelled; their last checkpoints are downloaded
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollouts.tasks.stage import leases_on
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2
-"""The largest share of the rental time for the margin, so that a short rental still has time for work."""
+"""The margin takes at most this share of the rental time, so that a short rental still has time for work."""
 LOOK_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
-    """While the block runs, cancel the run's jobs on a rented machine early enough to fetch their last checkpoints.
+    """Cancel the run's jobs on a rented machine in time to download their last checkpoints before the rental ends.
+
+    A thread watches the time while the `with` block runs.
 
     Raises:
-        BudgetUsedUpError: the jobs were cancelled, so the block failed.
+        BudgetUsedUpError: the `with` block failed because the jobs were cancelled.
     """
     if not node.is_rented:
         yield
@@ -52,7 +54,7 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
     def look() -> None:
         if not is_stopped.is_set() and time.time() < end_of_work(node, scope, began_at):
             return
-        is_stopped.set()  # never cleared: a stage that begins later is cancelled, too
+        is_stopped.set()  # never cleared, so that a stage that starts later is cancelled, too
         try:
             cancel_jobs(node, scope)
         except InfraError as error:
@@ -68,7 +70,7 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
 
 
 def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
-    """The time at which the jobs on a rented machine and its further machines must end, in seconds since 1970.
+    """The time at which the jobs on rented machines must end, in seconds since 1970. The earliest rental end counts.
 
     Args:
         began_at: when this run began to use the machines. An earlier run may have rented the machines.
@@ -79,9 +81,9 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
 
 
 def cancel_jobs(node: Node, scope: RunScope) -> None:
-    """Cancel the run's jobs. Engines come last, so that an RL training can still write its checkpoint.
+    """Cancel the run's jobs on `node`. Engines are cancelled last, so that an RL training can still write a checkpoint.
 
-    Jobs on further machines end with the training, or when their leases lapse.
+    Jobs on further machines end by themselves: with the training, or when nothing renews their leases.
     """
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:

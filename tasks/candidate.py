@@ -1,4 +1,4 @@
-"""Register the final model of a run as a candidate, and compare the candidate with production.
+"""Register a run's final model as the candidate, and compare the candidate's scores with the production model's.
 
 Not here: promoting or rejecting the candidate (retraining.py), the registry (infra/registry.py).
 """
@@ -28,16 +28,17 @@ from rollouts_core.system.files import new_directory
 
 
 def candidate_name(config: Config) -> str:
-    """The name of a run's final model in evaluations."""
+    """The name of a run's final model in evaluations: the name of the last training, such as "rl"."""
     return list(config.trainings)[-1]
 
 
 def register_candidate(
     line: str, checkpoint: str, records: Sequence[StageRecord], data: Mapping[str, str], scope: RunScope
 ) -> Model:
-    """Register a run's final checkpoint as a model of the line. A new model becomes the line's candidate.
+    """Register a run's final checkpoint in the registry. A new model becomes the candidate of its line.
 
     Args:
+        line: the name of a series of models, such as "small" for small-1, small-2, ...
         data: digests of the training data, by path.
     """
     folder = Path(checkpoint)
@@ -57,9 +58,12 @@ def register_candidate(
 
 
 def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
-    """Copy a registered model's checkpoint out of a folder before another checkpoint replaces the folder.
+    """Copy a registered model's checkpoint from `folder` to a new folder before a run overwrites `folder`.
 
-    A run replaces a registered checkpoint if it failed after registering its model, and is retried with other data.
+    This happens if a run fails after registering its model, and a retry of the run with other data has another result.
+
+    Args:
+        digest: digest of the new checkpoint. A registered model with the same digest needs no copy.
     """
     place = str(folder.relative_to(scope.store))
     with Ledger(scope.ledger_path) as ledger:
@@ -87,7 +91,7 @@ def registered_input(name: str, model: Model, config: Config, store: Path) -> In
 
 
 def check_whole(model: Model, store: Path) -> None:
-    """Raise CheckpointError if a model's checkpoint is damaged, missing, or replaced by another checkpoint."""
+    """Raise CheckpointError if a registered model's checkpoint is damaged, missing, or has another digest."""
     if damage := find_checkpoint_damage(store / model.checkpoint, model.digest):
         raise CheckpointError(f"{model.name} cannot be used: {damage}; `rollouts models` lists other models")
 
@@ -101,7 +105,9 @@ def judge_candidate(
     margin: float,
     max_p_value: float,
 ) -> Compared:
-    """Compare the candidate's score of each held-out row with production's score, or else with the start model's.
+    """Compare the candidate with the production model, row by row on the held-out data.
+
+    If the line has no production model, the start model takes its place.
 
     Args:
         names: the names of the two models in the evaluation, the candidate's last.
@@ -133,7 +139,7 @@ def judge_candidate(
 
 
 def render_comparison(name: str, evaluation: Mapping[str, Any]) -> str:  # Any: JSON
-    """Markdown tables with the scores of a candidate and of the model that it was compared with."""
+    """A Markdown table with the scores of a candidate, of the model it was compared with, and their difference."""
     lines = _comparison_lines(name, evaluation)
     for measure, figures in evaluation.get("measures", {}).items():
         lines += _comparison_lines(name, {**figures, "against": evaluation["against"]}, f", {measure}")

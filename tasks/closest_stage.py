@@ -1,6 +1,6 @@
-"""Explain why a stage has to run although a similar stage is finished.
+"""Explain why a stage has to run again although the store has a similar finished stage.
 
-An edited setting or a rewritten data file can repeat a training of several days, so the user must see the cause.
+An edited setting or a changed data file can repeat a training of several days, so the user must see the difference.
 
 Not here: the fingerprint, which decides whether two stages are the same (rollouts_core/fingerprint.py).
 """
@@ -21,9 +21,9 @@ from rollouts_core.job import Job, TrainingJob, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
-"""Only this many of the newest finished stages are compared."""
+"""The number of finished stages to compare with, newest first."""
 MAX_DIFFERENCES = 4
-"""A finished stage with more differences does not count as similar."""
+"""A finished stage that differs in more settings or inputs is not similar enough to be mentioned."""
 CONTENTS = {
     "model.digest": "the start model",
     "data": "the demonstrations",
@@ -35,11 +35,11 @@ CONTENTS = {
     "resume_digest": "the checkpoint to resume from",
     "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
-"""The fields of a job that hold digests, with words for the inputs in messages."""
+"""The fields of a job that are digests, each with the name of its input for messages."""
 
 
 def describe_difference(stage: Stage) -> str:
-    """Describe the differences to the most similar finished stage of the same name, or "" if no stage is similar."""
+    """Describe how a stage differs from the most similar finished stage of the same name. "" if no stage is similar."""
     if older := find_older_version(
         stage.name, job_type(stage.kind).model_validate(stage.job), Path(stage.run_dir).parent
     ):
@@ -54,7 +54,10 @@ def describe_difference(stage: Stage) -> str:
 
 
 def find_shorter(stage: Stage) -> str:
-    """The directory of the newest finished training that differs only by fewer steps and kept checkpoints, or ""."""
+    """The directory name of the newest finished training that this stage only prolongs, or "".
+
+    The finished training has fewer steps. Other settings may differ only if a resumed training may change them.
+    """
     job = job_type(stage.kind).model_validate(stage.job)
     wanted, free = flat_settings(job), _free_settings(job)
     for name, other in _finished_jobs(stage):
@@ -67,7 +70,7 @@ def find_shorter(stage: Stage) -> str:
 
 
 def _free_settings(job: Job) -> set[str]:
-    """The settings that a resumed training may change, by their names in `flat_settings`."""
+    """The names of the settings that a resumed training may change, as `flat_settings` writes them."""
     fields = type(job.training).model_fields if isinstance(job, TrainingJob) else {}
     marked = {name: field.json_schema_extra for name, field in fields.items()}
     return {
@@ -78,11 +81,7 @@ def _free_settings(job: Job) -> set[str]:
 
 
 def find_older_version(name: str, job: Job, stages: Path) -> str:
-    """The directory name of a finished stage with the same job under an older SEMANTICS_VERSION, or "".
-
-    Args:
-        stages: the folder of all stages of the store.
-    """
+    """The directory name of a finished stage that ran the same job under an older SEMANTICS_VERSION, or ""."""
     for semantics in range(SEMANTICS_VERSION - 1, 0, -1):
         directory = stages / f"{name}-{fingerprint_job(name, job, semantics=semantics)}"
         if RunDirectory(directory).result.exists():
@@ -95,7 +94,7 @@ def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
     own = Path(stage.run_dir)
     finished: list[tuple[float, Path]] = []
     for result in own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}"):
-        with suppress(FileNotFoundError):  # another process prunes the store
+        with suppress(FileNotFoundError):  # another process has just pruned the stage
             finished.append((result.stat().st_mtime, result.parent))
     for _, directory in sorted(finished, reverse=True)[:MAX_COMPARED]:
         try:

@@ -1,10 +1,10 @@
-"""Read a finished run from its folder again, and render its report with the present code.
+"""Render the report of a finished run again, with the current code, from the files in the store.
 
     runs/<run>/run.json, config.toml   -> records of the stages, settings, verdict, cost
-    stages/<stage>/                    -> everything else, by the report itself
+    stages/<stage>/                    -> the other data, which the report reads itself
 
-Files of older versions lack some of this; the report leaves out what they lack. Not here: the first report of a run
-(report.py). This module does not import prefect.
+Older versions of rollouts wrote fewer files. The report omits the parts whose files are missing. Not here: the first
+report of a run (report.py). This module must not import prefect.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from rollouts_core.stages import EVALUATE, is_selection, trainings_of
 from rollouts_core.system.files import write_atomically
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors of a file that no version of this project wrote."""
+"""Exceptions while reading a run.json that is damaged or in an unknown format."""
 
 
 def render_again(store: Path, run: str) -> Path:
-    """Write the report of a finished run anew; returns its path.
+    """Rewrite the report of a finished run. Returns the path of the report.
 
     Args:
-        run: the name of its folder.
+        run: the name of the run's folder in the store.
 
     Raises:
-        InputError: the run has no run.json, or parts of the run are gone that the old report may still show.
+        InputError: the run has no readable run.json, or files that the report needs were deleted. The existing report
+            is then kept, because it may still show these files.
     """
     report = load_report_input(store, run)
     if missing := find_missing(report):
-        raise InputError(f"{run} cannot be rendered again: {', '.join(missing)} is gone")
+        raise InputError(f"the report of {run} cannot be rendered again, because {', '.join(missing)} no longer exists")
     path = store / RUNS / run / "report.html"
     write_atomically(path, render_report(report))
     with Ledger(store / LEDGER_FILE) as ledger:
@@ -55,7 +56,7 @@ def render_again(store: Path, run: str) -> Path:
 
 
 def find_missing(report: ReportInput) -> list[str]:
-    """The folders of stages, and the checkpoint, that the report needs and the disk no longer has."""
+    """The stage directories and the checkpoint folder that the report needs but that no longer exist."""
     stages = [Path(stage.run_dir) for stage in report.stages if stage.run_dir]
     missing = [each for each in stages if not RunDirectory(each).result.is_file()]
     checkpoint = Path(report.checkpoint_path)
@@ -63,10 +64,10 @@ def find_missing(report: ReportInput) -> list[str]:
 
 
 def load_report_input(store: Path, run: str) -> ReportInput:
-    """The input of the report of a finished run.
+    """Load the data for the report of a finished run.
 
     Raises:
-        InputError: the run has no run.json, or one that cannot be read.
+        InputError: the run has no run.json, or run.json cannot be read.
     """
     folder = store / RUNS / run
     try:
@@ -84,7 +85,7 @@ def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) ->
     mistakes = Mistakes(ConfigError)
     config = read_record(Config, described["config"], mistakes, source=str(folder / RUN_FILE))
     if config is None:
-        raise InputError(f"the settings in {folder / RUN_FILE} are those of another version")
+        raise InputError(f"the settings in {folder / RUN_FILE} were written by another version of rollouts")
     last = trainings_of(config.mode)[-1]
     is_judged = last.kind.is_judged and "checkpoints" in by_stage[EVALUATE.name].result
     verdict = judge_training(by_stage[EVALUATE.name], by_stage[last.name], config) if is_judged else None
@@ -100,15 +101,18 @@ def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) ->
     )
     return replace(
         report,
-        verdict=described["verdict"] or report.verdict,  # as the run said it; later versions may word it differently
+        verdict=described["verdict"] or report.verdict,  # the original text; this version may word it differently
         written_at=time.time(),
         ended_at=max((each.began_at + each.seconds for each in by_stage.values()), default=0.0),
-        config=None if mistakes else config,  # a setting of another version would be shown at a default it did not have
+        config=None if mistakes else config,  # a setting of another version would be shown with a wrong default
     )
 
 
 def _as_record(stage: Mapping[str, Any], store: Path, selected: Mapping[str, str]) -> StageRecord:  # Any: JSON
-    """A stage of run.json with its result; its directory is in this store, which may have been moved."""
+    """The record of a stage in run.json, with the stage's result.
+
+    The record's directory points into `store`, because the store may have been moved after the run.
+    """
     known = {name: value for name, value in stage.items() if name in StageRecord.model_fields}
     run_dir = store / STAGES / Path(stage["run_dir"]).name
     result = RunDirectory(run_dir).read_result() or {}

@@ -3,7 +3,7 @@
     finished evaluate-<a>:    base, sft          ──┐ a score is identified by the model's content, the rows and
     planned evaluate-<b>:     baseline, model    <─┘ the settings, but not by the model's name
 
-Not here: an evaluation of the same models under the same names, which is the same stage (plan.py).
+Not here: reusing an evaluation of the same models under the same names, because that is the same stage (plan.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts_core.system.files import link_or_copy, write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierScore:
-    """A model's entry in the record of a finished evaluation."""
+    """A model's score in the result.json of a finished evaluation."""
 
     directory: RunDirectory
     name: str
@@ -35,7 +35,7 @@ class EarlierScore:
 
 
 def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
-    """Write the record of a new evaluation if earlier evaluations have all of its scores.
+    """If earlier evaluations have all scores that a new evaluation would compute, write them as its result.json.
 
     Returns a sentence that names the earlier runs, or "" if the evaluation has to run.
     """
@@ -46,7 +46,7 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     if fingerprint_job(stage.name, job) != stage.fingerprint:  # the user asked for a fresh evaluation
         return ""
     wanted = [identity_of(model, job) for model in job.checkpoints]
-    # Losses are comparable only over the same tokens, which only an evaluation of all models together has checked.
+    # Losses are comparable only over the same tokens. Only an evaluation of all models together has checked this.
     scores = find_scores(own.root.parent, wanted, are_together=job.evaluation.metric == "loss")
     if scores is None:
         return ""
@@ -54,9 +54,9 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     best = job.checkpoints[select_best([float(score.entry["mean"]) for score in scores])]
     own.root.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found if the folder was just pruned
-        if own.job.exists() and not own.result.exists():  # another run has begun the evaluation meanwhile
+        if own.job.exists() and not own.result.exists():  # another run has started this evaluation meanwhile
             return ""
-        if not own.result.exists():  # another run may just have written the same record
+        if not own.result.exists():  # another run may just have written the same result.json
             _write_record(own, stage, job, scores, {"best": best.name, "reused_from": reused_from})
         return f"reused from run {' and '.join(reused_from)}, which scored the same models"
     return ""
@@ -69,7 +69,7 @@ def _write_record(
     scores: Sequence[EarlierScore],
     found: dict[str, Any],  # Any: JSON
 ) -> None:
-    """Write the files that the evaluation would write. The record comes last, because it marks the stage finished."""
+    """Write the files that the evaluation would write. result.json comes last, because it marks the stage finished."""
     entries = []
     estimates = estimate_means([score.entry["scores"] for score in scores])  # computes all intervals by the same method
     for score, model, estimate in zip(scores, job.checkpoints, estimates, strict=True):
@@ -82,10 +82,10 @@ def _write_record(
 
 
 def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> list[EarlierScore] | None:
-    """The scores with these identities from finished evaluations, or None if a score is missing.
+    """Find scores in finished evaluations, in the order of `wanted`. Returns None if a score is missing.
 
     Args:
-        are_together: whether all scores must come from one evaluation.
+        are_together: whether all scores must come from the same evaluation.
     """
     found: dict[str, EarlierScore] = {}
     for scores in _iterate_scores(stages, set(wanted)):
@@ -98,8 +98,8 @@ def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> l
 def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, EarlierScore]]:
     """Yield the wanted scores of each finished evaluation, by identity (`identity_of`).
 
-    An evaluation counts only if its directory has the fingerprint that this version computes for the job. A record has
-    a number for every row, so only the records of evaluations with a wanted model are read.
+    An evaluation counts only if its directory name has the fingerprint that this version computes for the job. A large
+    result.json (it has a number for every row) is read only if the evaluation scored a wanted model.
     """
     for path in sorted(stages.glob("evaluate-*")):
         directory = RunDirectory(path)
@@ -124,13 +124,13 @@ def is_named_after(job: EvalJob, path: Path) -> bool:
 
 
 def identity_of(model: InputModel, job: EvalJob) -> str:
-    """The fingerprint of scoring only this model in this evaluation, independent of the model's name."""
+    """A fingerprint of the model's content, the rows and the evaluation's settings, without the model's name."""
     alone = model.model_copy(update={"name": "", "step": 0})
     return fingerprint_job("evaluate", job.model_copy(update={"checkpoints": (alone,)}))
 
 
 def name_of_run(directory: Path, scope: RunScope) -> str:
-    """The name of the run that used a stage's directory first."""
+    """The name of the first run that used a stage's directory. The directory's name if the ledger has no such run."""
     with Ledger(scope.ledger_path) as ledger:
         use = ledger.first_use(directory.name)
     return use.run if use else directory.name

@@ -1,11 +1,11 @@
 """End a training before its last step at a user's request, and decide which runs use the shortened stage.
 
     rollouts finish ──> <stage>/finish-asked ──> the run that follows the job ──> finish-<attempt> beside the job
-        the job ends after the current step: a checkpoint, result.json with `finished_early`, and the run continues
+        after its current step, the job writes a checkpoint and result.json with `finished_early`; the run continues
 
-A stage that ended early counts as finished only for the run that asked for the end. Another run with the same settings
-trains the stage in a second directory, whose name is derived from the first directory's name. The second training
-starts from copies of the checkpoints. So only the remaining steps are trained, and the first run's files do not change.
+A stage that ended early counts as finished only for the run whose user requested the end. Another run with the same
+settings uses a second directory, whose name is derived from the first directory's name. The second training starts from
+copies of the checkpoints, trains only the remaining steps, and does not change the first run's files.
 
 Not here: how a training ends early (rollouts_core/saving.py), the command (flows/commands/finish.py).
 """
@@ -32,27 +32,28 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_atomically
 
 REQUEST = "finish-asked"
-"""File in the stage's local directory, with the id of the run that must pass the request on to the job."""
+"""File in the stage's local directory that requests an early end. It contains the id of the run that forwards the
+request to the job."""
 LOOK_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class EndedForAnotherRunError(RolloutsError):
-    """The job that this run attached to ended early at another run's request."""
+    """The user of another run ended the job early, while this run also waited for the job's result."""
 
 
 class EarlyEnd(BaseModel):
-    """The early end of a stage, as the stage's record stores it."""
+    """The early end of a training stage, as `finished_early` in result.json stores it."""
 
     step: int
     num_steps: int
     asked_by: str
-    """Id of the run that asked for the end."""
+    """Id of the run whose user requested the early end."""
 
     @property
     def sentence(self) -> str:
-        """The early end in words, for messages and reports."""
+        """Text for messages and reports: "finished early at step 3 of 10"."""
         return f"finished early at step {self.step} of {self.num_steps}"
 
 
@@ -61,13 +62,13 @@ def read_early_end(directory: Path) -> EarlyEnd | None:
     try:
         result = RunDirectory(directory).read_result()
     except (OSError, ValueError):
-        return None  # the record is damaged or was just set aside, and the stage reports this itself
+        return None  # result.json is damaged or was just moved away; the stage reports this itself
     early = result.get("finished_early") if isinstance(result, dict) else None
     return EarlyEnd.model_validate(early) if early else None
 
 
 def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
-    """True if another run ended the stage in `directory` early, so that this run uses the directory `following`."""
+    """True if another run ended the stage in `directory` early, so that run `run_id` must use directory `following`."""
     if (early := read_early_end(directory)) is not None:
         return early.asked_by != run_id
     return following.is_dir() and not RunDirectory(directory).result.is_file()
@@ -84,7 +85,7 @@ def check_own_end(stage: Stage, scope: RunScope) -> None:
 
 
 def begin_with_earlier(stage: Stage) -> str:
-    """Copy the checkpoints of `stage.begins_with`, which ended early, into a stage that has no checkpoints yet.
+    """Copy the checkpoints of the early-ended stage `stage.begins_with` into this stage if it has no checkpoints yet.
 
     Returns a sentence about the last copied checkpoint, or "" if nothing was copied.
     """
@@ -96,7 +97,7 @@ def begin_with_earlier(stage: Stage) -> str:
     with locked(own.root / ".begin.lock"):
         if own.result.is_file() or list_checkpoints(own.checkpoints):
             return ""
-        # Copied before the first checkpoint, so that after an interruption every checkpoint has its metrics.
+        # Metrics are copied before checkpoints, so that an interruption cannot leave a checkpoint without metrics.
         with suppress(FileNotFoundError):
             shutil.copyfile(earlier.metrics, own.metrics)
         for path in list_checkpoints(earlier.checkpoints):
@@ -111,7 +112,7 @@ def begin_with_earlier(stage: Stage) -> str:
 
 
 def ask_run_to_finish(directory: Path, run_id: str) -> None:
-    """Write a finish request for the run that follows the stage's job. The run passes the request on to the job."""
+    """Write a request for an early end into a stage's directory. The run with this id forwards it to its job."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / REQUEST, run_id)
 
@@ -120,7 +121,9 @@ def ask_run_to_finish(directory: Path, run_id: str) -> None:
 def requests_passed_on(
     session: Session, stage: Stage, run_dir: str, scope: RunScope, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Pass this run's finish requests on to its job, in a thread, while the block runs.
+    """Forward requests for an early end (`ask_run_to_finish`) to the stage's job, while the `with` block runs.
+
+    A thread looks for the request file once per second.
 
     Args:
         run_dir: the job's directory on its node.
@@ -132,7 +135,7 @@ def requests_passed_on(
             if request.read_text() == scope.run_id:
                 status = ask_to_finish(session, run_dir, scope.run_id)
                 if status.state is JobState.RUNNING:
-                    say("asked to finish after the step under way")
+                    say("asked the job to finish after its current step")
             request.unlink()
         except FileNotFoundError:
             return

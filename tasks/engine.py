@@ -35,17 +35,18 @@ from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
 
 MAX_RESTARTS = 3
-"""The most restarts of a crashing engine in a row. An hour without a crash resets the count."""
+"""The supervisor restarts a crashing engine at most this often in a row. An hour without a crash resets the count."""
 MAX_RELAUNCHES = 10
-"""The most relaunches of an engine per RL job, each after a lapsed lease or a killed supervisor."""
+"""A run starts an engine again at most this often per RL job, after a lapsed lease or a killed supervisor."""
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
 def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0) -> EngineRecord:
-    """Start an engine of the RL stage, or attach to the running engine. Returns when the engine can generate.
+    """Start an inference engine for an RL stage, or attach to it if it runs. Returns when the engine can generate.
 
     Args:
-        node: the training node.
+        wanted_port: the engine's port; 0 chooses a free port.
+        node: the training node. The engine may run on one of its further nodes.
     """
     own = node_of_engine(rl, node, index)
     with (
@@ -53,7 +54,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
-        claim_stage(rl, scope, node, ledger)  # before the engine loads its model: the claim may refuse the run
+        claim_stage(rl, scope, node, ledger)  # before the engine loads its model, because the claim can fail
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
         started = start_engine(session, rl, wanted_port, scope, node, index, say=progress.say)
@@ -72,7 +73,8 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
                 api_key=read_key(job.engine.api_key_variable, "rollout.engine", own_keys(rl.job, scope)),
                 explain_log=explain_engine_log,
                 on_wait=progress.say,
-                # A living RL job resumes the engine that it paused. A pause without an RL job must be ended here.
+                # A running RL job resumes the engines that it paused. Without an RL job, a paused engine must be
+                # resumed here.
                 is_idle=started.attached and not is_training(sessions[node.name], rl, node),
             )
         package = job.engine.spec.package
@@ -91,10 +93,10 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """An engine that was started or found running. The engine may still be loading its model."""
+    """An engine process that was started or was already running. It may still be loading its model."""
 
     job: ServeJob
-    """The engine's job, with the ports at which the engine listens."""
+    """The engine's job.json, with the ports that the engine listens on."""
     run_dir: str
     """The engine's directory on its node."""
     attached: bool
@@ -111,10 +113,11 @@ def start_engine(
     *,
     say: Callable[[str], None],
 ) -> StartedEngine:
-    """Start an engine of an RL stage, or attach to the running engine.
+    """Start an inference engine for an RL stage, or attach to it if it runs. Does not wait until it can generate.
 
     Args:
         session: a session to the engine's node.
+        wanted_port: the engine's port; 0 chooses a free port.
         node: the training node.
     """
     own = node_of_engine(rl, node, index)
@@ -145,9 +148,9 @@ def start_engine(
 
 
 class KeptEngine:
-    """Restarts an engine on the same port after its lease lapsed or its supervisor was killed.
+    """Starts an engine again on the same port after its lease lapsed or its supervisor was killed.
 
-    The RL job waits for a missing engine for `start_timeout_s`, the time that an engine may take to start.
+    The RL job waits up to `start_timeout_s` seconds for an engine that does not answer.
     """
 
     def __init__(self, engine: EngineRecord, start: Callable[[Session], object], say: Callable[[str], None]) -> None:
@@ -159,7 +162,7 @@ class KeptEngine:
         self._said_of_attempt = 0
 
     def look_after(self, session: Session, status: JobStatus) -> None:
-        """Report an engine that has ended, and restart the engine if `has_lapsed`."""
+        """If the engine has ended, report the reason, and start it again unless it ended by its own fault."""
         if status.state is JobState.RUNNING:
             return
         is_new, self._said_of_attempt = status.attempt != self._said_of_attempt, status.attempt
@@ -176,7 +179,7 @@ class KeptEngine:
                 self._say(f"{self._engine.url} could not be started: {error}")
 
     def has_lapsed_within(self, seconds: float, session: Session) -> bool:
-        """True if the engine was restarted within the last `seconds`, or if its lease lapsed and it needs a restart."""
+        """True if the engine was started again within the last `seconds`, or has ended without a fault of its own."""
         if time.monotonic() - self._relaunched_at < seconds:
             return True
         status = job_status(session, self._engine.run_dir)
@@ -186,30 +189,30 @@ class KeptEngine:
 
 
 def has_lapsed(status: JobStatus) -> bool:
-    """True if an engine ended without a fault of its own: its lease lapsed, or its supervisor was killed."""
+    """True if an engine ended because its lease lapsed or its supervisor was killed, so that it can start again."""
     return status.state is JobState.LOST or (status.exit is not None and status.exit.lease_expired)
 
 
 def why_ended(status: JobStatus) -> str:
-    """One sentence about how an engine ended."""
+    """Text for messages: the reason why an engine ended."""
     if status.exit is None:
         return f"{status.reason or 'its directory was moved or deleted'}."
     if status.exit.lease_expired:
-        return f"its lease was not renewed for {LEASE_S:.0f} s, because this run or its machine stood still."
+        return f"its lease was not renewed for {LEASE_S:.0f} s, because this run or its machine was suspended."
     return describe_exit(status.exit)
 
 
 @contextmanager
 def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, index: int = 0) -> Iterator[KeptEngine]:
-    """Renew the lease of an engine while the block runs, and restart the engine if the lease lapsed.
+    """Renew the lease of an engine while the `with` block runs, and start the engine again if its lease lapsed.
 
-    The RL job renews the lease as well while it runs, so the engine stays alive if this run is killed.
+    A running RL job renews the lease as well, so that the engine survives a killed run.
 
     Args:
         node: the training node.
     """
     with StageProgress("engine") as progress:
-        context = copy_context()  # Prefect needs this context to log a thread's lines for the run
+        context = copy_context()  # Prefect needs this context to assign a thread's log lines to the run
 
         def say(sentence: str) -> None:
             context.run(progress.say, sentence)
@@ -222,8 +225,8 @@ def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, ind
 
 
 def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: Stage, node: Node) -> bool:
-    """True if an RL stage may have failed because the lease of one of its engines lapsed."""
-    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # an RL job waits this long for an engine
+    """True if an RL stage may have failed only because an engine ended after its lease had lapsed."""
+    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # the longest wait of an RL job for an engine
     for each, engine in zip(kept, engines, strict=True):
         with suppress(InfraError), open_session(node.named(engine.node)) as session:
             if each.has_lapsed_within(waited_s, session):
@@ -233,7 +236,7 @@ def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)
 def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
-    """Stop the engine unless another run uses it. On an unreachable further node, the engine ends with its lease."""
+    """Stop an engine unless another run uses it. On an unreachable further node, it ends when its lease lapses."""
     own = node.named(engine.node)
     try:
         with (
@@ -251,19 +254,23 @@ def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
 
 
 def is_training(session: Session, rl: Stage, node: Node) -> bool:
-    """True if the RL job runs on its node."""
+    """True if the RL training job is running on its node."""
     return job_status(session, node.path_on_node(rl.run_dir)).state is JobState.RUNNING
 
 
 def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
-    """The node of the engine with this index in an RL stage."""
+    """The node that runs engine number `index` of an RL stage: the training node or a further node."""
     return node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
 
 
 def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere: bool) -> dict[str, int]:
-    """Choose a new engine's port and, for an engine on another machine, the port at which its lease is renewed.
+    """Choose the ports of an engine. An engine on another machine than the trainer also needs a port for its lease.
 
     A running RL job finds its engine by host and port, so a restarted engine takes its former ports if they are free.
+
+    Args:
+        run_dir: the engine's directory on its node.
+        is_elsewhere: whether the engine runs on another machine than the trainer.
 
     Raises:
         PermanentInfraError: another process listens on the wanted port.
@@ -283,7 +290,7 @@ def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere:
 
 
 def former_ports(session: Session, run_dir: str) -> dict[str, int]:
-    """The ports in the job.json of an engine's last attempt. Empty before the first attempt."""
+    """The ports of an engine's last attempt, read from its job.json. Empty before the first attempt."""
     try:
         job = parse_object(session.read_file(f"{run_dir}/job.json")) or {}
     except FileMissingError:
@@ -292,5 +299,4 @@ def former_ports(session: Session, run_dir: str) -> dict[str, int]:
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL of a server."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

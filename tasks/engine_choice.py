@@ -1,11 +1,11 @@
-"""Choose the engine for `rollout.engine.kind = "auto"` on the run's node, before the first attempt.
+"""Choose an inference engine for `rollout.engine.kind = "auto"`, by the GPUs of the node and by the model.
 
-    no GPU ── embedded          a GPU that other programs fill ── embedded, with the reason
-    a free GPU ── SGLang, installed or to be installed ── supports the model? ── SGLang, otherwise embedded
+    no GPU, or GPU memory in use by other programs ── the embedded engine, which computes on the CPU
+    a free GPU ── SGLang if it supports the model, otherwise the embedded engine
 
-The choice is kept in the store, so that later attempts use the same engine. The chosen kind enters job.json and the
-fingerprint. A planned placement is kept beside it. Not here: installing the engine (engine_installs.py), planning the
-placement (gpu_placement.py).
+The choice is stored, so that later attempts of the run use the same engine. The chosen kind enters job.json and the
+fingerprint. The same file stores the planned GPUs. Not here: installing the engine (engine_installs.py), planning the
+GPUs (gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from rollouts_core.system.files import write_json
 
 DIGEST_CHARS = 16
 DEFAULTS_OF_OWN = ("python", "dtype", "extra_args", "requirements", "package_index", "wheels", "context_length")
-"""Settings of installed engines that the embedded engine does not have."""
+"""Settings that only installed engines have. They get their defaults if the embedded engine is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """The chosen kind of engine, with the reason."""
+    """The inference engine that `rollout.engine.kind = "auto"` chose."""
 
     kind: str
     reason: str
-    """The reason for the choice, in words."""
+    """The end of a message "..., because <reason>"."""
 
     def __str__(self) -> str:
         return f"rollout.engine: auto chooses {self.kind}, because {self.reason}"
 
 
 def is_open(config: Config) -> bool:
-    """True if the run samples completions and its engine is still to be chosen."""
+    """True if the run samples completions with `rollout.engine.kind = "auto"`, and no engine is chosen yet."""
     evaluation = config.evaluation
     samples = config.samples_for_training or (evaluation.metric == "accuracy" and evaluation.engine == "rollout")
     return samples and config.rollout.engine.kind == CHOSEN_ON_NODE
 
 
 def with_kind(config: Config, kind: str) -> Config:
-    """The configuration with the chosen engine. Settings that this engine does not have get their defaults."""
+    """The configuration with the chosen kind of engine. Settings that this kind does not have get their defaults."""
     engine = config.rollout.engine.model_copy(update={"kind": kind})
     if engine.spec.is_own:
         own = EngineConfig()
@@ -70,7 +70,7 @@ def choose_by_gpus(gpus: Sequence[GpuState], ranks: Sequence[int], needed_gb: fl
 
     Args:
         ranks: the GPUs of the engines; empty means the first GPU.
-        needed_gb: memory that the weights of an engine take on each of its GPUs.
+        needed_gb: memory in GB that the model's weights take on each GPU of an engine.
     """
     if not gpus:
         return EngineChoice(kind=WITHOUT_GPUS, reason="the node has no GPU")
@@ -88,11 +88,11 @@ def choose_by_gpus(gpus: Sequence[GpuState], ranks: Sequence[int], needed_gb: fl
 def choose_by_model(
     choice: EngineChoice, architectures: Sequence[str], known: AbstractSet[str], *, title: str
 ) -> EngineChoice:
-    """Return `choice`, or the embedded engine if the chosen engine supports none of the model's architectures.
+    """Return `choice` if the chosen engine supports the model, otherwise the embedded engine.
 
     Args:
         architectures: the architectures in the model's config.json.
-        known: the architectures that the engine supports; empty if the engine does not list them.
+        known: the architectures that the chosen engine supports; empty if the engine cannot list them.
     """
     if not known or not architectures or not known.isdisjoint(architectures):
         return choice
@@ -108,10 +108,10 @@ def choose_engine(
     *,
     installs: bool = True,
 ) -> EngineChoice:
-    """Choose the engine for this node.
+    """Choose the inference engine for a node, by its GPUs and by the model's architecture.
 
     Args:
-        installs: whether to install a missing engine now, to find out which architectures the engine supports.
+        installs: whether to install a missing engine, which can then list the architectures that it supports.
             Preflight installs nothing.
 
     Raises:
@@ -136,25 +136,25 @@ def choose_engine(
 
 
 def known_architectures(session: Session, engine: EngineConfig, python: str) -> frozenset[str]:
-    """The model architectures that an installed engine supports. Empty if the engine does not list them."""
+    """The model architectures that an installed engine supports. Empty if the engine cannot list them."""
     program = [python, "-c", engine.spec.list_architectures]
     listed = session.run(program, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
     return frozenset(listed.stdout.decode(errors="replace").split()) if listed.exit_code == 0 else frozenset()
 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
-    """The file that keeps the choice of an engine and the placement for runs with these settings."""
+    """The file that stores the chosen engine and the planned GPUs, for all attempts with these settings."""
     place = settings.model_dump(mode="json", exclude={"query"})  # left out, because a run changes the query
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 
 
 def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") -> None:
-    """Save the choice for later attempts.
+    """Save the chosen engine and the planned GPUs, so that later attempts of the run use the same.
 
     Args:
         choice: None if the settings name the engine.
-        placement: as in `Node`.
+        placement: the planned GPUs, as JSON (`Node.placement`); empty without a plan.
     """
     kept: dict[str, Any] = {} if choice is None else {"kind": choice.kind, "reason": choice.reason}  # Any: JSON
     if placement:
@@ -164,7 +164,7 @@ def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") ->
 
 
 def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
-    """The configuration with the engine and the placement of an earlier attempt. Unchanged before the first choice."""
+    """The configuration with the engine and the GPUs that an earlier attempt chose. Unchanged in the first attempt."""
     if not is_open(config) and not is_placement_open(config):
         return config
     try:
@@ -176,6 +176,6 @@ def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Con
 
 
 def with_choice_of(config: Config, node: Node) -> Config:
-    """The configuration with the engine and the placement that were chosen on the node. Unchanged without a choice."""
+    """The configuration with the engine and the GPUs that `bootstrap` chose on the node. Unchanged without a choice."""
     chosen = with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
     return with_placement(chosen, json.loads(node.placement)) if node.placement else chosen

@@ -1,8 +1,8 @@
-"""Find the engine that is installed on a node, or install the engine before the first training.
+"""Find an installed inference engine (such as SGLang) on a node, or install the engine before the first training.
 
     rollout.engine.python is set ── this interpreter must have the engine
     the jobs' interpreter or .engines/<kind> of this machine has the engine ── it is used
-    otherwise, with rollout.engine.install ── check versions, disk, driver, programs ── install ── try one completion
+    otherwise, if rollout.engine.install permits ── check disk, driver, programs ── install ── try one completion
 
 Not here: the installation itself (infra/engine_environment.py), the trial (engine_trial.py).
 """
@@ -36,24 +36,24 @@ from rollouts_core.engine_kinds import EngineBuild
 from rollouts_core.errors import ConfigError
 
 MADE_BY_HAND = Path(".engines")
-"""The folder, in the current directory, into which `make engines` installs."""
+"""The folder in the current directory into which `make engines` installs engines."""
 CPU_BUILD = "+cpu"
-"""The suffix of the version of torch builds without GPU support."""
+"""Versions of torch without GPU support end with this suffix, for example 2.9.0+cpu."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The engine of a node: the interpreter that has the engine, or the installation to make."""
+    """An interpreter that has the inference engine, or the installation that a run has to make."""
 
     python: str = ""
-    """The interpreter in which the engine is installed."""
+    """The interpreter in which the engine is installed. Empty if a run has to install the engine."""
     wanted: EngineInstallation | None = None
     build: EngineBuild | None = None
     is_there: bool = False
-    """Whether an earlier run has made the wanted installation."""
+    """Whether an earlier run has already made the installation `wanted`."""
 
     def describe(self, engine: EngineConfig) -> str:
-        """One sentence about the installation. Empty if no run has to install the engine."""
+        """Text about the installation, for messages. Empty if the engine was installed by the user."""
         if self.wanted is None or self.build is None:
             return ""
         name = f"{engine.spec.title} {self.wanted.version}"
@@ -72,7 +72,7 @@ def plan_engine_of(
     engine: EngineConfig,
     gpus: Sequence[GpuState] | None = None,
 ) -> EnginePlan:
-    """Find the installed engine of a node, or plan its installation.
+    """Find an interpreter on the node that has the engine, or plan an installation. Installs nothing.
 
     Args:
         gpus: the node's GPUs; None queries the node.
@@ -111,9 +111,9 @@ def with_engine(
     gpu_ranks: Sequence[int],
     say: Callable[[str], None],
 ) -> Node:
-    """Install the engine if it is missing. Returns the node with the interpreter of the engine.
+    """Install the inference engine on the node if it is missing. Returns the node with the engine's interpreter.
 
-    An engine that is installed here must first complete a prompt with a tiny model.
+    After an installation, the engine must complete a prompt with a tiny model.
 
     Args:
         gpu_ranks: the GPUs of the engines; empty means the first GPU.
@@ -133,9 +133,9 @@ def with_engine(
 
 
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
-    """The interpreter that has the engine: the jobs' interpreter, or that of `make engines`. Otherwise "".
+    """Find an interpreter with the engine's package: the jobs' interpreter, or the interpreter from `make engines`.
 
-    On a node with GPUs, the interpreter's torch must be able to use GPUs.
+    Returns "" if neither has the package. On a node with GPUs, the interpreter's torch must also support GPUs.
     """
     by_hand = MADE_BY_HAND.resolve() / package / "bin/python"
     candidates = [node.python, *([] if node.is_remote or not by_hand.exists() else [str(by_hand)])]
@@ -157,7 +157,7 @@ def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool
 def installation_of(
     engine: EngineConfig, build: EngineBuild, settings: NodeSettings | FurtherNode
 ) -> EngineInstallation:
-    """The installation of an engine with the versions from the settings, or else from this project.
+    """Describe the packages to install for an engine, with the versions from the user's file or else this project's.
 
     Raises:
         PermanentInfraError, ConfigError: the requirements file or the folder of wheels cannot be used.
@@ -194,7 +194,7 @@ def version_in(requirements: Sequence[str], packages: Sequence[str], *, source: 
 
 
 def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[str]:
-    """A warning for each GPU of the engines on which other programs compute."""
+    """A warning for each GPU of an engine on which other programs already compute."""
     return [
         f"GPU {rank}, {gpus[rank].name}, is used by {' and '.join(map(str, gpus[rank].programs))}, and has "
         f"{gpus[rank].free_gb:.1f} of {gpus[rank].total_gb:.1f} GB free: the run waits for jobs of this project, but "
@@ -205,13 +205,17 @@ def warn_of_busy_gpus(gpus: Sequence[GpuState], ranks: Sequence[int]) -> list[st
 
 
 def check_driver(gpus: Sequence[GpuState], build: EngineBuild, engine: EngineConfig) -> None:
-    """Raise PermanentInfraError if NVIDIA's driver is too old for the build. Versions of the user are not checked."""
+    """Raise PermanentInfraError if the NVIDIA driver is too old for the engine's packages.
+
+    Packages that the user lists in `rollout.engine.requirements` are not checked.
+    """
     if not gpus or engine.requirements:
         return
     found = driver_version(gpus[0].driver)
     if found and found < build.min_driver:
         raise PermanentInfraError(
             f"{engine.spec.title}, as a run installs it, needs NVIDIA's driver {'.'.join(map(str, build.min_driver))} "
-            f"or newer, and the node has {gpus[0].driver}: take a machine with a newer driver (node.query.min_cuda), "
-            "or name versions for another CUDA as rollout.engine.requirements, with rollout.engine.package_index"
+            f"or newer, and the node has {gpus[0].driver}: choose a machine with a newer driver "
+            "(node.query.min_cuda), or list packages for another version of CUDA in a file and name it as "
+            "rollout.engine.requirements, with rollout.engine.package_index"
         )

@@ -1,6 +1,6 @@
-"""Try an engine that a run has installed: the engine serves a tiny model and completes one prompt.
+"""Test a newly installed inference engine: it serves a tiny model and completes one prompt.
 
-The trial is a job on the node. The result stays in the folder of the installation, so each installation is tried once.
+The test is a job on the node. Its result stays in the folder of the installation, so each installation is tested once.
 Not here: the program of the job (rollouts_core/engines/trial.py), the installation (infra/engine_environment.py).
 """
 
@@ -28,13 +28,13 @@ def try_engine(
     gpu_ranks: Sequence[int],
     say: Callable[[str], None],
 ) -> None:
-    """Have the node's engine complete a prompt, unless this installation has passed the trial before.
+    """Let an installed engine complete a prompt, unless this installation has passed this test before.
 
     Args:
         folder: the folder of the installation on the node.
 
     Raises:
-        PermanentInfraError: the engine gave no completion. The message has the last lines of the engine's log.
+        PermanentInfraError: the engine returned no completion. The message has the last lines of the engine's log.
     """
     run_dir = f"{folder}/trial"
     if read_result(session, run_dir) is not None:
@@ -42,7 +42,7 @@ def try_engine(
     ranks = gpu_ranks[:1]
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ranks))} if ranks else {}
     code_dir = place_code(session, node, say=say) if node.is_remote else ""
-    say(f"asks {engine.spec.title} for a completion of a tiny model")
+    say(f"tests {engine.spec.title} with a prompt for a tiny model")
     spec = JobSpec(
         run_dir=run_dir,
         argv=(session.python, "-P", "-m", "rollouts_core.engines.trial", run_dir),
@@ -62,4 +62,4 @@ def try_engine(
 
 
 def _ignore(_: object) -> None:
-    """Ignore the metrics and events of the trial job."""
+    """Callback that ignores the metrics and events of the test job."""

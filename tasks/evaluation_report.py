@@ -1,4 +1,4 @@
-"""Find the models of an evaluation, and report their scores as a table in Prefect and a record in the store.
+"""Find the models of an evaluation, and write their scores to evaluation.json and to a table in Prefect.
 
 Not here: scoring (evaluate.py), resolving a model's name (model_names.py), reports of pipelines (report.py).
 """
@@ -29,15 +29,23 @@ from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
 
 BASELINE, MODEL = "baseline", "model"
-"""Fixed names for an evaluation's models. The user's names are not used, so that a second evaluation of the same models
-reuses the first evaluation."""
+"""Fixed names for an evaluation's models. Because the user's names are not used, a second evaluation of the same models
+under other names reuses the first evaluation."""
 
 
 @task(name="inputs", **TRIED_AGAIN)
 def find_inputs(
     model: str, against: str, data: str, config: Config, scope: RunScope
 ) -> tuple[Config, dict[str, NamedModel]]:
-    """Fetch an evaluation's rows and models. Returns the settings with the rows' path, and the models by fixed name."""
+    """Download an evaluation's rows and models if they have URLs.
+
+    Returns the settings with the local path of the rows, and the models by fixed name (BASELINE, MODEL).
+
+    Args:
+        model: name, path or URL of the model to evaluate (model_names.py).
+        against: the same for the model to compare with; empty compares with no model.
+        data: path or URL of the rows; empty uses `data.heldout`.
+    """
     with StageProgress("inputs") as progress:
         store = Path(scope.store)
         scored = with_heldout(config, data, store, progress.say)
@@ -50,7 +58,7 @@ def find_inputs(
 
 
 def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
-    """The models as inputs for `plan_evaluation`, with their digests."""
+    """Convert the models to inputs of `plan_evaluation`, which need the digests of the models."""
     return {
         name: InputModel(name=name, model=each.model, digest=digest_model(each.model)) for name, each in found.items()
     }
@@ -62,7 +70,7 @@ def write_evaluation(
 ) -> tuple[str, str, str]:
     """Write evaluation.json into the run's folder and show the table in Prefect.
 
-    Returns the path of the file, the table for a terminal, and the finding.
+    Returns the path of the file, the table for a terminal, and one sentence with the result.
     """
     results = describe_results(Path(record.run_dir), {name: each.title for name, each in found.items()})
     scored = {entry["name"]: entry for entry in record.result["checkpoints"]}

@@ -1,7 +1,6 @@
-"""Find out before renting a machine whether a run has unfinished stages, and which trainings have begun.
+"""Find out which stages of a run are finished before the run rents a machine.
 
-All stages are finished if an earlier run had the same settings and data, or an earlier evaluation scored the same
-models. A rented machine would then cost money for nothing.
+If an earlier run had the same settings and data, all stages are finished. A rented machine would then be useless.
 
 Not here: reusing finished stages (stage_tasks.py), the list of a run's stages (flows/pipeline.py).
 """
@@ -24,20 +23,20 @@ from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.run_directory import RunDirectory
 
 RunStage = Callable[[Stage], StageRecord]
-"""Runs a stage, or takes the record of a finished one."""
+"""Runs a stage and returns its record, or only loads the record of a finished stage."""
 
 
 class _UnfinishedError(Exception):
-    """A stage is not finished."""
+    """A stage has no result yet."""
 
 
 def placeholder_if_finished(
     settings: NodeSettings, scope: RunScope, run_stages: Callable[[Node, RunStage], object]
 ) -> Node | None:
-    """A placeholder for the rented machine if every stage is finished, or None if a machine is needed.
+    """A placeholder node if the run would rent a machine although all its stages are finished. Otherwise None.
 
     Args:
-        run_stages: calls the given function for each stage of the run.
+        run_stages: calls a `RunStage` for each stage of the run, in order.
     """
     if not isinstance(settings, RentedNode) or has_machine_to_end(settings, scope):
         return None
@@ -57,12 +56,14 @@ def placeholder_if_finished(
 
 
 def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, RunStage], object]) -> tuple[str, ...]:
-    """The local directories of the run's trainings, up to and including the first unfinished stage.
+    """The local directories of the run's trainings that may have started.
+
+    These are the finished trainings, and the first unfinished stage if it is a training.
 
     Args:
-        run_stages: calls the given function for each stage of the run.
+        run_stages: calls a `RunStage` for each stage of the run, in order.
     """
-    if not any(Path(scope.store).glob("stages/*")):  # nothing can have begun, and planning reads all data
+    if not any(Path(scope.store).glob("stages/*")):  # no training has started; planning would read all data in vain
         return ()
     found: list[str] = []
 
@@ -77,7 +78,11 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
 
 
 def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
-    """The record of a finished stage. An evaluation also counts as finished if earlier evaluations have its scores."""
+    """Load the record of a finished stage. An evaluation is also finished if earlier evaluations have its scores.
+
+    Raises:
+        _UnfinishedError: the stage is not finished.
+    """
     take_earlier_scores(stage, scope)
     result = RunDirectory(Path(stage.run_dir)).read_result() if is_finished(stage) else None
     if result is None:
@@ -86,9 +91,9 @@ def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
 
 
 def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
-    """True if this run, or a dead run with the same settings, has a rented machine.
+    """True if this run, or a killed run with the same settings, still has a rented machine.
 
-    Provisioning takes over such a machine instead of renting another, and the end of the run gives the machine back.
+    Provisioning uses such a machine instead of renting another. The end of the run gives the machine back.
     """
     with Ledger(scope.ledger_path) as ledger:
         return any(
@@ -98,6 +103,6 @@ def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
 
 
 def has_left_machines(scope: RunScope) -> bool:
-    """True if a dead run has a rented machine."""
+    """True if a killed run still has a rented machine."""
     with Ledger(scope.ledger_path) as ledger:
         return any(ledger.has_died(rental.run_id) for rental in open_rentals(ledger))

@@ -1,10 +1,10 @@
-"""Plan which GPUs of the run's node train and which generate, before the first attempt.
+"""Plan which GPUs of a machine train and which serve inference engines, if the settings do not say so.
 
-    no GPU, CUDA_VISIBLE_DEVICES, further machines, or a placement in the settings ── no plan
-    GPUs without other programs (or all, if each has one) ── plan_placement ── kept in the store with the engine's kind
+    no GPU, CUDA_VISIBLE_DEVICES, further machines, or GPU ranks in the settings ── no plan
+    GPUs without other programs (or all GPUs if none is free) ── plan_placement ── stored for later attempts
 
-The placement enters job.json, but not the fingerprint. Not here: the estimate of the memory
-(rollouts_core/checks/placement_plan.py), keeping the choice (engine_choice.py).
+The plan enters job.json, but not the fingerprint. Not here: the estimate of the memory
+(rollouts_core/checks/placement_plan.py), storing the plan (engine_choice.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ ASK_TIMEOUT_S = 60.0
 
 
 def has_open_placement(config: Config, settings: NodeSettings) -> bool:
-    """True if a run plans its placement on its node. Machines beside the node have their placement in the settings."""
+    """True if the run must plan which GPUs train and which serve engines.
+
+    A run on several machines has no plan: its settings must name the GPUs of each machine.
+    """
     has_others = len(settings_of_trainers(settings)) + len(settings_of_engines(settings)) > 0
     return not has_others and is_placement_open(config)
 
 
 def read_usable_gpus(session: Session) -> list[GpuState]:
-    """The GPUs of a node on which a plan may place work. Empty if CUDA_VISIBLE_DEVICES is set, because a user or a
-    scheduler then chose the GPUs, or if the driver does not report their memory, as for parts of a GPU."""
+    """The GPUs of a node that a plan may use.
+
+    Empty if CUDA_VISIBLE_DEVICES is set, because a user or a scheduler has then chosen the GPUs. Also empty if the
+    driver does not report the memory of a GPU, for example of a MIG partition.
+    """
     gpus = read_gpus(session)
     if not all(gpu.total_gb for gpu in gpus):
         return []
@@ -42,8 +48,9 @@ def _is_set(session: Session, variable: str) -> bool:
 
 
 def plan_on_gpus(gpus: Sequence[GpuState], config: Config, size: ModelSize) -> PlacementPlan | None:
-    """The placement on the GPUs that no program uses, or on all if programs use all. Returns None without
-    GPUs, or if the size of the model is not known.
+    """Plan a placement on the GPUs that no other program uses. If other programs use every GPU, plan on all GPUs.
+
+    Returns None without GPUs, or if the size of the model is unknown.
 
     Raises:
         ConfigError: the GPUs differ, or no placement fits.

@@ -1,4 +1,4 @@
-"""Download the model that a run starts from into the store, if the run needs it as a folder.
+"""Download the start model from the Hugging Face hub into the store, if the run needs the model as a folder.
 
     model.path = "organisation/name" ──> <store>/inputs/<digest>/<name>/
 
@@ -28,7 +28,10 @@ GB = 1e9
 
 
 def needs_download(config: Config) -> bool:
-    """True if the model has a hub name but must be a folder: engines serve only folders, and jobs know no mirror."""
+    """True if `model.path` is a hub name but the run needs a folder.
+
+    Inference engines serve only folders, and jobs cannot download from a mirror (`hub.url`).
+    """
     path = config.model.path
     if Path(path).exists() or not HUB_ID.fullmatch(path):
         return False
@@ -36,10 +39,10 @@ def needs_download(config: Config) -> bool:
 
 
 def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> Config:
-    """Download a hub model at `model.revision`, or its newest commit. Returns the configuration with the model's path.
+    """Download a hub model at `model.revision`, or at its newest commit. Returns the settings with the model's folder.
 
     Raises:
-        ConfigError: the hub does not deliver the model, or the disk is too full for the model.
+        ConfigError: the hub does not deliver the model, or the disk has too little free space.
     """
     if not needs_download(config):
         return config
@@ -62,7 +65,7 @@ def bring_hub_model(config: Config, store: Path, say: Callable[[str], None]) -> 
             say(f"model.path: downloads {name} at {commit}, {num_bytes / GB:.1f} GB")
             ask_hub(["fetch", name, commit, str(incoming)], environment)
             incoming.rename(folder)
-            say(f"model.path: {name} lies in {folder}")
+            say(f"model.path: {name} is in {folder}")
     model = config.model.model_copy(update={"path": str(folder), "revision": ""})
     return config.model_copy(update={"model": model})
 

@@ -3,8 +3,9 @@
     model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
     rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin
 
-The digest covers the entity tags of the objects, or the file list of a manifest. So changed objects are downloaded
-again, and unchanged objects only once. The fingerprint of a stage depends on the content of the files, not on the URL.
+The digest is computed from the entity tags of the objects, or from the file list of a manifest. So changed objects are
+downloaded again, and unchanged objects only once. The fingerprint of a stage depends on the content of the files, not
+on the URL.
 
 Not here: the download itself (infra/stores/download.py). This module must not import prefect, because preflight runs
 before Prefect's environment is set.
@@ -36,7 +37,7 @@ _DATA = ("sft_eval", "prompts", "rollouts", "selection", "heldout")
 
 
 def named_urls(config: Config) -> dict[str, str]:
-    """The URLs among the models and data of a configuration, by the settings that name them."""
+    """The URLs in the settings that name models and data, by the names of these settings."""
     data, training = config.data, config.training
     given = {"model.path": config.model.path}
     if isinstance(data.sft, str):
@@ -57,7 +58,7 @@ def has_inputs_to_bring(config: Config) -> bool:
 def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistakes: Mistakes | None = None) -> Config:
     """Download all inputs with URLs. Returns the configuration with paths in the store instead of the URLs.
 
-    Data files that `data.prepare` makes, and a hub model that engines serve, get paths in the store, too.
+    Data files that `data.prepare` makes, and a hub model that inference engines serve, get paths in the store, too.
 
     Args:
         say: receives one sentence per download.
@@ -107,8 +108,8 @@ def _bring_each(
 ) -> dict[str, str]:
     """Download the content of each URL. Returns the local paths by URL.
 
-    Each URL is tried only once, also after a failure. If a bucket does not answer, its other URLs fail without a try,
-    because each try takes minutes.
+    Each URL is tried only once, even if several settings name it. If a bucket does not answer, its other URLs fail
+    without a request, because each request would take minutes.
     """
     places: dict[str, str] = {}
     failures: dict[str, InfraError] = {}  # keys: failed URLs, and buckets that do not answer
@@ -127,13 +128,13 @@ def _bring_each(
 
 
 def _bucket_of(url: str) -> str:
-    """The URL of an object's bucket. The URL of a local folder is returned unchanged."""
+    """The part of a URL that names the bucket. The URL of a local folder is returned unchanged."""
     bucket = re.match(r"[^:]+://[^/]+", url)
     return bucket[0] if bucket else url
 
 
 def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
-    """Download the content of a URL into the store, unless the store has the content. Returns the local path."""
+    """Download the content of a URL into the store, unless the store has it already. Returns the local path."""
     source = ObjectStore(url)
     wanted = find_wanted(source)
     path = _place_of(source, wanted, store)
@@ -160,7 +161,7 @@ def find_origin(path: Path, store: Path) -> str:
 
 
 def keys_at_origin(origin: ObjectStore, path: Path, store: Path) -> dict[Path, str]:
-    """The object keys of a downloaded input's files, by their local paths.
+    """The object store keys of a downloaded input's files, by local path.
 
     Raises:
         StoreUnavailableError: the objects have changed since the download.
@@ -177,12 +178,12 @@ def _place_of(source: ObjectStore, wanted: Sequence[WantedFile], store: Path) ->
 
 
 def _input_of(path: Path, store: Path) -> Path | None:
-    """The input that a path is part of: <store>/inputs/<digest>/<name>."""
+    """The folder or file <store>/inputs/<digest>/<name> that contains a path. None for a path outside of inputs/."""
     inputs, resolved = store.resolve() / INPUTS, path.resolve()
     parts = resolved.relative_to(inputs).parts if resolved.is_relative_to(inputs) else ()
     return inputs.joinpath(*parts[:2]) if len(parts) >= 2 else None
 
 
 def _origin_file(path: Path) -> Path:
-    """The file with an input's URL. The file lies beside the input, so that both are removed together."""
+    """The file that stores an input's URL. It lies in the input's parent folder, so that both are removed together."""
     return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

@@ -1,4 +1,4 @@
-"""Find out which machines need an installed engine or router.
+"""Find out which machines of a run need an installed inference engine or router.
 
 Not here: installing engines (engine_installs.py), starting them (engine.py, rollouts_core/engines/child.py).
 """
@@ -12,12 +12,12 @@ from rollouts_core.config import Config
 
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
-    """True if an RL stage asks engines for completions."""
+    """True if an RL stage of the run requests completions from inference engines."""
     return trains and config.samples_for_training
 
 
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
-    """True if engines of `rollout.engine` run on the leading machine, for RL or for evaluations."""
+    """True if `node`, the leading machine, must serve engines of `rollout.engine`, for RL or for evaluations."""
     scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
     return scores or (samples_for_rl(config, trains=trains) and not node.engine_nodes)
 

@@ -1,6 +1,7 @@
-"""Renew the leases of a run's jobs while the run uses the jobs.
+"""Renew the leases of engines and of jobs on further machines while a run uses them.
 
-Not here: what a lease is (infra/supervisor/), the renewals by the RL job and by a training's leader (rollouts_core).
+A job with a lease ends by itself if nothing renews the lease. Not here: ending such jobs (infra/supervisor/), renewals
+by the RL job and by a training's leader (rollouts_core).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from rollouts.infra.repeating import repeating
 from rollouts.infra.session import Session
 
 LEASE_S = 60.0
-"""Seconds without a renewal after which the lease of a job lapses and the job ends by itself."""
+"""A job's lease lapses after this many seconds without a renewal. The job then ends by itself."""
 ENGINE, FOLLOWER = "engine", "follower"
-"""Prefixes of the directory names of jobs with a lease."""
+"""Directory names of jobs with a lease start with one of these. A follower is a training's job on a further machine."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedJob:
-    """A job with a lease, and its node."""
+    """A job that ends by itself if its lease is not renewed."""
 
     node: Node
     run_dir: str
@@ -35,7 +36,7 @@ class LeasedJob:
 
 
 def has_lease(run_dir: str) -> bool:
-    """True if the job in this directory ends by itself when its lease lapses."""
+    """True if the job in this directory has a lease, so that it ends by itself if nothing renews the lease."""
     return run_dir.rpartition("/")[2].startswith((f"{ENGINE}-", f"{FOLLOWER}-"))
 
 
@@ -43,10 +44,10 @@ def has_lease(run_dir: str) -> bool:
 def lease_renewed(
     job: LeasedJob, on_status: Callable[[Session, JobStatus], None] = lambda session, status: None
 ) -> Iterator[None]:
-    """Renew the lease of a job while the block runs, in its own thread and over its own session.
+    """Renew the lease of a job while the `with` block runs.
 
-    A failed renewal is not fatal, because the next renewal tries again. A renewal on an unreachable node takes a minute
-    to fail, so in a shared thread the leases of other jobs would lapse.
+    A failed renewal is only logged, because the next renewal follows soon. Each job has its own thread and session: a
+    renewal on an unreachable node blocks for a minute, so that in a shared thread the leases of other jobs would lapse.
 
     Args:
         on_status: receives the job's status after each renewal.

@@ -1,4 +1,4 @@
-"""pass@k and majority@k of the models of an evaluation as records, for evaluation.json and the registry.
+"""Compute pass@k and majority@k of an evaluation's models, for evaluation.json and for the registry.
 
 Not here: the measures (rollouts_core/pass_rates.py), how reports show them (rollouts_core/report/results.py).
 """
@@ -16,11 +16,11 @@ JsonObject = Mapping[str, Any]  # Any: JSON
 
 
 def describe_measures(entries: Mapping[str, JsonObject], pair: tuple[str, str] | None) -> dict[str, Any]:  # Any: JSON
-    """`models` (mean and interval by model) and `comparison` of each measure, by its name.
+    """For each measure, such as "pass@4": `models` (mean and interval of each model) and `comparison` (of `pair`).
 
     Args:
         entries: the checkpoints in an evaluation's result.json, by model.
-        pair: names of the baseline and the candidate; None for a model alone.
+        pair: names of the baseline and the candidate; None if the evaluation has only one model.
     """
     by_model = {name: measures_of(entry) for name, entry in entries.items()}
     first, *others = by_model.values()
@@ -36,7 +36,7 @@ def describe_measures(entries: Mapping[str, JsonObject], pair: tuple[str, str] |
 
 
 def compare_measures(before: JsonObject, after: JsonObject) -> dict[str, dict[str, float]]:
-    """The measures of a candidate and of its baseline, under the keys that the registry has for the score."""
+    """Compare the measures of two models in an evaluation, with the keys that the registry uses for scores."""
     baseline = measures_of(before)
     return {
         name: _compare_measure(baseline[name], values)

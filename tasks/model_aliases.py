@@ -1,6 +1,6 @@
-"""Show the current name and aliases of a model in the report of its run and in `rollouts status`.
+"""Show a registered model's name and aliases ("small-3 (production)") in its run's report and in `rollouts status`.
 
-A report is a file, so an alias that changes has to be written into the report.
+A report is a file. So each change of an alias must be written into the reports.
 
 Not here: changing aliases (infra/registry.py), the other parts of a report (rollouts_core/report/).
 """
@@ -18,7 +18,7 @@ from rollouts_core.system.files import write_atomically
 
 
 def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
-    """Every model with its name and aliases in words: "small-3 (production)"."""
+    """All registered models, each with a text for messages such as "small-3 (production)"."""
     every = models(ledger)
     named: dict[int, list[str]] = {}
     for line in {model.line for model in every}:
@@ -29,7 +29,7 @@ def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
 
 
 def models_of_runs(store: Path) -> dict[str, list[str]]:
-    """The names of each run's models, by the run's short id."""
+    """The models that each run has registered, as in `describe_models`, by the run's short id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     found: dict[str, list[str]] = {}
@@ -41,13 +41,17 @@ def models_of_runs(store: Path) -> dict[str, list[str]]:
 
 
 def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = None) -> None:
-    """Write each model's current name and aliases into the report of its run, and remove a forgotten model's name."""
+    """Write each registered model's current name and aliases into the report of its run.
+
+    Args:
+        forgotten: a model that was removed from the registry. Its name is removed from its report.
+    """
     from rollouts_core.report import with_registered_name  # loads numpy, which would slow down `rollouts status`
 
     folders_of: dict[str, list[Path]] = {}
     for folder in (store / RUNS).glob("*-*"):
         folders_of.setdefault(folder.name.rpartition("-")[2], []).append(folder)
-    names: dict[Path, str] = {}  # if a run made two models, its report is about the later one
+    names: dict[Path, str] = {}  # if a run registered two models, its report shows the later model
     for model, described in [*([(forgotten, "")] if forgotten else []), *describe_models(ledger)]:
         folders = {store / Path(model.checkpoint).parent}
         folders.update(folder for run in _runs_of(model) for folder in folders_of.get(run, []))

@@ -1,4 +1,4 @@
-"""Find the model to which a name refers, and the rows of an evaluation.
+"""Find the model that a user's name for it refers to, and find the rows of an evaluation.
 
     base                              the start model of the configuration
     production, candidate             an alias in the registry (small/production if the store has several lines)
@@ -35,19 +35,20 @@ ALIAS = re.compile(rf"(?:(?P<line>[^/]+)/)?(?P<alias>{'|'.join(Alias)})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """The model to which a name currently refers."""
+    """The model that a user's name for it currently refers to."""
 
     title: str
-    """A name for messages: the given name, with the registered name of an alias, or the checkpoint's path."""
+    """The model's name in messages, for example "production (small-3)", or the checkpoint's path."""
     model: ModelConfig
     """The settings to load the model, with a local folder as path."""
 
 
 def find_named_model(given: str, config: Config, store: Path, say: Callable[[str], None]) -> NamedModel:
-    """Find the model to which a name refers. A model with a URL is downloaded into the store.
+    """Find the model that a name refers to. A model with a URL is downloaded into the store.
 
     Args:
-        config: gives the start model (`base`), and whether code in a model's folder is trusted.
+        given: "base", an alias, a registered name, a run, a stage, a path or a URL (see the head of this module).
+        config: its start model is the model "base". It also decides whether code in a model's folder is trusted.
         say: receives one sentence per download.
 
     Raises:
@@ -73,7 +74,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
 
 def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], None]) -> Config:
-    """The configuration with the rows of an evaluation as its only data: `data`, or `data.heldout` if `data` is "".
+    """The configuration with an evaluation's rows as its only data. `data` names the rows; if empty, `data.heldout`.
 
     Raises:
         ConfigError: the file with the rows does not exist.
@@ -89,7 +90,11 @@ def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], No
 
 
 def _find_registered(given: str, store: Path) -> Model | None:
-    """The model of the registry, or None if the registry does not have the name."""
+    """Look up a model in the registry by its name or alias. Returns None if the registry does not have the name.
+
+    Raises:
+        ConfigError: the alias has no model, or several lines have the alias.
+    """
     every, match = _registered(store), ALIAS.fullmatch(given)
     if match is None:
         return next((each for each in every if each.name == given), None)
@@ -106,7 +111,7 @@ def _find_registered(given: str, store: Path) -> Model | None:
         with Ledger(store / LEDGER_FILE) as ledger:
             found = current(ledger, match["line"] or lines[0], Alias(match["alias"]))
     if found is None:
-        raise ConfigError(f"no model is {given}: `rollouts models` shows what there is")
+        raise ConfigError(f"no model has the alias {given}: `rollouts models` lists all models")
     return found
 
 
@@ -118,7 +123,10 @@ def _registered(store: Path) -> list[Model]:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """Find the checkpoint in a folder: a run's final checkpoint, the folder itself, or the newest checkpoint in it."""
+    """Find the checkpoint of a model by its folder.
+
+    The folder may be a run's folder, a checkpoint, or a stage's folder, whose newest checkpoint is used.
+    """
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"
     return folder if (folder / "config.json").is_file() else find_checkpoint(folder)
@@ -133,6 +141,6 @@ def _unknown(given: str, store: Path) -> str:
     known += [model.name for model in _registered(store)]
     hint = closest_name(given, known)
     return (
-        f"there is no model {given}{hint if 'did you mean' in hint else ';'} name base, production or candidate, a "
+        f"there is no model {given}{hint if 'did you mean' in hint else ';'} give base, production or candidate, a "
         "registered model, a run or stage of the store, a folder, or a URL"
     )

@@ -1,4 +1,4 @@
-"""Describe a stage as a job of a node: its command, its environment variables and its GPUs.
+"""Convert a stage to a job for a node's supervisor: command, environment variables and GPUs.
 
 Not here: planning the stage (plan.py), uploading its inputs (upload_inputs.py), running the job to its end (stage.py).
 """
@@ -25,14 +25,14 @@ from rollouts_core.keys import read_hub_token, read_named_keys
 from rollouts_core.less_memory import FULL_GPU_CODE
 
 GRACE_S = 10.0
-"""Time between asking a job to end and killing it, unless the job states how long it needs to save."""
+"""A cancelled job is killed after this many seconds, unless the job says that it needs longer to save."""
 GRACE_SHARE = 0.5
-"""The largest share of a rented machine's remaining time for the grace period."""
+"""A cancelled job may save for at most this share of a rented machine's remaining time."""
 USER_ERROR_CODE = 2
-"""Exit code of a job that refuses its settings or its inputs."""
+"""Exit code of a job that rejects its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Numbers GPUs as nvidia-smi does, because GPU locks are named by these numbers. By default, CUDA numbers the fastest
-GPU first, so a job would use a GPU that another job has locked."""
+"""Makes CUDA number GPUs as nvidia-smi does. The names of GPU locks contain these numbers. By default, CUDA numbers the
+fastest GPU first, so that a job would use a GPU that another job has locked."""
 
 
 def job_spec(
@@ -46,12 +46,14 @@ def job_spec(
     max_restarts: int = 0,
     lease_s: float = 0.0,
 ) -> JobSpec:
-    """The stage as a job for a node's supervisor.
+    """Describe a stage as a job for a node's supervisor.
 
     Args:
-        gpus: GPUs for which the job waits. An RL job and its engines have the same fingerprint and share their GPUs.
-        code_dir: the folder from which the job imports; empty on this machine.
-        known_keys: keys by variable name. These variables need not be set in this process.
+        gpus: the job starts when it has locked these GPUs. An RL job and its engines share them, by their fingerprint.
+        code_dir: the folder on the node from which the job imports; empty on this machine.
+        known_keys: API keys by environment variable. These variables need not be set in this process.
+        max_restarts: how often the supervisor restarts the job after a crash.
+        lease_s: the job ends after this many seconds without a renewal of its lease; 0 for a job without a lease.
     """
     return JobSpec(
         run_dir=stage.run_dir,
@@ -62,7 +64,7 @@ def job_spec(
         grace_s=GRACE_S,
         max_grace_s=scope.stop_timeout_s,
         max_restarts=max_restarts,
-        # Several machines can only restart together (stage.py).
+        # The jobs of several machines must restart together, which a supervisor of one machine cannot do (stage.py).
         restart_code=FULL_GPU_CODE if stage.trains and not stage.job.get("further_trainers") else 0,
         lease_s=lease_s,
         gpus=gpus,
@@ -72,7 +74,10 @@ def job_spec(
 
 
 def longest_grace_s(node: Node, scope: RunScope) -> float:
-    """The most seconds that a stopped training gets to save. On a rented machine, time for fetching is left."""
+    """The most seconds that a cancelled training may take to save.
+
+    On a rented machine, this leaves time to download the result before the rental ends.
+    """
     if not node.is_rented:
         return scope.stop_timeout_s
     with Ledger(scope.ledger_path) as ledger:
@@ -81,7 +86,7 @@ def longest_grace_s(node: Node, scope: RunScope) -> float:
 
 
 def variables_of_place(code_dir: str) -> dict[str, str]:
-    """Environment variables for a job's imports and its cache of hub models. Empty for a job on this machine.
+    """Environment variables that point a job to its code and to its hub cache. Empty for a job on this machine.
 
     Args:
         code_dir: <root>/code/<digest> on a remote node; empty on this machine.
@@ -93,9 +98,10 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 
 
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
-    """The node's GPUs that the stage's job locks while it runs. An RL job also locks its engines' GPUs on this node.
+    """The GPUs of the node that a stage's job locks while it runs. An RL job also locks its engines' GPUs on this node.
 
-    Each job of an RL stage locks all GPUs of the stage: two RL stages that each hold a part would deadlock.
+    Each job of an RL stage locks all GPUs of the stage at once. Otherwise two RL stages that each hold some of the GPUs
+    would deadlock.
     """
     if starts_engines(stage):
         return gpus_of_engines(stage)
@@ -103,7 +109,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     trainer = deployment["trainer_gpu_ranks"]
     shares_cpu = deployment["trainer_processes"] > 1 and not trainer
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
-    # Recorded rollouts need no engine. Engines run on the leading machine or on engine nodes, not on other trainers.
+    # Recorded rollouts need no engine. Engines run on the leading machine or on engine nodes, never on other trainers.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
     if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)
@@ -111,25 +117,25 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
 
 
 def gpus_of_engines(stage: Stage) -> tuple[str, ...]:
-    """The GPUs that a stage's engines use on each of their nodes. Empty for the embedded engine, which uses the CPU."""
+    """The GPUs that a stage's engines use on each engine node. Empty for the embedded engine, which uses the CPU."""
     if ENGINES[stage.job["rollout"]["engine"]["kind"]].is_own:
         return ()
     return tuple(str(rank) for rank in stage.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
 
 
 def starts_engines(stage: Stage) -> bool:
-    """True if the stage's job itself starts engines: an evaluation with another engine than the embedded one."""
+    """True if the stage's job itself starts engines: an evaluation that does not use the embedded engine."""
     return stage.kind == "eval" and not ENGINES[stage.job["rollout"]["engine"]["kind"]].is_own
 
 
 def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """The environment variables of the stage's process: its GPUs, keys that the settings name, and allocator options.
+    """The environment variables of a stage's process: its GPUs, API keys, and options of torch's memory allocator.
 
     Args:
-        known_keys: keys by variable name. These variables need not be set in this process.
+        known_keys: API keys by environment variable. These variables need not be set in this process.
 
     Raises:
-        ConfigError: a variable that must hold a key is not set in this process.
+        ConfigError: an environment variable that must contain an API key is not set in this process.
     """
     uses_engine_gpus = stage.kind == "serve" or starts_engines(stage)
     ranks = stage.job["deployment"]["engine_gpu_ranks" if uses_engine_gpus else "trainer_gpu_ranks"]
@@ -140,7 +146,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON
-    """The job.json of a running job, or None if the job does not run."""
+    """The content of job.json if the job in this directory is running, else None."""
     if job_status(session, run_dir).state is not JobState.RUNNING:
         return None
     job: dict[str, Any] = json.loads(session.read_file(f"{run_dir}/job.json"))  # Any: JSON

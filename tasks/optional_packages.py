@@ -1,4 +1,4 @@
-"""Find the optional packages for a run's settings, and check that the stages' interpreter has or will get them.
+"""Find the optional packages that a run's settings need, and check that each machine has or will get the packages.
 
 Not here: required packages (infra/bootstrap.py), packages of engines (installed_engines.py), installing packages on a
 machine (infra/environment.py).
@@ -30,26 +30,26 @@ FIND_MISSING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalPackage:
-    """A package that not every installation of this project has."""
+    """A package that only some settings need, for example peft for LoRA."""
 
     module: str
     """The module to import."""
     distribution: str
     """The distribution to install."""
     extra: str = ""
-    """The extra of this project that includes the package. Empty if no extra includes the package."""
+    """The extra of this project (`pip install rollouts[<extra>]`) that includes the package. Empty without an extra."""
     instead: str = ""
-    """The name of an alternative package, for both its module and its distribution."""
+    """An alternative package. Its module and its distribution have the same name."""
 
     @property
     def called(self) -> str:
-        """The distributions that can be installed, in words."""
+        """Text for messages: the distribution, or "<distribution> or <alternative>"."""
         return f"{self.distribution} or {self.instead}" if self.instead else self.distribution
 
 
 PEFT = OptionalPackage(module="peft", distribution="peft", extra="lora")
 JAX = OptionalPackage(module="jax", distribution="jax", extra="jax")
-FLASH_ATTENTION = {  # without the package, transformers uses a compiled kernel from the hub
+FLASH_ATTENTION = {  # instead of this package, transformers can use the package kernels
     "flash_attention_2": OptionalPackage(module="flash_attn", distribution="flash-attn", instead="kernels"),
     "flash_attention_3": OptionalPackage(module="flash_attn_interface", distribution="flash-attn-3", instead="kernels"),
 }
@@ -60,7 +60,7 @@ OF_ENVIRONMENTS = {
 
 
 def needed_packages(config: Config, *, trains: bool = True) -> dict[str, OptionalPackage]:
-    """The optional packages that stages import, by setting.
+    """The optional packages that the run's stages import, by the setting that needs each package.
 
     Args:
         trains: False if the run only evaluates.
@@ -81,7 +81,7 @@ def needed_packages(config: Config, *, trains: bool = True) -> dict[str, Optiona
 
 
 def check_packages(session: Session, node: Node, config: Config, *, trains: bool = True) -> None:
-    """Raise PermanentInfraError if the interpreter of a node lacks a package that the node's stages need."""
+    """Raise PermanentInfraError if a node's interpreter lacks an optional package that the run's settings need."""
     needed = needed_packages(config, trains=trains)
     if not needed:
         return
@@ -98,7 +98,7 @@ def check_packages(session: Session, node: Node, config: Config, *, trains: bool
 
 
 def check_sent_packages(settings: PackageSettings, config: Config, *, trains: bool = True) -> None:
-    """Raise PermanentInfraError if a run would not install a package that its stages need.
+    """Raise PermanentInfraError if a run would not install an optional package that its settings need.
 
     Args:
         settings: the settings of a machine on which the run installs packages.
@@ -114,19 +114,19 @@ def check_sent_packages(settings: PackageSettings, config: Config, *, trains: bo
             raise PermanentInfraError(f"{setting} needs {package.called}, {_remedy(settings, package)}")
         if package is JAX and isinstance(settings, RentedNode) and not _has_gpu_build(wanted):
             raise PermanentInfraError(
-                f"{setting}: {file} (node.requirements) lists JAX's build for the CPU, which would train there at the "
-                "price of a GPU: list the one for the machine, for example with jax[cuda12]==0.7.2"
+                f"{setting}: {file} (node.requirements) lists the CPU build of JAX, which would leave the rented GPU "
+                "unused: list a GPU build instead, for example jax[cuda12]==0.7.2"
             )
 
 
 def _has_gpu_build(requirements: Sequence[Requirement]) -> bool:
-    """True if the requirements let JAX use GPUs, by an extra of jax or by a plugin like jax-cuda12-plugin."""
+    """True if the requirements have JAX with GPU support: an extra such as jax[cuda12] or a GPU plugin of JAX."""
     extras = {extra for each in requirements if each.name == JAX.distribution for extra in each.extras}
     return bool(extras) or any(canonicalize_name(each.name).startswith(GPU_PLUGINS) for each in requirements)
 
 
 def _remedy(settings: PackageSettings, package: OptionalPackage) -> str:
-    """Why a run would not install the package, and what to do."""
+    """Text for messages: why a run would not install the package, and what the user can do."""
     if settings.requirements:
         return f"which {settings.requirements} (node.requirements) does not list: add it there"
     if package.extra in NODE_EXTRAS:

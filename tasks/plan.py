@@ -1,6 +1,6 @@
-"""Plan the next stage from the settings and the finished stages: its job, its fingerprint and its directory.
+"""Plan the next stage of a run from the settings and the finished stages: its job, its fingerprint and its directory.
 
-Not here: running the stage (stage.py). These functions read files to compute digests, and change nothing.
+These functions read files to compute digests, but write no files. Not here: running the stage (stage.py).
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ from rollouts_core.stages.planning import input_file, plugin_digest
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Plan a training of the start model. `with_engines` later adds engines, which do not enter the fingerprint.
-
-    Args:
-        name: the name of the stage and of its settings.
-    """
+    """Plan a training stage. `with_engines` later adds inference engines, which do not enter the fingerprint."""
     job: TrainingJob = load(kind_of(name).plan)(start, config)
     if isinstance(job, RLJob) and node.engine_nodes:
         rollout = with_engines_elsewhere(job.rollout)
@@ -56,7 +52,7 @@ def plan_training(name: str, start: InputModel, config: Config, scope: RunScope,
 
 
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Plan a stage that scores every checkpoint of a training on the selection rows."""
+    """Plan a stage that scores every checkpoint of a training on the rows in `data.selection`."""
     checkpoints = checkpoints_of(training, config)
     rows = input_file(config.data.selection, config.data.columns_of("selection"))
     job = evaluation_job(checkpoints, rows, config, node).model_copy(update={"is_selection": True})
@@ -64,7 +60,10 @@ def plan_selection(training: StageRecord, config: Config, scope: RunScope, node:
 
 
 def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
-    """The settings for engines on other nodes: weights travel over the network, and the engines require a key."""
+    """The rollout settings for engines on other machines than the trainer.
+
+    The trainer sends weights over the network, and engines require an API key.
+    """
     engine = rollout.engine
     changed = {
         "weight_transfer": "gloo" if engine.weight_transfer == "auto" else engine.weight_transfer,
@@ -74,7 +73,7 @@ def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
-    """The RL stage with the addresses of its engines."""
+    """Add the addresses of the running engines to the job of an RL stage."""
     addresses = tuple(
         EngineAddress(
             kind=engine.kind,
@@ -90,17 +89,18 @@ def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
 
 
 def engine_ports(rl: Stage, node: Node) -> list[int]:
-    """The ports of an RL stage's engines, node by node. Empty if the stage trains on recorded rollouts."""
+    """The ports of all engines of an RL stage, node by node. Empty if the stage trains on recorded rollouts."""
     job = RLJob.model_validate(rl.job)
     return [] if job.rollouts else job.deployment.engine_ports * max(1, len(node.engine_nodes))
 
 
 def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
-    """Plan an engine of an RL stage, with the start model and the fingerprint of that stage.
+    """Plan the job of one inference engine of an RL stage. It has the start model and the fingerprint of the RL stage.
 
     Args:
         node: the engine's node.
-        index: the engine's number among all engines. Every node has the same number of engines on the same GPU ranks.
+        index: the engine's number among the engines of all nodes. Every node has the same number of engines, on the
+            same GPU ranks.
     """
     rl_job = RLJob.model_validate(rl.job)
     rollout, deployment = rl_job.rollout, rl_job.deployment
@@ -119,19 +119,19 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
-        timeout_s=0.0,  # no limit: later attempts of the RL stage may use the same engine
+        timeout_s=0.0,  # no time limit, because later attempts of the RL stage may use the same engine
     )
 
 
 def installed_on(node: Node, engine: EngineConfig) -> EngineConfig:
-    """The engine's settings with the interpreter that the run has installed or found on the node."""
+    """The engine's settings with the Python interpreter on the node in which the engine is installed."""
     if engine.spec.is_own or not node.engine_python:
         return engine
     return engine.model_copy(update={"python": node.engine_python})
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
-    """Plan the part of a further machine in a training: the same job, which ends with the leader's job.
+    """Plan the job of a further machine in a training. It equals the leader's job, except for `node_rank`.
 
     Args:
         node: the further machine.
@@ -148,7 +148,7 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
 
 
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
-    """Plan a stage that scores the models on the held-out rows, under their names in `models`."""
+    """Plan a stage that scores models on the rows in `data.heldout`. The keys of `models` are the models' names."""
     renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
     rows = input_file(config.data.heldout, config.data.columns_of("heldout"))
     job = evaluation_job(renamed, rows, config, node)
@@ -162,10 +162,10 @@ def selected_model(training: StageRecord, selection: StageRecord, config: Config
 
 
 def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
-    """The checkpoints of a finished training stage, by step.
+    """The checkpoints of a finished training stage, in order of steps.
 
     Raises:
-        CheckpointError: with `model.trust_remote_code`, a checkpoint brings code that the start model lacks.
+        CheckpointError: `model.trust_remote_code` is set, and a checkpoint contains code that the start model lacks.
     """
     if config.model.trust_remote_code:
         for entry in training.result["checkpoints"]:
@@ -182,10 +182,10 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
 
 
 def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: Config, node: Node) -> EvalJob:
-    """The job that scores checkpoints on the rows of a file, by the settings in `config.evaluation`.
+    """A job that scores models on the rows of a file, with the settings in `config.evaluation`.
 
-    The job has only settings that can change a score. So runs with different RL batch sizes share the evaluation of the
-    same SFT model.
+    The job contains only settings that can change a score, so its fingerprint does not depend on other settings.
+    For example, runs with different RL batch sizes share the evaluation of the same SFT model.
     """
     config = with_engines_of_trainer(config) if node.engine_nodes else config
     rollout, sft = config.rollout, config.training.sft
@@ -215,14 +215,15 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
 
 
 def with_engines_of_trainer(config: Config) -> Config:
-    """The settings for an evaluation on the leading machine if the run's RL engines are on other machines."""
+    """The settings for evaluating on the trainer's machine if the run's RL engines are on other machines."""
     return config.model_copy(update={"deployment": config.deployment.with_engines_of_trainer()})
 
 
 def check_plugins(stage: Stage) -> None:
-    """Raise ConfigError if the code or models in a stage's `plugin_digest` changed since the stage was planned.
+    """Raise ConfigError if the user's code or grading models changed since the stage was planned.
 
-    Engines start between planning and training. Code that was edited meanwhile would run under the old fingerprint.
+    Minutes can pass between planning and training, while engines start. Code that was edited meanwhile would run under
+    the fingerprint of the old code.
     """
     if not (planned := stage.job.get("plugin_digest")):
         return
@@ -236,10 +237,10 @@ def check_plugins(stage: Stage) -> None:
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
-    """Build a stage with the fingerprint of its job and the directory of this fingerprint.
+    """Build a stage from its job. The fingerprint of the job determines the stage's directory.
 
-    The fingerprint of a fresh stage is unique to this run. If another run ended the stage early, the stage gets a new
-    fingerprint and a second directory.
+    The fingerprint of a stage in `run.fresh` is unique to this run. If another run ended the stage early, the stage
+    gets a new fingerprint and a second directory (early_end.py).
     """
     salt = scope.run_id if name in scope.fresh else ""
     stages = Path(node.local_root) / "stages"

@@ -1,4 +1,4 @@
-"""Add the GPU memory that the training needs to the query for a rented machine, so that too small GPUs are excluded.
+"""Add the GPU memory that a training needs to the query for a rented machine, so that smaller GPUs are not offered.
 
 Not here: renting (infra/renting/provision.py), estimating the memory (rollouts_core/checks/resource_needs.py).
 """
@@ -21,13 +21,15 @@ logger = logging.getLogger(__name__)
 
 NodeT = TypeVar("NodeT", bound=BaseModel)
 GIB = 1 << 30
-"""Bytes of a GiB. Providers state the memory of a GPU in GiB, but call the unit GB."""
+"""Bytes in one GiB. Providers state the memory of a GPU in GiB, although they write GB."""
 SMALLEST_GPU_GB = 8.0
-"""Every rented GPU has at least this much memory. A training that needs less does not change the query."""
+"""Every rented GPU has at least this memory, so a training that needs less does not change the query."""
 
 
 def with_enough_memory(node: NodeT, config: Config, size: ModelSize | None = None) -> NodeT:
-    """The node's settings. The query for a rented node asks for at least the memory per GPU that the training needs.
+    """Raise `query.min_vram_gb` of a rented machine to the GPU memory that the training needs.
+
+    Returns the changed settings, or the given settings if nothing has to change.
 
     Args:
         size: the size of the model; None reads the size from the model's files.
@@ -38,7 +40,7 @@ def with_enough_memory(node: NodeT, config: Config, size: ModelSize | None = Non
         size = find_model_size(config.model)
         if size.problem:
             logger.warning("%s", size.describe_problem(config.model.path))
-    if has_open_placement(config, node):  # a plan may divide both over all GPUs
+    if has_open_placement(config, node):  # a plan may later divide both the training and the engine over all GPUs
         ranks = tuple(range(node.query.gpu_count))
         config = with_placement(config, {"trainer_gpu_ranks": ranks, "engine_gpu_ranks": ranks})
     needed_gb = least_memory_bytes(config, size, num_machines=node.num_trainer_nodes) / GIB

@@ -1,8 +1,8 @@
-"""Make the data files of `data.prepare` in the store, once for each source, code and settings.
+"""Run the user's data preparation (`data.prepare`), once for each combination of source, code and settings.
 
     data.prepare ──> <store>/inputs/<digest>/prepared/sft.jsonl, prompts.jsonl, ...
 
-The digest identifies the preparation. The fingerprint of a stage depends on the content of the prepared files.
+The digest is computed from source, code and settings. A stage's fingerprint depends on the content of the files only.
 Not here: the preparation itself (rollouts_core/data/preparing.py). This module must not import prefect, because
 preflight runs before Prefect's environment is set.
 """
@@ -32,12 +32,12 @@ RECORD = "preparation.json"
 
 
 def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Config:
-    """Run the preparation of a configuration. Returns the configuration with the paths of the prepared files.
+    """Run `data.prepare`, unless its files exist. Returns the configuration with the paths of the prepared files.
 
-    A data file that the configuration names is used instead of the prepared file.
+    If the configuration also names a data file itself, that file is used instead of the prepared file.
 
     Raises:
-        InputError: the preparation failed, or does not make a file that the mode needs.
+        InputError: the preparation failed, or does not make a file that the run's mode needs.
     """
     prepare = config.data.prepare
     if not prepare.name:
@@ -60,21 +60,21 @@ def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Con
     prepared = config.model_copy(update={"data": config.data.model_copy(update=given)})
     for setting in prepared.missing_data:
         raise ConfigError(
-            f'data.prepare: {name} makes {", ".join(made)}, and mode "{config.mode}" needs data.{setting}: name that '
-            "file, or choose another preparation"
+            f'data.prepare: {name} makes {", ".join(made)}, and mode "{config.mode}" needs data.{setting}: set '
+            "this setting, or choose another preparation"
         )
     return prepared
 
 
 def _commit_of(source: str, revision: str, hub: HubConfig) -> str:
-    """The commit of a hub dataset. Empty for a folder."""
+    """The commit of a hub dataset at a revision. For a folder, the given revision, which is empty."""
     if not source or Path(source).exists() or COMMIT.fullmatch(revision):
         return revision
     return str(json.loads(ask_hub(["dataset", source, revision], hub_environment(hub)))["commit"])
 
 
 def ask_hub(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run rollouts_core/data/hub_download.py in a process with these environment variables, and return its output.
+    """Run rollouts_core/data/hub_download.py in a process with this environment. Returns the standard output.
 
     Raises:
         ConfigError: the hub refused the request, or did not find the model or dataset.
@@ -87,10 +87,10 @@ def ask_hub(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def hub_environment(hub: HubConfig) -> dict[str, str]:
-    """The environment variables of a process that downloads from the hub.
+    """The environment variables of a process that downloads from the Hugging Face hub.
 
     Raises:
-        ConfigError: the variable that must hold the hub token is not set.
+        ConfigError: the environment variable that must contain the hub token (`hub.token_variable`) is not set.
     """
     mirror = {"HF_ENDPOINT": hub.url.rstrip("/")} if hub.url else {}
     token = {HUB_TOKEN: read_key(hub.token_variable, "hub", name="token_variable")} if hub.token_variable else {}
@@ -98,7 +98,7 @@ def hub_environment(hub: HubConfig) -> dict[str, str]:
 
 
 def _claim(folder: Path, store: Path) -> None:
-    """Make the folder and set its time of use, under the ledger's lock, so that prune does not remove the folder."""
+    """Create the folder and mark the folder as used now, so that prune keeps it. The ledger's lock excludes prune."""
     with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)

@@ -1,4 +1,4 @@
-"""Show the progress of a stage: a bar on a terminal, plain lines elsewhere, and lines in Prefect's log in any case.
+"""Show the progress of a stage: a bar on a terminal, lines on other outputs, and always lines in Prefect's log.
 
 Not here: reading the numbers from the job (stage.py).
 """
@@ -18,7 +18,7 @@ from rollouts.infra.foreign_text import shown_lines
 from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0
-"""The least seconds between two progress lines, both in Prefect and on a console without a bar."""
+"""At least this many seconds pass between two progress lines in Prefect and on an output without a bar."""
 
 SHOWN_METRICS = {
     "loss": "loss {:z.3f}",
@@ -29,11 +29,11 @@ SHOWN_METRICS = {
 
 
 class StageProgress:
-    """Shows the progress of one stage, with a bar between `__enter__` and `__exit__`.
+    """Shows the progress of one stage. The bar is visible inside the `with` block.
 
     Args:
-        num_steps: 0 shows no bar.
-        console: the terminal; None takes standard error, so that standard output stays machine-readable.
+        num_steps: the number of steps that fill the bar; 0 shows no bar.
+        console: the output; None uses standard error, so that standard output stays machine-readable.
     """
 
     def __init__(self, stage: str, *, num_steps: int = 0, console: Console | None = None) -> None:
@@ -64,7 +64,7 @@ class StageProgress:
         self._bar.stop()
 
     def on_metrics(self, metrics: dict[str, Any]) -> None:  # Any: JSON
-        """Show the metrics of a step."""
+        """Show the metrics of a training step: on the bar always, as a line every `LINE_INTERVAL_S` seconds."""
         step = int(metrics["step"])
         numbers = ", ".join(text.format(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics)
         self._bar.update(self._row, completed=step, numbers=numbers)
@@ -82,5 +82,5 @@ class StageProgress:
             self.console.print(f"{self.stage:<14} {message}", markup=False, highlight=False, soft_wrap=True)
         try:
             get_run_logger().info("%s: %s", self.stage, message)
-        except MissingContextError:  # called as a plain function, outside any run
+        except MissingContextError:  # called outside of a Prefect run
             return

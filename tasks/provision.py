@@ -1,4 +1,4 @@
-"""Provision the node that the stages run on, and give the node back."""
+"""Provision the machine that a run's stages run on, and release the machine at the end of the run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rollouts.tasks.spending import note_spending
 from rollouts.tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
-"""Look up a requested machine only once, because the interrupted renting has already looked it up repeatedly."""
+"""Look up a requested machine only once. The interrupted rental attempt has already looked it up several times."""
 
 
 @task(name="provision", cache_policy=NO_CACHE)
 def provision(settings: NodeSettings, scope: RunScope) -> Node:
-    """The node that the settings ask for, with its further nodes."""
+    """Connect to the machines in the settings, or rent them. Returns the leading node with its further nodes."""
     with StageProgress("provision") as progress:
         node = provision_node(settings, Path(scope.store), run_id=scope.run_id, say=progress.say)
         for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
             noun = "engines' node" if each in node.engine_nodes else "node"
-            progress.say(f"{each.kind} {noun} {each.name}{key}, which has run directories below {each.root}/stages")
+            progress.say(f"{each.kind} {noun} {each.name}{key}, with directories of stages in {each.root}/stages")
     return node
 
 
@@ -46,20 +46,22 @@ def give_back(
     say: Callable[[str], None] = lambda sentence: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """End every job that no other run uses, then give the node back. Returns one sentence per action.
+    """End this run's jobs on its machines, except jobs that another run uses, then release the machines.
 
-    Results of stopped jobs are fetched from remote machines first. A rented machine is given back even if the machine
-    is unreachable or the ledger cannot be written, and its jobs end with the machine. Jobs on unreachable further nodes
-    end by themselves.
+    Results of stopped jobs are downloaded before that. A rented machine is released even if it is unreachable or the
+    ledger cannot be written. Its jobs then end with the machine. Jobs on unreachable further nodes end by themselves.
 
     Args:
-        keep_minutes: minutes for which a reachable rented machine is kept instead of given back.
+        keep_minutes: if positive, a reachable rented machine is kept for this many minutes instead of released.
         say: receives a sentence about each job that is still saving.
         is_impatient: returns True to stop waiting for a job. The job then saves and ends by itself.
+
+    Returns:
+        One sentence per action.
     """
     leases: dict[str, list[Lease]] = {}
     is_saving = False
-    is_left = True  # as long as jobs are unknown, because runs of other stores may need the jobs on further nodes
+    is_left = True  # until the jobs are known, because runs of other stores may need the jobs on further nodes
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
@@ -97,23 +99,30 @@ def give_back(
 
 
 def describe_given_up(given_up: GivenUp) -> list[str]:
-    """One sentence per job about what happened to the job."""
+    """Describe what happened to each job of a run that gave up its machine. Returns one sentence per job."""
     return [
         *(f"ended the job in {run_dir}{saved}" for run_dir, saved in given_up.ended.items()),
         *(f"the job in {run_dir} saves its last step and ends by itself" for run_dir in given_up.still_saving),
-        *(f"left the job in {run_dir} to another run that wants it" for run_dir in given_up.left_to_runs),
-        *(f"left the job in {run_dir}: a run of another store follows it" for run_dir in given_up.left_to_stores),
-        *(f"left the job in {run_dir}, which ends when no run needs it" for run_dir in given_up.left_to_those),
+        *(f"left the job in {run_dir} running for another run of this store" for run_dir in given_up.left_to_runs),
+        *(
+            f"left the job in {run_dir} running: a run of another store follows it"
+            for run_dir in given_up.left_to_stores
+        ),
+        *(f"left the job in {run_dir} running; it ends when no run needs it" for run_dir in given_up.left_to_those),
     ]
 
 
 def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, is_left: bool = False) -> list[str]:
-    """End the jobs on a further node, and give the node back. A rented node is released later, with the leading node.
+    """End this run's jobs on a further node, and release the node. A rented node is released with the leading node.
 
     If the node is unreachable, its jobs end by themselves when their leases lapse.
 
     Args:
-        is_left: whether the leading job continues for a run of another store, so that the jobs here must not be ended.
+        is_left: whether the job on the leading node keeps running, for example for a run of another store. The jobs of
+            the further node then keep running, too.
+
+    Returns:
+        One sentence per action.
     """
     try:
         if is_left:
@@ -131,11 +140,11 @@ def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, i
 
 
 def describe_release(node: Node) -> str:
-    """One sentence about the release of a node. A machine that the user rented keeps running and costs money."""
+    """One sentence about the release of a node. A machine that the user rented without rollouts keeps running."""
     names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
     nodes = "node" if len(names) == 1 else "nodes"
     return (
-        f"{node.name} is yours, and keeps running"
+        f"{node.name} was rented by you, and keeps running"
         if node.is_of_user
         else f"gave back {node.kind} {nodes} {', '.join(names)}"
     )
@@ -144,7 +153,8 @@ def describe_release(node: Node) -> str:
 def release_now(
     node: Node, scope: RunScope, *, keep_minutes: float = 0.0, is_impatient: Callable[[], bool] = lambda: False
 ) -> None:
-    """Call `give_back` and, for a rented node, `give_back_unknown`. Show one line per action."""
+    """Release a run's machines (`give_back`). For a rented node, also release machines that the run does not know
+    (`give_back_unknown`). Each action is shown as a line."""
     with StageProgress("release") as progress:
         done = give_back(node, scope, keep_minutes=keep_minutes, say=progress.say, is_impatient=is_impatient)
         if node.is_rented and keep_minutes == 0:
@@ -154,29 +164,28 @@ def release_now(
 
 
 def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
-    """Call `give_back_unknown`, and show one line per action and leftover."""
+    """Release rented machines that the run does not know (`give_back_unknown`). Show one line per action."""
     with StageProgress("release") as progress:
         for sentence in give_back_unknown(scope, since=since):
             progress.say(sentence)
 
 
 def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None = None) -> list[str]:
-    """Release machines that are rented for this run but unknown to it, because renting was interrupted.
+    """Release machines that were rented for this run but that the run does not know, because renting was interrupted.
 
-    Returns one sentence per action and per leftover.
+    Returns one sentence per action, and per machine that could not be released.
 
     Args:
-        since: machines that were requested before this time (seconds since 1970) stay.
-        known: the machine that the run knows. `give_back` has handled this machine, so it is left out.
+        since: machines that were requested before this time (seconds since 1970) are not released.
+        known: the node that the run knows. Its machines are skipped, because `give_back` has released or kept them.
     """
     spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:
         return release_rentals(Path(scope.store), scope.run_id, since=since, spared=spared, pace=LOOKED_ALREADY)
     except InfraError as error:
-        return [f"machines that the run may have rented could not be given back ({error}): `rollouts reap` ends them"]
+        return [f"machines that the run may have rented could not be given back ({error}): run `rollouts reap`"]
 
 
 @task(name="release", cache_policy=NO_CACHE)
 def release(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
-    """Call `release_now` as a Prefect task."""
     release_now(node, scope, keep_minutes=keep_minutes)

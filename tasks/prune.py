@@ -1,4 +1,4 @@
-"""Find folders in a store to which nothing refers any more, and remove them.
+"""Find unused folders in a store, and remove them (`rollouts prune`).
 
 Not here: the command (flows/commands/prune.py), checkpoints that a stage itself deletes while it trains.
 
@@ -7,14 +7,14 @@ Not here: the command (flows/commands/prune.py), checkpoints that a stage itself
     inputs/<digest>            a download or prepared data (made again when a run needs the data)
     engines/<engine>           an installed engine (installed again when a run needs the engine)
 
-    kept      in the lineage of a registered model | used by a living run, or since the first living run began
-              claimed by a run | with work under way | named by the job of a kept stage, or by a deployment
+    kept      in the lineage of a registered model | used by a live run, or since the oldest live run started
+              claimed by a run | with a running job or download | named by the job of a kept stage, or by a deployment
     old       all other folders that were unused for longer than `unused_days`: removed
     large     more folders, longest unused first, until the rest fits into `max_bytes`: removed
 
 A run records the use of a folder before it looks for the folder (stage_tasks.py, inputs.py, store_paths.py). Prune
-checks these records once more under the ledger's lock, and moves the folder away under the same lock. So a run finds
-the folder either complete or missing, and makes a missing folder again.
+checks these records again under the ledger's lock, and moves the folder away under the same lock. So a run finds the
+folder either complete or missing, and creates a missing folder again.
 """
 
 from __future__ import annotations
@@ -45,27 +45,26 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFolder:
-    """A folder in the store that takes disk space."""
+    """A folder in the store that prune may remove, if there is no reason to keep it."""
 
     place: str
     """Path in the store: stages/<stage>, runs/<run>, inputs/<digest> or engines/<engine>."""
     num_bytes: int
-    """Bytes that the folder's removal frees. A file with several hard links counts in the folder that stays longest."""
+    """Bytes that removing the folder frees. A file with several hard links counts only in the folder that is kept
+    longest."""
     used_at: float
     """When a run last used the folder, in seconds since 1970."""
     reason: str = ""
-    """Why the folder is kept; empty if nothing refers to the folder."""
+    """Why the folder must be kept; empty if it may be removed."""
 
     @property
     def name(self) -> str:
-        """The path that prune removes, for messages."""
+        """The path that prune removes, for messages. Prune removes only the checkpoint from a run's folder."""
         return f"{self.place}/checkpoint" if self.place.startswith(f"{RUNS}/") else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The folders to remove, and the folders to keep."""
-
     removed: tuple[FoundFolder, ...]
     kept: tuple[FoundFolder, ...]
 
@@ -73,7 +72,10 @@ class PrunePlan:
 def plan_prune(
     store: Path, ledger: Ledger, *, unused_days: float, max_bytes: int | None = None, now: float | None = None
 ) -> PrunePlan:
-    """Choose the unreferenced folders that were unused for `unused_days`, and more until the rest fits `max_bytes`.
+    """Choose which folders to remove, without removing them.
+
+    These are folders without a reason to keep them that were unused for `unused_days`. If the other folders take more
+    than `max_bytes`, further such folders are added, longest unused first.
 
     Args:
         max_bytes: the most bytes that all folders together may take; None sets no limit.
@@ -95,8 +97,8 @@ def plan_prune(
 
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
-    """Remove the planned folders, except those to which something refers by now. Returns the removed folders."""
-    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a living run may be copying a model to its folder
+    """Remove the planned folders, except folders that a run has begun to use since. Returns the removed folders."""
+    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a live run may be copying a model to its folder
     runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
     for parent in (store / STAGES, store / INPUTS, store / ENGINES, *runs):
         remove_partial_directories(parent)
@@ -119,7 +121,7 @@ def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFo
 
 
 def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
-    """Every folder of the store that takes disk space, with the reason to keep it."""
+    """All folders of the store that take disk space, each with its size, last use and the reason to keep it."""
     places = [
         f"{kind}/{path.name}"
         for kind in NAMES
@@ -135,7 +137,7 @@ def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
 
 
 def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], registered: Sequence[Model]) -> dict[str, str]:
-    """The reasons to keep folders, by place. A folder that the job of a kept stage names is kept, too."""
+    """The folders that must be kept, each with the reason in words. The inputs of a kept stage are kept, too."""
     reasons = _named_by_deployments(store)
     reasons |= {place: what for place in places if (what := _work_under_way(store / place))}
     reasons |= _wanted_by_runs(ledger, places)
@@ -149,14 +151,14 @@ def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], register
 
 
 def _work_under_way(path: Path) -> str:
-    """Words for the work that is under way in a folder, or ""."""
+    """The reason to keep a folder with a running job or download, or ""."""
     if is_supervised(str(path)):
         return "its job is still running"
     return "it is being fetched" if is_being_fetched(path) else ""
 
 
 def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
-    """The stages and outputs of runs that live or hold a claim, each with the reason to keep it."""
+    """The folders of stages and runs that live runs use or claim, each with the reason to keep it."""
     alive = ledger.living_runs()
     claims = [lease for lease in ledger.leases() if not ledger.has_died(lease.run_id)]
     wanted_by = {short_id(run_id) for run_id in (*alive, *(claim.run_id for claim in claims))}
@@ -169,7 +171,7 @@ def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
 
 
 def _lineages(registered: Sequence[Model]) -> dict[str, str]:
-    """The folders from which registered models came, each with the reason to keep it."""
+    """The stages and checkpoints from which registered models were made, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for model in registered:
         places = {f"{STAGES}/{stage}" for stage in model.stages} | places_in(model.checkpoint)
@@ -178,7 +180,7 @@ def _lineages(registered: Sequence[Model]) -> dict[str, str]:
 
 
 def _named_by_deployments(store: Path) -> dict[str, str]:
-    """The folders that configurations of deployments name, each with the reason to keep it."""
+    """The folders that the configurations of Prefect deployments name, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for path in sorted((store / "prefect/deployments").glob("*.json")):
         deployment = _read_json(path)
@@ -188,7 +190,10 @@ def _named_by_deployments(store: Path) -> dict[str, str]:
 
 
 def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
-    """The runs and stages whose models a deployment scores. `evaluate` names them without `runs/` or `stages/`."""
+    """The folders of the runs and stages whose models a deployment evaluates.
+
+    The deployment's `evaluate` settings name them without `runs/` or `stages/`, so both are returned.
+    """
     try:
         evaluate = deployment["parameters"]["evaluate"]
         firsts = {str(evaluate.get(key, "")).partition("/")[0] for key in ("model", "against")}
@@ -198,7 +203,7 @@ def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
 
 
 def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Add a reason for each folder that the job of a kept stage names, recursively."""
+    """Add the folders that the job.json of a kept stage names, recursively."""
     every, waiting = dict(reasons), list(reasons)
     while waiting:
         place = waiting.pop()
@@ -210,7 +215,7 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
 
 
 def _places_in_file(path: Path) -> set[str]:
-    """The folders that a JSON file names by path."""
+    """The folders of the store that paths in a JSON file name."""
     return places_in(_read_json(path))
 
 
@@ -223,7 +228,7 @@ def _read_json(path: Path) -> Any:  # Any: JSON
 
 
 def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, float]:
-    """When each folder was last used. Writing into a folder counts as a use."""
+    """The time of each folder's last use, in seconds since 1970. A change of the folder counts as a use."""
     uses: dict[str, float] = {}
     for use in ledger.stage_uses():  # oldest first, so a later use replaces an earlier use
         uses[f"{STAGES}/{use.stage}"] = uses[f"{RUNS}/{use.run}"] = use.used_at
@@ -231,7 +236,7 @@ def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, 
 
 
 def _changed_at(path: Path) -> list[float]:
-    """The times at which a folder last changed, and for a run's folder also the files in it."""
+    """The time at which a folder last changed. For a run's folder, also the times of the files in it."""
     paths = [path, *path.glob("*")] if path.parent.name == RUNS else [path]
     times = [0.0]
     for each in paths:
@@ -241,19 +246,19 @@ def _changed_at(path: Path) -> list[float]:
 
 
 def _removable(path: Path) -> list[Path]:
-    """The folders to remove for a path: the path itself, or only the checkpoints in a run's folder."""
+    """The folders to remove for a path: of a run's folder only the checkpoints, otherwise the path itself."""
     if path.parent.name != RUNS:
         return [path]
     return [each for each in sorted(path.glob("*checkpoint*")) if _is_own_folder(each)]
 
 
 def _is_own_folder(path: Path) -> bool:
-    """True for a real folder. A symlink to a folder elsewhere takes no space in the store."""
+    """True for a real folder. A symlink to a folder is skipped, because it takes no space in the store."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _move_aside(path: Path) -> Path | None:
-    """Rename a folder so that runs no longer find it. Returns the new path, or None if another prune was faster."""
+    """Rename a folder, so that runs no longer find it. Returns the new path, or None if the folder no longer exists."""
     doomed = path.with_name(f".{path.name.lstrip('.')}.partial-{secrets.token_hex(4)}")
     try:
         path.rename(doomed)
@@ -263,14 +268,18 @@ def _move_aside(path: Path) -> Path | None:
 
 
 def _measured(store: Path, found: Sequence[FoundFolder]) -> list[FoundFolder]:
-    """The folders with their sizes. A file with several hard links counts in the folder that stays longest."""
+    """Compute the sizes of folders. A file with several hard links counts only in the folder that is kept longest."""
     seen: set[tuple[int, int]] = set()
     longest_first = sorted(found, key=lambda folder: (not folder.reason, -folder.used_at))
     return [replace(folder, num_bytes=_num_bytes(store / folder.place, seen)) for folder in longest_first]
 
 
 def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
-    """Bytes of the files to remove, without the files in `seen`. Files that vanish meanwhile are skipped."""
+    """Bytes of the files that prune would remove, without files in `seen`. Adds the counted files to `seen`.
+
+    Args:
+        seen: device and inode numbers of files.
+    """
     total = 0
     walked = (each for folder in _removable(place) for each in os.walk(folder))  # skips folders that vanish
     for path in (Path(parent, name) for parent, _, names in walked for name in names):

@@ -1,4 +1,4 @@
-"""The records that stages pass to each other. Prefect stores these records, so they are small and can become JSON.
+"""Records that stages of a run pass to each other. Prefect stores them as JSON, so they are small.
 
 Not here: planning stages (plan.py), running stages (stage.py).
 """
@@ -21,34 +21,32 @@ How = Literal["ran", "attached", "reused"]
 
 
 class TaskRecord(BaseModel):
-    """The base of all records of this package."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunScope(TaskRecord):
-    """Facts about a run that each of its stages needs."""
+    """The settings of a run that each of its stages needs."""
 
     run_id: str
-    """The id of the flow run. The run's leases carry this id."""
+    """The id of the Prefect flow run. Leases in the ledger have this id."""
     run_name: str
-    """The run's name for users."""
+    """The run's name, as the user chose it."""
     store: str
     """Absolute path of the store."""
     fresh: tuple[str, ...] = ()
-    """Stages that must not reuse results of another run."""
+    """Names of stages that must not reuse results of another run."""
     stop_timeout_s: float = 600.0
-    """The most seconds that a training gets to save its last step when it is stopped."""
+    """A cancelled training may take this many seconds to save its last step."""
     publish: str = ""
-    """URL below which results are published; empty publishes nothing."""
+    """Upload the results below this object store URL; empty uploads nothing."""
     publish_checkpoints: bool = False
-    """Whether the checkpoints of a training are published while the training runs."""
+    """Whether the checkpoints of a training are uploaded while the training runs."""
     report_to: tuple[TrackerName, ...] = ()
-    """The trackers that show the metrics of trainings."""
+    """Trackers to which the metrics of trainings are sent, for example "wandb"."""
 
     @property
     def ledger_path(self) -> Path:
-        """The database of leases."""
+        """The SQLite file with leases, rentals and the model registry."""
         return Path(self.store) / LEDGER_FILE
 
     @property
@@ -58,47 +56,46 @@ class RunScope(TaskRecord):
 
     @property
     def publication_url(self) -> str:
-        """The address of the run's results in an object store."""
+        """The URL of the run's results in an object store."""
         return f"{self.publish}/{self.run_name}"
 
 
 def artifact_key(kind: str, scope: RunScope) -> str:
-    """The key of a run's artifact in Prefect. Prefect shows the key as the title of a card for the newest artifact."""
+    """The key of a run's artifact in Prefect. Prefect's pages show the key as the title of the artifact."""
     name = re.sub(r"[^a-z0-9]+", "-", scope.run_name.lower()).strip("-")
     return f"{kind}-{name}-{short_id(scope.run_id)}"
 
 
 class Stage(TaskRecord):
-    """A job with its fingerprint and its directory."""
+    """A step of a run, such as SFT: its job, the job's fingerprint, and the directory of its files."""
 
     name: str
     """For example sft, select-sft, rl."""
     fingerprint: str
-    """Digest that identifies the work of the stage."""
+    """Digest of everything that can change the result. Stages with equal fingerprints share their result."""
     run_dir: str
-    """Absolute path of the run directory on this machine. A remote node's run directory is mirrored to this path."""
+    """Absolute path of the stage's directory on this machine. A job on a remote node is mirrored to this directory."""
     job: dict[str, Any]  # Any: JSON
     """The content of job.json."""
     num_steps: int
     """Number of metric steps of the job, for the progress bar."""
     timeout_s: float
-    """The job is stopped after this time."""
+    """The job is stopped after this many seconds; 0 sets no limit."""
     begins_with: str = ""
-    """Directory of the same stage that another run ended early. The training resumes from its checkpoints."""
+    """Directory of the same stage in another run that ended it early. The training resumes from its checkpoints."""
 
     @property
     def kind(self) -> str:
-        """The command of `python -m rollouts_core` that does the job."""
+        """The subcommand of `python -m rollouts_core` that runs the job, for example "rl" or "eval"."""
         return str(self.job["kind"])
 
     @property
     def samples(self) -> bool:
-        """Whether the stage is a training that asks engines for completions."""
+        """Whether the stage is a training that requests completions from inference engines."""
         return self.trains and TRAININGS[self.kind].is_graded and not self.job["rollouts"]
 
     @property
     def trains(self) -> bool:
-        """Whether the stage trains the model."""
         return self.kind in TRAININGS
 
 
@@ -109,11 +106,11 @@ class StageRecord(TaskRecord):
     fingerprint: str
     run_dir: str
     how: How
-    """ran: started by this run. attached: already under way. reused: finished before."""
+    """ran: this run started the job. attached: the job was already running. reused: the stage was already finished."""
     why: str = ""
-    """The reason for `how` in words, with the name of the other run if another run made the result."""
+    """The reason for `how`, for messages, with the name of the other run if another run made the result."""
     began_at: float = 0.0
-    """When this run reached the stage, in seconds since 1970; 0 if the record came from Prefect's cache."""
+    """When this run began to wait for the stage, in seconds since 1970; 0 if the record came from Prefect's cache."""
     seconds: float
     """How many seconds this run waited for the stage."""
     result: dict[str, Any]  # Any: JSON
@@ -133,7 +130,7 @@ class StageRecord(TaskRecord):
 
 
 class EngineRecord(TaskRecord):
-    """A running engine that answers requests."""
+    """A running inference engine that answers requests."""
 
     kind: EngineKind = "embedded"
     version: str = ""
@@ -143,9 +140,9 @@ class EngineRecord(TaskRecord):
     node: str = ""
     """The name of the engine's node."""
     lease_url: str = ""
-    """The address at which a trainer on another node renews the engine's lease."""
+    """The URL at which a trainer on another node renews the engine's lease. Empty if both are on the same node."""
 
     @property
     def lease_file(self) -> str:
-        """The file through which the RL job renews the engine's lease."""
+        """The file that the RL job touches to renew the engine's lease."""
         return f"{self.run_dir}/.job/lease"

@@ -1,4 +1,4 @@
-"""Write the run's report: an HTML page in its output folder, and a summary on the run's page in Prefect."""
+"""Write a run's report: an HTML page in the run's output folder, and a summary on the run's page in Prefect."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from rollouts_core.system.files import write_atomically, write_json
 def write_report(
     records: Sequence[StageRecord], config: Config, node: NodeSettings, checkpoint_path: str, scope: RunScope
 ) -> tuple[str, Verdict | None]:
-    """Write report.html, run.json and config.toml; returns the report's path and the verdict.
+    """Write report.html, run.json and config.toml. Returns the report's path and the verdict on the last training.
 
-    The verdict is None if the last training is not judged.
+    Kinds of training that are not judged give None instead of a verdict.
     """
     by_stage = {record.stage: record for record in records}
     last = trainings_of(config.mode)[-1]
@@ -71,7 +71,7 @@ def write_report(
 
 
 def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
-    """The settings of the run as a TOML file for `rollouts run`, without settings at their defaults."""
+    """The settings of the run as TOML for `rollouts run`. Settings with their default value are left out."""
     settings = json.loads(config.model_dump_json(exclude_defaults=True))
     node_settings = {"kind": node.kind, **node.model_dump(mode="json", exclude_defaults=True)}
     published = {"publish": scope.publish, "publish_checkpoints": scope.publish_checkpoints}

@@ -1,6 +1,6 @@
-"""Build the input of a run's report from the records of its stages, and judge its last training.
+"""Collect the data for a run's report from the records of its stages, and judge the run's last training.
 
-Not here: writing the report at the end of a run (report.py) or again later (earlier_report.py). This module does not
+Not here: writing the report at the end of a run (report.py) or again later (earlier_report.py). This module must not
 import prefect.
 """
 
@@ -21,13 +21,16 @@ from rollouts_core.stages import BASE, EVALUATE, is_training, label_of, selectio
 
 
 def describe_how(record: StageRecord) -> str:
-    """How a stage came to its result, and whether a user ended it early."""
+    """Text for the report: ran, attached or reused (`StageRecord.how`), and at which step a user ended it early."""
     early = record.result.get("finished_early")
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 
 
 def judge_training(evaluation: StageRecord, training: StageRecord, config: Config) -> Verdict:
-    """Whether a training beat the model that it started from on the held-out rows, and what its record warns of."""
+    """Judge whether a training improved the model that it started from, by the scores on the held-out rows.
+
+    The sentence of the verdict also has the warning in the training's result.json.
+    """
     scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
     models = [BASE, *(place.name for place in trainings_of(config.mode))]
     start = models[models.index(training.stage) - 1]
@@ -51,7 +54,11 @@ def build_report_input(
     verdict: Verdict | None,
     spending: Spending | None,
 ) -> ReportInput:
-    """The input of the report's renderer, from the records of the stages."""
+    """Collect the data for rendering the report.
+
+    Args:
+        by_stage: the records of all stages, by stage name and in order.
+    """
     return ReportInput(
         run_name=scope.run_name,
         mode=config.mode,

@@ -1,7 +1,7 @@
-"""Decide the next step of a retraining, and take it: skip, train and compare, ask, promote or reject.
+"""Decide the next step of a retraining, and carry it out: skip, train and compare, ask, promote or reject.
 
-Not here: Prefect (flows/retrain.py), the tables of the ledger (infra/retrainings.py, infra/registry.py). Each step
-writes its result to the ledger, so that a killed or suspended run resumes with the next step.
+Each step writes its result to the ledger, so that a killed or suspended run resumes with the next step. Not here: the
+Prefect flow (flows/retrain.py), the tables of the ledger (infra/retrainings.py, infra/registry.py).
 
     unchanged data ──> skip
     new data ──> train ──> compare ──not better──> reject
@@ -43,13 +43,14 @@ from rollouts.infra.retrainings import (
 from rollouts_core.errors import RolloutsError
 
 MAX_STEPS = 20
-"""The most steps of one retraining. Each change of production during a comparison adds steps."""
+"""The most steps of one retraining. Each change of the production model during a comparison adds steps."""
 
 CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState.REJECTED)
-"""States of a retraining whose data need not be trained on again."""
+"""A retraining in one of these states has trained on its data, so that the same data need no further retraining."""
 
-WAITS = "waits for approval: Resume on its page, or Retry where it was cancelled"
-"""The state of an unanswered approval, in words. Retry is named, because the ledger does not know of cancelled runs."""
+WAITS = "waits for approval: Resume on its page, or Retry if it was cancelled"
+"""Text for a retraining that waits for a user's approval. The ledger does not record whether a run was cancelled, so
+the text names both buttons."""
 
 
 class Step(StrEnum):
@@ -57,11 +58,13 @@ class Step(StrEnum):
 
     SKIP = "skip"
     TRAIN = "train"
-    """Train, or reuse a finished training, and compare with production."""
+    """Train, or reuse a finished training, and compare the new model with the production model."""
     COMPARE = "compare"
-    """Compare the candidate with the current production model."""
+    """Compare the existing candidate with the current production model."""
     ASK = "ask"
+    """Wait until a user approves or declines the candidate."""
     PROMOTE = "promote"
+    """Make the candidate the production model."""
     REJECT = "reject"
     NOTHING = "nothing"
     """The retraining has already ended."""
@@ -69,18 +72,18 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The user's settings of a retraining."""
+    """The user's settings that decide the steps of a retraining."""
 
     needs_approval: bool = False
     force: bool = False
-    """Train although no data changed."""
+    """Train even if the data is unchanged."""
     max_failures: int = 3
-    """After this many failed retrainings in a row on the same data, only new data starts another retraining."""
+    """After this many failed retrainings in a row on the same data, retrainings are skipped until the data changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The next step, and why."""
+    """The next step of a retraining, and the reason in words."""
 
     step: Step
     reason: str = ""
@@ -88,18 +91,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A candidate, and the result of its comparison with production."""
+    """The result of comparing a candidate with the production model."""
 
     model: Model
+    """The candidate."""
     is_better: bool
     sentence: str
     evaluation: Mapping[str, Any]  # Any: JSON
-    """Figures that the registry keeps."""
+    """Scores, intervals and p-value for the registry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The user's answer about a candidate."""
+    """A user's approval or refusal of a candidate."""
 
     approved: bool
     by: str
@@ -108,7 +112,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a retraining ended."""
+    """The final result of a retraining."""
 
     name: str
     """Skipped, Promoted or Rejected."""
@@ -116,41 +120,44 @@ class Outcome:
 
     @property
     def is_promotion(self) -> bool:
-        """True when the candidate is in production now."""
+        """True if the candidate became the production model."""
         return self.name == RetrainingState.PROMOTED.value.capitalize()
 
 
 class Work(Protocol):
-    """The work of a retraining outside of the ledger.
+    """The operations of a retraining that need more than the ledger.
 
-    Each method may be called again after a crash, and then does only the missing part.
+    Each method may be called again after a crash. It then does only the missing part of the work.
     """
 
     def watch(self) -> dict[str, str]:
-        """Digests of the data, by path."""
+        """Compute the digests of the watched data, by path."""
         ...
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate, and compare the candidate with production, else with the start model."""
+        """Train a model, register it as the candidate, and compare it with production, or else with the start model."""
         ...
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Compare a registered candidate of this run with production, else with the start model."""
+        """Compare a registered candidate of this run with production, or else with the start model."""
         ...
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
-        """Ask a user to approve the candidate. Asking may end the process, and a later process then asks again."""
+        """Ask a user to approve the candidate, and wait for the answer.
+
+        The process may end while it waits. A later process then asks again.
+        """
         ...
 
 
 def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: Rules) -> Decision:
-    """Decide whether to train on this data.
+    """Decide whether to train, or to skip the retraining because nothing changed or because it keeps failing.
 
     Args:
         earlier: the earlier retrainings of the line, oldest first.
     """
     if rules.force:
-        return Decision(step=Step.TRAIN, reason="asked for")
+        return Decision(step=Step.TRAIN, reason="retrain.force is set")
     considered = next((row for row in reversed(earlier) if row.state in CONSIDERED), None)
     if considered is not None and dict(considered.data) == dict(data):
         ended = f"ended {considered.state.value}" if considered.state.is_over else WAITS
@@ -171,7 +178,7 @@ def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: 
 
 
 def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
-    """The next step of a retraining that has begun.
+    """Decide the next step of a retraining that has started.
 
     Args:
         production_id: the id of the current production model, or NOTHING.
@@ -185,7 +192,7 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
     if row.approved is False:
         return Decision(step=Step.REJECT, reason=f"{row.approved_by} declined it")
     if row.model_id == production_id:
-        return Decision(step=Step.PROMOTE, reason="it is in production already")
+        return Decision(step=Step.PROMOTE, reason="it is already the production model")
     if row.baseline_id != production_id:
         return Decision(step=Step.COMPARE, reason="production changed since the comparison")
     if not row.is_better:
@@ -198,10 +205,13 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
 def retrain_once(
     ledger: Ledger, work: Work, *, run_id: str, line: str, rules: Rules, clock: Callable[[], float] = time.time
 ) -> Outcome:
-    """Take the remaining steps of this run's retraining. An error of the training is recorded, and raised again.
+    """Carry out the remaining steps of this run's retraining. An error of the training is recorded and raised again.
+
+    Args:
+        line: the name of the series of models to which the new model belongs.
 
     Raises:
-        TransientInfraError: a machine failed temporarily, which does not count as a failed retraining.
+        TransientInfraError: a machine failed temporarily. This does not count as a failed retraining.
     """
     row = find_retraining(ledger, run_id)
     if row is None or row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):
@@ -241,7 +251,7 @@ def _compared(
     try:
         compared = compare()
     except (TransientInfraError, MachineGoneError):
-        raise  # not a fault of the data or the settings, so it does not count as a failed retraining
+        raise  # not caused by the data or the settings, so it does not count as a failed retraining
     except Exception as error:
         end_retraining(ledger, row, RetrainingState.FAILED, str(error), now=clock())
         raise
@@ -279,7 +289,7 @@ def _promote(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], f
     try:
         promote(ledger, model, by=by, reason=reason, instead_of=row.baseline_id, now=clock())
     except ProductionChangedError:
-        return row  # another retraining promoted its model first: the next step compares with that model
+        return row  # another retraining has promoted its model meanwhile; the next step compares with that model
     return end_retraining(ledger, row, RetrainingState.PROMOTED, f"promoted {model.name}: {reason}", now=clock())
 
 

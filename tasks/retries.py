@@ -1,4 +1,4 @@
-"""Which failures Prefect retries automatically, and after which delays."""
+"""Decide which failures of tasks Prefect retries, and after which delays."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ TRIED_AGAIN: dict[str, Any] = {  # Any: keywords of prefect.task
     "retry_delay_seconds": RETRY_DELAYS_S,
     "retry_condition_fn": is_worth_a_retry,
 }
-"""Options of tasks that use a service which may be unreachable for minutes: an object store, a provider, a machine."""
+"""Options of Prefect tasks that use a service which may be unreachable for minutes, such as an object store."""

@@ -1,9 +1,9 @@
-"""Fetch the files of unfinished stages from a remote machine before the run gives up the machine.
+"""Download the files of unfinished stages from a remote machine before a run releases the machine.
 
-Not here: ending the jobs (stage.py), giving the machine back (provision.py), copying files (infra/sync/mirror.py).
+A cancelled job writes its last checkpoint when the run no longer copies files from the machine (infra/sync/mirror.py).
+Without this download, the checkpoint would be lost with a rented machine.
 
-A cancelled job writes a last checkpoint after the mirror has stopped. On a rented machine, this checkpoint would be
-lost with the machine.
+Not here: ending the jobs (stage.py), releasing the machine (provision.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.run_directory import RunDirectory
 
 SALVAGE_S = 600.0
-"""The most seconds for fetching, because the machine costs money meanwhile and its connection may be dead."""
+"""Time limit for all downloads in seconds. The machine costs money meanwhile, and its connection may be dead."""
 
 
 def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> list[str]:
-    """Fetch the files of the run's unfinished stages from the node. Returns one sentence per stage."""
+    """Download the files of the run's unfinished stages from the node.
+
+    Returns one sentence per stage: its last checkpoint, or why the download failed.
+    """
     said = []
     deadline = time.monotonic() + timeout_s
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
@@ -41,7 +44,7 @@ def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> lis
 
 
 def _is_unfinished(directory: RunDirectory) -> bool:
-    """True if a stage has no record, or only an unreadable record."""
+    """True if a stage has no readable result.json."""
     try:
         return directory.read_result() is None
     except (ValueError, RecursionError):
@@ -49,18 +52,19 @@ def _is_unfinished(directory: RunDirectory) -> bool:
 
 
 def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) -> str:
-    """Fetch a run directory. Returns a sentence about the last checkpoint or a failure, or ""."""
+    """Download the directory of a stage's job. Returns a sentence about the last checkpoint or a failure, or ""."""
     failures: list[str] = []
 
     def pull() -> None:
         try:
-            # If the node is behind, another machine trained further, and the node's metrics would replace newer ones.
+            # If another machine has trained further since, the files of this node would replace newer files.
             if not is_behind(session, source, here.root):
                 pull_run(session, source, here.root)
         except InfraError as error:
             failures.append(str(error))
 
-    # In a thread, because timeouts of single reads do not limit a slow transfer. Closing the session ends the thread.
+    # A thread can be abandoned after the timeout. The session's timeouts limit single reads, but not a slow download.
+    # Closing the session ends the thread.
     thread = threading.Thread(target=pull, name=f"salvage of {source}", daemon=True)
     thread.start()
     thread.join(timeout_s)

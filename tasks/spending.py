@@ -1,12 +1,12 @@
-"""Compute the cost of a run's machines from the ledger: per stage, outside of stages, and in total.
+"""Compute the cost of a run's rented machines from the ledger: per stage, outside of stages, and in total.
 
-Not here: prices and times of machines (infra/renting/rentals.py), the run's limit (budget.py).
+Not here: prices and times of rentals (infra/renting/rentals.py), the limit of a run's cost (budget.py).
 
     ledger     |<------------- rented, at a price per hour ------------->|
     stages           |<--- sft --->|<-- select-sft -->|    |<-- rl -->|
     outside    boot, set-up                             engines         sync, end
 
-Stages of earlier attempts count as outside of stages, because this attempt did not wait for them.
+The stages of a run's earlier attempts count as outside of stages, because the last attempt did not wait for them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Spending(TaskRecord):
     outside_stages_usd: float
     """Cost of the time without a stage: booting and setting up machines, starting engines, earlier attempts."""
     until: float
-    """The end of the counted time, in seconds since 1970."""
+    """The costs are counted until this time, in seconds since 1970."""
     is_final: bool
-    """Whether all machines are given back."""
+    """Whether all rented machines have been released, so that the costs no longer rise."""
     usd_by_stage: dict[str, float]
 
 
 def spending_of(stages: Mapping[str, tuple[float, float]], scope: RunScope) -> Spending | None:
-    """Money that the run has spent until now, or None if the run rented no machine.
+    """Money that a run has spent on machines until now, or None if the run rented no machine.
 
     Args:
-        stages: begin (seconds since 1970) and duration (seconds) of each stage. Stages do not overlap.
+        stages: start (seconds since 1970) and duration (seconds) of each stage, by name. Stages do not overlap.
     """
     now = time.time()
     with Ledger(scope.ledger_path) as ledger:
@@ -80,7 +80,7 @@ def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str
 
 
 def note_spending(scope: RunScope) -> None:
-    """Update the costs in an existing run.json, which was written while the machine was still rented."""
+    """Update the costs in an existing run.json. The report wrote this file while the machine was still rented."""
     path = scope.output_dir / RUN_FILE
     if not path.is_file():
         return

@@ -1,9 +1,9 @@
-"""Run one stage as a supervised job on a node, attach to the running job, or reuse its result.
+"""Run one stage as a supervised job on a node, attach to the stage's running job, or reuse its result.
 
 Not here: planning the job (plan.py), supervising jobs (infra/jobs.py), the Prefect tasks of stages (stage_tasks.py).
 
-    finished and intact -> its record          running -> attach             otherwise -> start
-                                                                \\-> follow metrics and events until it ends
+    stage finished and intact -> reuse its record
+    job running -> attach, otherwise start the job -> show its metrics and events until it ends
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 
 MAX_FULL_GPUS = 64
-"""Most attempts in a row that may end with a full GPU."""
+"""A stage is given up after this many attempts in a row that ran out of GPU memory."""
 
 logger = logging.getLogger(__name__)
 
 
 def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Run the unfinished part of a stage. Returns the record of the stage.
+    """Run the unfinished part of a stage, or reuse its result. Returns the record of the stage.
 
     Raises:
-        InputError: the job refused its settings or its inputs.
+        InputError: the job rejected its settings or its inputs.
         JobFailedError, JobLostError: the job ended without a result.
     """
     began_at, began = time.time(), time.monotonic()
@@ -104,10 +104,10 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
 
 
 def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -> str:  # Any: JSON
-    """The reason why a stage was begun, attached to or reused, in words.
+    """Text for the report: why this run started a stage, attached to it, or reused its result.
 
     Args:
-        result: the stage's record.
+        result: the content of the stage's result.json.
     """
     if how == "ran":
         return "asked for by run.fresh" if stage.name in scope.fresh else "no run had finished the same stage"
@@ -118,13 +118,13 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
     state = "finished before" if how == "reused" else "under way"
     if use is None:
         return state
-    return f"{state}, first for {'an earlier try of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
+    return f"{state}, first for {'an earlier attempt of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
 
 
 def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Call `run_on_node`, again after each attempt that lowered a setting because a GPU was full.
+    """Call `run_on_node` until the stage fits into GPU memory. Each attempt that runs out of memory lowers a setting.
 
-    Only jobs of several machines end for this reason. A job of one machine is restarted by its supervisor.
+    Only a training on several machines ends this way. On one machine, the supervisor restarts the job itself.
     """
     for _ in range(MAX_FULL_GPUS):
         with suppress(FullGPUError):
@@ -133,7 +133,7 @@ def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: Stage
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Start the job or attach to it. Returns when the record and all its files are in `stage.run_dir`."""
+    """Start the stage's job or attach to it. Returns when all files of the finished job are in `stage.run_dir`."""
     run_dir = node.path_on_node(stage.run_dir)
     with (
         Ledger(scope.ledger_path) as ledger,
@@ -175,19 +175,22 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
 
 
 def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> None:
-    """Claim a stage for this run and node, until the run holds a lease on the stage's job or drops the claim.
+    """Record in the ledger that this run is about to start the stage on this node.
+
+    The claim lasts until the run has a lease on the stage's job or drops the claim.
 
     Raises:
-        PermanentInfraError: another run works on the stage on another node.
+        PermanentInfraError: another run executes or has claimed the stage on another node.
     """
     if elsewhere := ledger.claim(node.path_on_node(stage.run_dir), scope.run_id, node.name):
         raise PermanentInfraError(
-            f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
+            f"{stage.name} is running on {' and '.join(elsewhere)} for another run: wait until it has "
+            "finished, or end that run"
         )
 
 
 def describe_left_job(nodes: Collection[str]) -> str:
-    """A warning that killed runs may have left jobs of the stage on other nodes."""
+    """A warning that a killed run may have left a job of the stage running on other nodes."""
     return (
         f"a killed run may have left this stage running on {' and '.join(sorted(nodes))}, and this run ignores that "
         "job; to resume or end the job there, interrupt this run and start the run with that node"
@@ -196,7 +199,7 @@ def describe_left_job(nodes: Collection[str]) -> str:
 
 @contextmanager
 def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterator[None]:
-    """Call `claim_stage` before the block, and drop the claim if the block has not started the job."""
+    """Claim a stage (`claim_stage`) for the `with` block, and drop the claim if the block has not started the job."""
     claim_stage(stage, scope, node, ledger)
     try:
         yield
@@ -205,7 +208,7 @@ def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterat
 
 
 def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
-    """Publish the checkpoints of a training while the block runs, if the run's settings ask for it."""
+    """Upload the checkpoints of a training while the `with` block runs, if `run.publish_checkpoints` is set."""
     if not scope.publish_checkpoints or not stage.trains:
         return nullcontext()
     url = f"{scope.publication_url}/stages/{Path(stage.run_dir).name}"
@@ -213,14 +216,21 @@ def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextMa
 
 
 def how_it_began(status: JobStatus) -> How:
-    """How the job began, from the status that `start_or_attach` returned."""
+    """Whether the run started the job, attached to it, or found it finished.
+
+    Args:
+        status: the result of `start_or_attach`.
+    """
     if status.state is JobState.FINISHED:
         return "reused"
     return "attached" if status.attached else "ran"
 
 
 def check_code_to_resume(stage: Stage) -> None:
-    """Raise CheckpointError if a checkpoint of an earlier attempt has other model code than the start model."""
+    """Raise CheckpointError if a checkpoint from which the stage could resume has other code than the start model.
+
+    Only models with `trust_remote_code` have code.
+    """
     checkpoints = list_checkpoints(Path(stage.run_dir) / "checkpoints")
     if checkpoints and (model := stage.job["model"]["model"]).get("trust_remote_code"):
         for checkpoint in checkpoints:
@@ -228,26 +238,26 @@ def check_code_to_resume(stage: Stage) -> None:
 
 
 def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress, *, store: str) -> None:
-    """Show the metrics and events of the job until the job is finished.
+    """Show the metrics and events of a job until the job is finished.
 
     Args:
-        store: identity of the run's ledger.
+        store: identity of the run's ledger. While the run follows the job, runs of other stores do not end it.
 
     Raises:
-        InputError: the job refused its settings or its inputs. The message is the job's own.
-        TransientInfraError: this machine, or another machine of the training, does not answer.
-        FullGPUError: a GPU ran out of memory, and the job needs less at its next start.
-        JobFailedError, JobLostError: the job failed for another reason, or was lost.
+        InputError: the job rejected its settings or its inputs. The message is the job's message.
+        TransientInfraError: the job's machine, or another machine of the training, does not answer.
+        FullGPUError: a GPU ran out of memory. The next attempt of the job will need less memory.
+        JobFailedError, JobLostError: the job failed for another reason, or its supervisor died.
     """
     complaints: list[str] = []
 
     def on_event(event: dict[str, Any]) -> None:  # Any: JSON
         if event["event"] == "resumed":
-            progress.say(f"goes on from step {event['step']}")
+            progress.say(f"resumes from step {event['step']}")
         if event["event"] == "waits_for_gpus" and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "has_gpus" and event["attempt"] == status.attempt:
-            progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
+            progress.say(f"got its GPUs after {event['waited_s']:.0f} s")
         if event["event"] == "scored" and event["attempt"] == status.attempt:
             progress.say(f"{event['name']} has score {event['score']:.3f}")
         if event["event"] in ("warning", LESS_MEMORY) and event["attempt"] == status.attempt:
@@ -271,24 +281,27 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         progress.say(reason)  # shown here, because Prefect retries the stage without showing the reason
         raise TransientInfraError(reason)
     if ended.exit is not None and ended.exit.code == FULL_GPU_CODE:
-        raise FullGPUError("a GPU ran out of memory: start again, which needs less memory")
+        raise FullGPUError("a GPU ran out of memory: start again; the next attempt needs less memory")
     require_finished(session, ended)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The fate of a run's jobs, by job directory. Jobs that had already ended are left out."""
+    """Outcome for each job of a run that stops using its jobs, by job directory.
+
+    Jobs that had already ended are left out.
+    """
 
     ended: dict[str, str] = field(default_factory=dict)
-    """Cancelled jobs, each with its last saved step as the end of a sentence."""
+    """Cancelled jobs, each with a phrase about its last saved step for messages."""
     still_saving: list[str] = field(default_factory=list)
-    """Jobs that save and then end by themselves, because the caller did not wait."""
+    """Cancelled jobs that still save, because the caller stopped waiting. They end by themselves."""
     left_to_runs: list[str] = field(default_factory=list)
-    """Jobs that other runs of this store use."""
+    """Running jobs that other runs of this store use."""
     left_to_stores: list[str] = field(default_factory=list)
-    """Jobs that runs of other stores follow."""
+    """Running jobs that runs of other stores follow."""
     left_to_those: list[str] = field(default_factory=list)
-    """Jobs that runs of other stores may need. These jobs end by themselves when their leases lapse."""
+    """Running engines and followers that runs of other stores may need. They end when their leases lapse."""
 
 
 def stop_leased_jobs(
@@ -299,7 +312,7 @@ def stop_leased_jobs(
     say: Callable[[str], None] = lambda sentence: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> GivenUp:
-    """Drop the run's leases on a node's jobs, and cancel the jobs that no other run uses.
+    """Drop a run's leases on a node's jobs, and cancel the jobs that no other run uses.
 
     Args:
         say: receives one sentence about each job that is still saving.
@@ -330,7 +343,7 @@ def stop_leased_jobs(
                 )
             if found.is_ending:
                 given_up.still_saving.append(lease.run_dir)
-                if node.is_rented:  # a later process fetches the result and gives the machine back
+                if node.is_rented:  # a later process downloads the result and releases the machine
                     ledger.add_lease(lease.run_dir, scope.run_id, lease.node)
             elif found.state is JobState.RUNNING:
                 given_up.left_to_stores.append(lease.run_dir)
@@ -340,7 +353,7 @@ def stop_leased_jobs(
 
 
 def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
-    """This run's leases, by the name of their node: `node` or one of its further nodes."""
+    """The run's leases in the ledger, by the name of the node that runs the leased job."""
     by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.further_nodes)}
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id):
@@ -349,9 +362,12 @@ def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
 
 
 def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
-    """Drop this run's leases on ended jobs: the given leases, or all.
+    """Drop this run's leases in the ledger, without ending the jobs.
 
-    If the ledger cannot be written, the leases stay. The leases of a run that has ended have no effect.
+    If the ledger cannot be written, this is only logged, because the leases of an ended run have no effect.
+
+    Args:
+        leases: the leases to drop; None drops all leases of the run.
     """
     try:
         with Ledger(scope.ledger_path) as ledger:

@@ -1,6 +1,6 @@
-"""The stages of a run in order: each is planned from the settings and from the stages before it.
+"""Run the stages of a run in order. Each stage is planned from the settings and from the results of earlier stages.
 
-Not here: what becomes of a stage (stage.py), its job and identity (plan.py).
+Not here: executing one stage (stage.py), building its job and fingerprint (plan.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def note_plan(config: Config, scope: RunScope) -> None:
-    """Record the names of the run's stages, so that its live page shows stages to come."""
+    """Record the names of the run's stages in the ledger, so that the live page shows stages that have not started."""
     with Ledger(scope.ledger_path) as ledger:
         ledger.note_plan(scope.output_dir.name, [place.name for place in stages_of(config.mode)])
 
@@ -37,11 +37,11 @@ def run_stages(
     *,
     rivals: Mapping[str, InputModel] = MappingProxyType({}),
 ) -> tuple[InputModel, list[StageRecord]]:
-    """Every stage of the mode, in order; returns the final checkpoint and the stages' records.
+    """Run every stage of the run's mode, in order. Returns the final checkpoint and the records of the stages.
 
     Args:
-        run: does a stage, or takes what it left.
-        rivals: further models that are evaluated on the same prompts, by name.
+        run: runs a stage and returns its record, or only loads the record of a finished stage.
+        rivals: further models for the final evaluation, by name.
     """
     config = with_choice_of(config, machine)
     models = {BASE: base_model(config)}

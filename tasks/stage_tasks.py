@@ -1,6 +1,6 @@
 """Run the stages of a run as Prefect tasks. A record in Prefect's cache is used only if the stage's files are intact.
 
-Each kind of stage is a task with the name of the kind, which Prefect's pages show.
+Each kind of stage has its own task, so that Prefect's pages show the kind's name.
 
 Not here: running a stage's job (stage.py), verifying a stage's files (artifacts.py).
 """
@@ -28,7 +28,7 @@ from rollouts_core.stages import STAGES, kind_of
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature
-    """The stage's name and fingerprint. The run and the source code of the task do not enter the key."""
+    """Prefect's cache key of a stage: its name and fingerprint, so that all runs share the cached record."""
     stage: Stage = parameters["stage"]
     return f"{stage.name}-{stage.fingerprint}"
 
@@ -46,28 +46,28 @@ STAGE_OPTIONS: dict[str, Any] = {  # Any: keywords of prefect.task
 def run_cached(
     task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
 ) -> StageRecord:
-    """Run the task of a stage. A record in Prefect's cache is used only if the stage is finished and intact."""
-    # The use is recorded before the check, so that prune keeps the stage. A stage that is already pruned runs again.
+    """Run the task of a stage, or use the record in Prefect's cache if the stage's files are intact."""
+    # The use is recorded before the check, so that prune keeps a stage that the check finds intact.
     with Ledger(scope.ledger_path) as ledger:
         use = Path(stage.run_dir).name
         ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
-    # Without this check, a deleted or damaged checkpoint would be noticed only by the later stage that loads it.
+    # Without this check, only a later stage that loads a deleted or damaged checkpoint would report it.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
     kept: object = state.result()
-    if not isinstance(kept, StageRecord):  # the cached record has a class name of an earlier version
+    if not isinstance(kept, StageRecord):  # an earlier version of rollouts cached it, under another class name
         return task.with_options(refresh_cache=True, task_run_name=stage.name)(stage, scope, node)
     return _reuse(kept, stage, scope) if state.name == "Cached" else kept
 
 
 def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
-    """Show a stage with a cached record like the other stages of this run. Returns the updated record."""
+    """Report a stage whose record came from Prefect's cache as reused. Returns the record as of this run."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
     ):
-        # The verified directory decides, because the store may have been moved since Prefect cached the record.
-        # A cached record is also outdated if a flow was killed after its job had replaced a damaged result.
+        # result.json is read again, because the cached record is outdated if the store was moved, or if a flow was
+        # killed after its job had replaced a damaged result.
         result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
         if warning := result.get("warning"):
             progress.say(warning)
@@ -79,7 +79,6 @@ def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
 
 
 def do_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Run a stage, or reuse its result."""
     return run_stage(stage, scope, node)
 
 
@@ -89,5 +88,5 @@ STAGE_TASKS = {
 
 
 def run_task(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Run a stage by the task of its kind, and return the stage's record."""
+    """Run a stage by the Prefect task of its kind, and return the stage's record."""
     return run_cached(STAGE_TASKS[kind_of(stage.name).name], stage, scope, node)

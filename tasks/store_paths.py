@@ -1,4 +1,4 @@
-"""Find the names of store folders in JSON values, and record that these folders are used.
+"""Find the folders of a store that paths in a JSON value name, and mark these folders as used.
 
     stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>     engines/<kind>-<version>-<digest>
 
@@ -28,16 +28,19 @@ NAMES = {
     INPUTS: re.compile(r"[0-9a-f]{16}"),
     ENGINES: re.compile(r"[a-z]+-[\w.+!]+-[0-9a-f]{16}"),
 }
-"""The patterns of folder names, by the kind of folder."""
+"""The patterns of names of folders in the store, by the kind of folder."""
 
 
 def is_place(kind: str, name: str) -> bool:
-    """True if the name matches the pattern for this kind of folder."""
+    """True if the name has the form of a folder of this kind, such as "sft-<fingerprint>" for a stage."""
     return NAMES[kind].fullmatch(name) is not None
 
 
 def places_in(value: Any) -> set[str]:  # Any: JSON
-    """The folders of any store that paths in a JSON value name, such as stages/sft-<fingerprint>."""
+    """The store folders that paths in a JSON value name, such as "stages/sft-<fingerprint>".
+
+    The paths may be of any store, and the folders need not exist.
+    """
     return {
         f"{kind}/{name}"
         for text in _texts(value)
@@ -47,7 +50,7 @@ def places_in(value: Any) -> set[str]:  # Any: JSON
 
 
 def note_named(value: Any, store: Path) -> None:  # Any: JSON
-    """Mark the folders named in a JSON value as used now, so that prune keeps them while the run lives."""
+    """Mark the store folders in a JSON value as used now, so that prune keeps them while this run lasts."""
     places = places_in(value)
     if not places:
         return

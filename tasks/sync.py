@@ -1,8 +1,9 @@
-"""Copy results of a run to its folder in the store and to object stores, and download inputs from object stores.
+"""Copy a run's results to the run's folder in the store and to an object store, and download inputs.
 
-    machine ── files of the checkpoint, if it can ──> object store <── missing files, and the records ── this machine
+    remote machine ── files of the checkpoint ──> object store <── missing files, and the run's records ── this machine
 
-Not here: which inputs are fetched (inputs.py), how a publication is laid out (infra/stores/publication.py).
+The remote machine uploads only if it can reach the object store. Not here: which inputs are downloaded (inputs.py), the
+layout of published results (infra/stores/publication.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ RECORDS = ("report.html", "run.json", "config.toml")
 
 @task(name="reach-stores", **TRIED_AGAIN)
 def reach_stores(config: Config, scope: RunScope) -> Config:
-    """Check that results can be published, and download the inputs. Returns the configuration with local paths."""
+    """Check that the object store accepts results, and download the inputs. Returns the settings with local paths."""
     with StageProgress("inputs") as progress:
         if scope.publish:
             check_writable_store(ObjectStore(scope.publication_url))
@@ -59,9 +60,9 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 
 @task(name="send", cache_policy=NO_CACHE)
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
-    """Let the machine of the final checkpoint upload the files to the object store, so that publishing is faster.
+    """Let the remote machine that made the final checkpoint upload it to the object store, which is faster.
 
-    A failure here does not fail the run, because publishing uploads all missing files.
+    A failure is only reported, because `publish_results` uploads all missing files.
 
     Args:
         checkpoint_path: the copy of the checkpoint on this machine.
@@ -76,15 +77,17 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
                     return
                 num_bytes = send_checkpoint_from_node(session, store, Path(checkpoint_path), source)
         except (InfraError, OSError) as error:
-            progress.say(f"the checkpoint is sent from here, because the node cannot send it to {store.url} ({error})")
+            progress.say(
+                f"the checkpoint is uploaded from here, because the node cannot upload it to {store.url} ({error})"
+            )
             return
         if num_bytes:
-            progress.say(f"the node sent {num_bytes / 1e6:.1f} MB to {store.url} itself")
+            progress.say(f"the node itself uploaded {num_bytes / 1e6:.1f} MB to {store.url}")
 
 
 @task(name="publish", **TRIED_AGAIN)
 def publish_results(checkpoint_path: str, scope: RunScope) -> str:
-    """Publish the final checkpoint and the run's records. Returns the URL for `rollouts pull`."""
+    """Upload the final checkpoint and the run's records to the object store. Returns the URL for `rollouts pull`."""
     with StageProgress("publish") as progress:
         num_sent_bytes = publish_run(
             ObjectStore(scope.publication_url),

@@ -1,4 +1,4 @@
-"""Trackers, which show the metrics of trainings outside of this project's own pages: TensorBoard, W&B.
+"""Trackers: TensorBoard, W&B, or another service to which the metrics of a training are sent.
 
 Not here: reading metrics while a training writes them (tracking.py), the meaning of the metrics (docs/metrics.md).
 """
@@ -23,52 +23,52 @@ TRACKERS = {
     "tensorboard": "rollouts.tasks.trackers:TensorBoardTracker",
     "wandb": "rollouts.tasks.trackers:WandbTracker",
 }
-"""The class or function that opens each tracker: see `OpenTracker`."""
+"""The built-in trackers: for each, the class or function that opens it (`OpenTracker`)."""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 WANDB_URL = "https://api.wandb.ai"
 
 
 ALL_TRACKERS: Registry[OpenTracker] = Registry("rollouts.trackers", TRACKERS, find_fault_of_callable)
-"""The trackers of this project and of installed packages."""
+"""All known trackers: built-in, and of installed packages with an entry point."""
 TrackerName = Annotated[str, KeyOf(ALL_TRACKERS)]
 
 
 class TrackedStage(BaseModel):
-    """A training whose metrics a tracker shows. Secrets are not here: trackers read them from the environment."""
+    """A training whose metrics are sent to a tracker. Trackers read their secrets from the environment."""
 
     tracker: TrackerName
     run: str
     """The name of the run's folder."""
     run_name: str
-    """The run's name for users."""
+    """The run's name, as the user chose it."""
     stage: str
     metrics: Path
-    """The file that the training appends to."""
+    """The metrics.jsonl to which the training appends."""
     store: Path
     settings: dict[str, Any]
-    """The job; JSON."""
+    """The content of the training's job.json."""
 
     @property
     def name(self) -> str:
-        """A name that is unique among all trainings, because a run has each stage only once."""
+        """A unique name of the training: a run has each stage only once."""
         return f"{self.run}-{self.stage}"
 
     @property
     def state(self) -> Path:
-        """The file that records up to which step the metrics were sent."""
+        """The file that stores which step must be sent to the tracker next."""
         return self.store / "tracked" / f"{self.name}-{self.tracker}.json"
 
 
 class Tracker(Protocol):
-    """Shows the metrics of one training."""
+    """The connection to a service that shows the metrics of one training."""
 
     shown_at: str
-    """The place where users see the metrics, in words."""
+    """Text for users: where they find the metrics, such as "metrics at <URL>"."""
     next_step: int
-    """The first step that the tracker does not have."""
+    """The first step that the tracker does not have yet."""
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step.
+        """Send the metrics of a training step.
 
         Args:
             time_s: when the training made the step, in seconds since 1970.
@@ -76,20 +76,20 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """Save the logged metrics, so that they survive the death of this process."""
+        """Save the logged metrics, so that they are not lost if this process is killed."""
         ...
 
     def close(self) -> None:
-        """Return when all logged metrics have arrived."""
+        """Wait until all logged metrics have arrived, and close the connection."""
         ...
 
 
 OpenTracker = Callable[[TrackedStage, int, Callable[[str], None]], Tracker]
-"""Opens the tracker of a training. Arguments: the training, its first step to send, and a function that logs."""
+"""Opens a tracker for a training. Arguments: the training, the first step to send, and a function for messages."""
 
 
 class TensorBoardTracker:
-    """Event files in `<store>/tensorboard/<run>/<stage>`."""
+    """Writes event files for TensorBoard to `<store>/tensorboard/<run>/<stage>`."""
 
     def __init__(self, tracked: TrackedStage, next_step: int, say: Callable[[str], None]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -99,7 +99,6 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(tracked.store / "tensorboard" / tracked.run / tracked.stage))
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -107,16 +106,14 @@ class TensorBoardTracker:
         self._writer.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=numbers)))
 
     def flush(self) -> None:
-        """Write the logged metrics to the file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
 class WandbTracker:
-    """A run of Weights & Biases, in a group for all trainings of the pipeline's run. It obeys `WANDB_...` variables."""
+    """A run in Weights & Biases. The trainings of one pipeline run form a W&B group. `WANDB_...` variables apply."""
 
     def __init__(self, tracked: TrackedStage, next_step: int, say: Callable[[str], None]) -> None:
         import wandb
@@ -143,40 +140,39 @@ class WandbTracker:
         folder = Path(self._run.dir).parent
         is_kept_here = self._run.settings.mode == "offline"
         if os.environ.get("WANDB_MODE") == "disabled":
-            self.shown_at = "metrics nowhere, because WANDB_MODE is disabled"
+            self.shown_at = "no metrics, because WANDB_MODE is disabled"
         elif is_kept_here:
             self.shown_at = f"metrics kept for: wandb sync {folder}"
         else:
             self.shown_at = f"metrics at {self._run.url}"
-        # If the server already has steps of this run, the server's count is the reliable one.
+        # If W&B already has steps of this training, its next step counts, not the locally stored one.
         self.next_step = int(self._run.step) if self._run.resumed else next_step
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
         self._run.log({**values, "_timestamp": time_s}, step=step, commit=True)
 
     def flush(self) -> None:
-        """Do nothing, because a process of W&B keeps the logged metrics."""
+        """Do nothing. W&B's own process keeps the logged metrics if this process is killed."""
 
     def close(self) -> None:
-        """Return when the server has all metrics, or in offline mode the local file."""
+        """Wait until the W&B server (in offline mode: a local file) has all metrics."""
         self._run.finish()
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Raise ConfigError if a tracker is not installed here, or has no key."""
+    """Raise ConfigError if a tracker's package is not installed on this machine, or if W&B has no API key."""
     for name in names:
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise ConfigError(f'run.report_to: {name} is not installed here: pip install "rollouts[{name}]"')
     if "wandb" in names and not _has_wandb_key():
         raise ConfigError(
-            "run.report_to: W&B has no key here: set WANDB_API_KEY, or run `wandb login`, or keep its files here with "
-            "WANDB_MODE=offline"
+            "run.report_to: W&B has no API key here: set WANDB_API_KEY, or run `wandb login`, or keep its files here "
+            "with WANDB_MODE=offline"
         )
 
 
 def _has_wandb_key() -> bool:
-    """True if W&B finds a key, or is used without its server."""
+    """True if W&B finds an API key, or is used without its server (`WANDB_MODE`)."""
     if os.environ.get("WANDB_MODE", "online") != "online" or any(os.environ.get(name) for name in WANDB_KEYS):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_URL)).netloc

@@ -1,6 +1,6 @@
-"""Send the metrics of a training to trackers while the training runs. Each tracker has a process of its own.
+"""Send the metrics of a training to trackers such as W&B while the training runs.
 
-A tracker that fails or hangs is reported, and does not affect the training.
+Each tracker has its own process. So a tracker that fails or hangs is reported, but does not affect the training.
 
     metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: next step,
          ^                                                     so that a resumed run sends nothing twice
@@ -34,18 +34,19 @@ from rollouts_core.system.files import write_json
 
 SEND_EVERY_S = 5.0
 FINISH_TIMEOUT_S = 90.0
-"""Seconds that a tracker may keep sending after the training has ended."""
+"""A tracker may send metrics for this many seconds after the training has ended."""
 GRACE_S = 5.0
 WHERE = "the metrics are in"
-"""Precedes the path of metrics.jsonl in messages about a faulty tracker."""
+"""Text before the path of metrics.jsonl in messages about a failed tracker."""
 NOT_METRICS = ("step", "attempt", "time")
 
 
 @contextmanager
 def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterator[None]:
-    """Send a training's metrics to the run's trackers while the block runs. Leaving the block waits until all are sent.
+    """Send a training's metrics to the run's trackers while the `with` block runs.
 
-    After an exception, such as an interrupt, leaving does not wait. The trackers' processes then end by themselves.
+    At the end of the block, this waits until all metrics are sent. After an exception, such as an interrupt, it does
+    not wait: the trackers' processes send the rest and end by themselves.
     """
     names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
@@ -78,13 +79,13 @@ def has_all(training: TrackedStage) -> bool:
 
 
 def first_unsent_step(training: TrackedStage) -> int:
-    """The first step that was not yet sent to the tracker."""
+    """The first step of the training that was not yet sent to the tracker."""
     return int(json.loads(training.state.read_text())["next_step"]) if training.state.exists() else 0
 
 
 @contextmanager
 def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Iterator[None]:
-    """Run the process of one tracker during the block, and afterwards until the process has sent the last metrics."""
+    """Run the process of one tracker during the `with` block, and then wait until it has sent the last metrics."""
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
@@ -93,10 +94,10 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # keeps Ctrl-C from reaching the process
+            start_new_session=True,  # so that Ctrl-C does not reach the process
         )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be longer than a command line
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be too long for the command line
     process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:
@@ -104,24 +105,24 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
         for line in lines:
             say(line.rstrip())
         code = process.wait()
-        if code != 0 and WHERE not in line:  # the process has not reported its failure itself
+        if code != 0 and WHERE not in line:  # the tracker's process has not reported its failure itself
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             say(f"{training.tracker}: its process was ended {how}; {WHERE} {training.metrics}")
 
-    # Prefect needs this context to log the thread's sentences for the run.
+    # Prefect needs this context to assign the thread's log lines to the run.
     relaying = threading.Thread(target=copy_context().run, args=(relay, process.stdout), daemon=True)
     relaying.start()
     with process.stdin as its_end:
         yield
         its_end.close()
         relaying.join(FINISH_TIMEOUT_S + GRACE_S)
-        if relaying.is_alive():  # a child process of the tracker keeps the output open
+        if relaying.is_alive():  # a child process of the tracker holds the output open
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str], None]) -> None:
-    """Send the lines of the metrics file until `is_over` is set. Returns when the tracker has all lines."""
-    with locked(training.state.with_suffix(".lock")):  # the process of a killed run may still be sending
+    """Send new lines of metrics.jsonl to the tracker until `is_over` is set and the tracker has all lines."""
+    with locked(training.state.with_suffix(".lock")):  # a process that a killed run started may still be sending
         tracker = ALL_TRACKERS[training.tracker](training, first_unsent_step(training), say)
         say(tracker.shown_at)
         position, is_last = 0, False
@@ -136,7 +137,10 @@ def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str],
 
 
 def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
-    """Send the lines of steps that the tracker does not have. A step that a later attempt repeats has equal metrics."""
+    """Send the metrics of steps that the tracker does not have.
+
+    A step that a later attempt of the training repeats is not sent again, because its metrics are equal.
+    """
     for line in lines:
         if line["step"] >= tracker.next_step:
             tracker.log(line["step"], line["time"], {key: line[key] for key in line if key not in NOT_METRICS})
@@ -145,9 +149,9 @@ def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
 
 
 def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:  # Any: JSON
-    """Read the complete lines after a position. Returns the new position and the lines.
+    """Read the complete lines of a file after a byte position. Returns the new position and the lines.
 
-    A file that is shorter than the position has been replaced, and is read from its beginning.
+    If the file is shorter than the position, it was replaced. It is then read from its beginning.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         start = position if os.fstat(file.fileno()).st_size >= position else 0
@@ -159,7 +163,10 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Track the training in the first line of standard input until that ends, and at most `FINISH_TIMEOUT_S` longer."""
+    """Send the metrics of one training. The first line of standard input describes the training as JSON.
+
+    The end of standard input means that the training has ended. The process then ends within `FINISH_TIMEOUT_S`.
+    """
     training = TrackedStage.model_validate_json(sys.stdin.readline())
     is_over = threading.Event()
 
@@ -172,13 +179,13 @@ def main() -> None:
         sys.stdin.read()
         is_over.set()
         time.sleep(FINISH_TIMEOUT_S)
-        say(f"did not take all metrics within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
+        say(f"did not receive all metrics within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()
     try:
         track(training, is_over, say)
-    except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training goes on
+    except Exception as error:  # noqa: BLE001 - an error of a tracker must not end the training
         say(f"{first_line(error)}; {WHERE} {training.metrics}")
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Train on several machines: the jobs of the further machines start before the leader's job and end after it.
+"""Train on several machines: the jobs on the further machines start before the leader's job and end after it.
 
 Not here: how the jobs connect and detect a lost machine (rollouts_core/backends/multi_node.py), engines on further
 machines (engine.py).
@@ -37,13 +37,14 @@ GPU_POLL_S = 2.0
 TURN_POLL_S = 0.5
 
 Trainers = Mapping[str, Any]  # Any: JSON
-"""The entry in job.json that lists the further machines. Empty for a machine that trains alone."""
+"""The part of job.json that lists the further machines. Empty if one machine trains alone."""
 ALONE: Trainers = MappingProxyType({})
 
 
 @contextmanager
 def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
-    """Keep other runs from starting the same stage until the block ends or the yielded stack is closed.
+    """Lock a stage, so that only one run at a time starts its jobs. The lock ends with the `with` block, or earlier
+    when the yielded stack is closed.
 
     Without this lock, two runs could mistake each other's jobs for leftovers, or overwrite a job that has just started.
     """
@@ -59,7 +60,7 @@ def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str]
 
 
 def trains_with_others(stage: Stage, node: Node) -> bool:
-    """True if further machines take part in the training of a stage."""
+    """True if the stage is a training on several machines."""
     return stage.trains and bool(node.trainer_nodes)
 
 
@@ -67,13 +68,13 @@ def trains_with_others(stage: Stage, node: Node) -> bool:
 def trainers_beside(
     stage: Stage, leader: Session, scope: RunScope, node: Node, say: Callable[[str], None]
 ) -> Iterator[Trainers]:
-    """Start the jobs of the further machines for a training on `node`, and end these jobs after the block.
+    """Start the jobs on the further machines of a training, and end these jobs after the `with` block.
 
-    After an error, the jobs are left running, because the training may continue without this process. If the leader's
-    job has ended, the other jobs end by themselves.
+    If the block fails, the jobs keep running, because the training may continue without this process. They end by
+    themselves after the leader's job has ended. The caller must hold the lock of `start_in_turn`.
 
     Args:
-        leader: a session to `node`. The caller must be inside the block of `start_in_turn`.
+        leader: a session to `node`.
     """
     if not trains_with_others(stage, node):
         yield ALONE
@@ -89,7 +90,7 @@ def trainers_beside(
             yield ALONE  # another run trains this stage with other machines
             return
         if running is None:
-            end_followers(stage, sessions, node)  # jobs of an earlier attempt would not join this one
+            end_followers(stage, sessions, node)  # jobs of an earlier attempt would not connect to a new leader
         trainers = {
             "further_trainers": running["further_trainers"] if running else choose_places(stage, sessions, node)
         }
@@ -98,7 +99,7 @@ def trainers_beside(
             for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
                 planned = plan_follower(with_trainers(stage, trainers), own, rank)
                 followers.append(start_follower(planned, session, own, scope, ledger))
-                # Renewed from now on, because uploading inputs to the next machine may take longer than a lease.
+                # The renewals begin now, because uploading inputs to the next machine may take longer than a lease.
                 renewals.enter_context(lease_renewed(followers[-1]))
             for follower, session in zip(followers, sessions, strict=True):
                 wait_for_gpus(follower, session, say)
@@ -113,17 +114,17 @@ def trainers_beside(
 
 
 def is_by(nodes: Sequence[Node], running: Mapping[str, Any]) -> bool:  # Any: JSON
-    """True if a running job trains with exactly these further machines."""
+    """True if a running training uses exactly these further machines."""
     return [each["name"] for each in running.get("further_trainers", ())] == [node.name for node in nodes]
 
 
 def with_trainers(stage: Stage, trainers: Trainers) -> Stage:
-    """The stage with the further machines in its job."""
+    """The stage with the list of further machines in its job."""
     return stage.model_copy(update={"job": {**stage.job, **trainers}})
 
 
 def choose_places(stage: Stage, sessions: Sequence[Session], node: Node) -> list[dict[str, Any]]:  # Any: JSON
-    """The addresses at which the further machines wait for the leader."""
+    """Choose the ports at which the further machines wait for the leader. Returns their addresses for job.json."""
     return [
         FurtherTrainer(
             name=own.name,
@@ -136,10 +137,10 @@ def choose_places(stage: Stage, sessions: Sequence[Session], node: Node) -> list
 
 
 def start_follower(stage: Stage, session: Session, node: Node, scope: RunScope, ledger: Ledger) -> LeasedJob:
-    """Start the job of a further machine, or attach to the running job.
+    """Start the job on a further machine, or attach to it if it runs.
 
     Args:
-        stage: this machine's part of the training (`plan_follower`).
+        stage: the further machine's job, from `plan_follower`.
     """
     placement = place_stage(session, stage, node)
     run_dir = placement.stage.run_dir
@@ -158,13 +159,16 @@ def start_follower(stage: Stage, session: Session, node: Node, scope: RunScope, 
 
 
 def end_followers(stage: Stage, sessions: Sequence[Session], node: Node) -> None:
-    """Cancel the jobs of further machines that an attempt without a running leader left behind."""
+    """Cancel jobs on further machines that an earlier attempt left behind although its leader no longer runs."""
     for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
         cancel_job(session, own.path_on_node(plan_follower(stage, own, rank).run_dir), GRACE_S)
 
 
 def wait_for_gpus(job: LeasedJob, session: Session, say: Callable[[str], None]) -> None:
-    """Wait until the job of a further machine has its GPUs, so that the leader does not hold idle GPUs meanwhile."""
+    """Wait until the job on a further machine has locked its GPUs.
+
+    The leader's job starts after this wait. If the leader started earlier, its own GPUs would be locked but idle.
+    """
     said = ""
     while waits_for := job_status(session, job.run_dir).waits_for:
         if waits_for != said:

@@ -1,6 +1,6 @@
-"""The key that a run's engines and trainers require of each other if the settings name no key. Each store has one key.
+"""The API key that engines and trainers on several machines require of each other if the settings name no key.
 
-Not here: keys that the settings name, and the settings that require a key (rollouts_core/keys.py).
+Each store has one such key. Not here: keys that the settings name, and when a key is required (rollouts_core/keys.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ KEY_FILE = "unit-key"
 
 
 def own_unit_key(store: Path) -> str:
-    """The store's key for engines and trainers. The first call writes it to a file that only its owner can read."""
+    """The store's API key for engines and trainers. The first call creates the key in a file that only its owner can
+    read."""
     return own_secret(store / KEY_FILE, lambda: secrets.token_urlsafe(32))
 
 
 def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
-    """The store's key, by the variable that the user need not set. Empty if the job does not need the store's key."""
+    """The environment variable with the store's API key, for the job's process. Empty if the job does not need it."""
     is_own = engine_key_variable(job) == OWN_KEY_VARIABLE or job.get("further_trainers")
     return {OWN_KEY_VARIABLE: own_unit_key(Path(scope.store))} if is_own else {}

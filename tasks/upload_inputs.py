@@ -4,11 +4,12 @@ Not here: planning a stage (plan.py), running a stage (stage.py), fetching the r
 
     this machine                                            the node
     <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node trained further
-    data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless already uploaded
-    rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        by own_files.py
+    data files, models, checkpoints                   ──>   <root>/inputs/<digest>/      unless already uploaded
+    rollouts_core, the user's code (own_files.py)     ──>   <root>/code/<digest>/        unless already uploaded
 
-Folders are named by a digest of their content, so each file is uploaded once. If possible, the node itself downloads
-inputs that have S3 URLs (inputs.py). Datasets and models of a hub keep their names, and the node downloads them itself.
+Folders are named by a digest of their content, so each file is uploaded only once. If possible, the node itself
+downloads inputs that have S3 URLs (inputs.py). Datasets and models of the Hugging Face hub keep their names, and the
+node downloads them itself.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A stage with the paths on its node."""
+    """A stage after the upload of its inputs and code."""
 
     stage: Stage
-    """The stage with the paths on the node."""
+    """The stage, with paths on the node in its job and `run_dir`."""
     code_dir: str
     """The folder on the node from which the job imports; empty on this machine."""
 
 
 def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None] = logger.info) -> Placement:
-    """Upload the inputs and the code of a stage to its node.
+    """Upload the inputs and the code of a stage to its node. On this machine, nothing is uploaded.
 
     Args:
         say: receives one sentence for each input that the node downloaded itself, or failed to download.
@@ -116,11 +117,12 @@ def place_job(job: Job, inputs: NodeInputs) -> Job:
 
 
 class NodeInputs:
-    """Uploads inputs to a node, each into a folder that is named by its content.
+    """Uploads inputs of a job to a node. Each input gets a folder that is named by a digest of its content.
 
     Args:
-        is_doubtful: whether an earlier attempt at the job refused its inputs. A file on the node may then have the
-            right size but wrong content, so files are compared by content.
+        say: receives one sentence for each input that the node downloaded itself, or failed to download.
+        is_doubtful: whether an earlier attempt of the job rejected its inputs. A file on the node may then have the
+            right size but wrong content. So files are compared by content instead of size.
     """
 
     def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
@@ -129,7 +131,7 @@ class NodeInputs:
         self._node = node
         self._say = say
         self._may_fetch = True
-        """False after the node has failed to download an input itself."""
+        """Whether the node may try to download inputs itself. False after a failed download."""
 
     def place_input(self, value: object) -> object:
         """Upload a model, a data file or the datasets of a job. Any other value is returned unchanged."""
@@ -146,7 +148,6 @@ class NodeInputs:
                 return value
 
     def place_file(self, file: InputFile) -> InputFile:
-        """Upload a data file."""
         return file.model_copy(update={"path": self._place(file.path, file.digest, digest_path)})
 
     def place_dataset(self, dataset: InputDataset) -> InputDataset:
@@ -170,7 +171,7 @@ class NodeInputs:
         return cast("TrainingT", training.model_copy(update={"resume_from": path}))
 
     def place_graders(self, rollout: RolloutConfig) -> RolloutConfig:
-        """Upload the models that grade completions. If a server runs the model, its weights are left out."""
+        """Upload the models that grade completions. Only classifiers need weights: a server runs the other models."""
         rewards = tuple(self._place_grader(each) if each.model_folder else each for each in rollout.rewards)
         return rollout.model_copy(update={"rewards": rewards})
 
@@ -183,21 +184,22 @@ class NodeInputs:
     def _place(
         self, given: str, digest: str, digest_now: Callable[[str], str], *, without: tuple[str, ...] = ()
     ) -> str:
-        """The input's path on the node. An input that an earlier stage made on the node is used in place.
+        """Upload an input unless the node has it. Returns the input's path on the node.
 
-        Any other input is uploaded unless the node has it.
+        An input that an earlier stage made on the node itself is not copied.
 
         Args:
-            digest: digest of the input from when the stage was planned.
+            given: the input's path on this machine. The name of a hub's model or dataset is returned unchanged.
+            digest: digest of the input at the time when the stage was planned.
             digest_now: computes the current digest of a path.
-            without: suffixes of file names that are left out.
+            without: files with these suffixes are not uploaded.
 
         Raises:
             ConfigError: the input was edited after the stage was planned.
             TransientInfraError: the input was edited during the upload.
         """
         path = Path(given)
-        if not path.exists():  # the name of a hub's model or dataset
+        if not path.exists():  # the name of a model or dataset on a hub
             return given
         below = files_below(path, path.name)
         wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
@@ -209,7 +211,7 @@ class NodeInputs:
         identity = " ".join([digest, path.name, *without])
         key = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
-        if not self._has(files, folder):  # a clean-up or a power cut may have removed some files
+        if not self._has(files, folder):  # a cleanup or a power failure may have removed some files
             before = _versions_of(files.values())
             if digest_now(given) != digest:
                 raise ConfigError(f"{path} changed since the stage was planned: start the run again")
@@ -219,11 +221,11 @@ class NodeInputs:
         return f"{folder}/{path.name}"
 
     def _has(self, files: Mapping[str, Path], folder: str) -> bool:
-        """True if a folder of the node has these files. Always False if an earlier attempt refused its inputs."""
+        """True if a folder of the node has these files. Always False if an earlier attempt rejected its inputs."""
         return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
-        """Let the node download the input from its URL into the folder. Returns whether that succeeded."""
+        """Let the node itself download an input from the input's URL. Returns whether that succeeded."""
         store = Path(self._node.local_root)
         url = find_origin(path, store)
         if not url or not self._may_fetch:
@@ -236,27 +238,31 @@ class NodeInputs:
             if missing := [name for name, file in files.items() if file not in keys]:
                 raise StoreUnavailableError(f"{missing[0]} is not in the object store")
             named = {name: keys[file] for name, file in files.items()}
-            self._may_fetch = False  # stays False after a failure, so that later inputs do not wait for another
+            self._may_fetch = False  # stays False if the download fails, so that later inputs do not wait again
             num_bytes = fetch_on_node(self._session, origin, named, files, folder)
             self._may_fetch = True
         except InfraError as error:
-            self._say(f"{path.name}: sent from here, because the node cannot fetch it from {url} ({error})")
+            self._say(f"{path.name}: uploaded from here, because the node cannot download it from {url} ({error})")
             return False
-        self._say(f"{path.name}: the node fetched {num_bytes / 1e6:.1f} MB from {url} itself")
+        self._say(f"{path.name}: the node itself downloaded {num_bytes / 1e6:.1f} MB from {url}")
         return True
 
 
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
-    """Upload newer checkpoints of another node, so that the job resumes from them.
+    """Upload the stage's files if another node has trained further than this node, so that the job resumes from there.
 
-    All files of the job on the node are replaced, because steps that both nodes trained would exist in two versions.
+    All files of the job on this node are replaced. Otherwise steps that both nodes trained would exist in two versions.
+
+    Args:
+        mirror: the stage's directory on this machine.
+        run_dir: the stage's directory on the node.
     """
     if not list_checkpoints(mirror / "checkpoints"):
         return
     status = job_status(session, run_dir)
     if status.state in (JobState.RUNNING, JobState.FINISHED) or not is_behind(session, run_dir, mirror):
         return
-    if status.orphans:  # end leftover processes now, because the next start could not find them
+    if status.orphans:  # end leftover processes now, because after the upload the next start could not find them
         cancel_job(session, run_dir, GRACE_S)
     files = {
         name: path
@@ -269,10 +275,10 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
 def place_code(
     session: Session, node: Node, modules: Mapping[str, str] = NO_MODULES, *, say: Callable[[str], None] = logger.info
 ) -> str:
-    """Upload this version of `rollouts_core` and the user's own code. Returns their folder on the node.
+    """Upload this version of `rollouts_core` and the user's own code. Returns the folder of the code on the node.
 
     Args:
-        modules: the user's modules, by the settings that name them.
+        modules: the user's Python modules, by the settings that name them.
         say: receives one sentence about the uploaded code.
 
     Raises:
@@ -290,7 +296,7 @@ def place_code(
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
     if not has_files(session, files, folder):
-        say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
+        say(f"uploads code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
         publish_files(session, files, folder)
         _check_unedited(session, before, folder)
     return folder
@@ -301,13 +307,16 @@ def _versions_of(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int] | Non
 
 
 def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int] | None], folder: str) -> None:
-    """Raise TransientInfraError and remove the folder if a file changed during the transfer.
+    """Raise TransientInfraError and remove the uploaded folder if a file was edited during the upload.
 
-    The folder's name is a digest from before the edit, and every later run would trust that name.
+    The folder's name is the digest of the files before the edit, and later runs would trust this name.
+
+    Args:
+        before: the versions of the files before the upload (`_versions_of`).
     """
     if edited := [path for path in before if _version_of(path) != before[path]]:
         session.run(["rm", "-rf", "--", folder], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
-        raise TransientInfraError(f"{edited[0]} was edited while it was sent: start the run again")
+        raise TransientInfraError(f"{edited[0]} was edited during its upload: start the run again")
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:
@@ -320,21 +329,24 @@ def _version_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def describe_files(name: str, files: Mapping[str, Path]) -> str:
-    """The name, number and total size of the files to upload, in words."""
+    """Text for messages, such as "my_rewards (3 files, 12 kB)"."""
     num_bytes = sum(path.stat().st_size for path in files.values())
     return f"{name} ({len(files)} file{'s' if len(files) > 1 else ''}, {num_bytes / 1000:,.0f} kB)"
 
 
 def source_files(package: Path) -> dict[str, Path]:
-    """The files of a package, without compiled Python files."""
+    """The files of a Python package, without compiled files."""
     return {name: path for name, path in files_below(package, "").items() if "__pycache__" not in Path(name).parts}
 
 
 def files_below(path: Path, name: str) -> Mapping[str, Path]:
-    """The files to upload by their names on the node: `path` itself, or all files below it. Symlinks are resolved.
+    """The files to upload, by their names on the node: `path` itself, or all files below it. Symlinks are resolved.
+
+    Args:
+        name: the name of `path` on the node.
 
     Raises:
-        PermanentInfraError: another user's symlink points outside of the folder, perhaps to a private file.
+        PermanentInfraError: a symlink of another user points outside of the folder, perhaps to a private file.
     """
     top = path.absolute()
     if top.is_file():
@@ -344,5 +356,4 @@ def files_below(path: Path, name: str) -> Mapping[str, Path]:
 
 
 def exists_on_node(session: Session, path: str) -> bool:
-    """True if the node has a file or folder at this path."""
     return session.run(["test", "-e", path], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0

@@ -17,10 +17,11 @@ from rollouts_core.errors import DataError
 
 
 def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
-    """The sources to watch: revisions of hub datasets by path, "" for files and folders.
+    """The data that a retraining watches for changes. For each path: the revision of a hub dataset, "" for files.
 
     Args:
-        sources: files and folders; empty means the demonstrations, prompts or rollouts that the run trains on.
+        sources: files and folders from the settings; empty means the demonstrations, prompts or rollouts that the run
+            trains on.
     """
     if sources:
         return dict.fromkeys(sources, "")
@@ -34,14 +35,14 @@ def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
 
 
 def can_change(watched: dict[str, str]) -> bool:
-    """False if all sources are hub datasets with a fixed commit."""
+    """False if all watched sources are hub datasets at a fixed commit."""
     return any(
         is_url(path) or Path(path).is_absolute() or not COMMIT.fullmatch(revision) for path, revision in watched.items()
     )
 
 
 def check_sources(watched: dict[str, str]) -> None:
-    """Raise DataError for a missing file or folder, or for a folder without files."""
+    """Raise DataError if a watched file or folder does not exist, or if a watched folder has no files."""
     for path in map(Path, watched):
         if path.is_dir() and not any(each.is_file() for each in path.rglob("*")):
             raise DataError(f"{path}, which is watched for new data, is a folder without files: put data there first")
@@ -50,20 +51,20 @@ def check_sources(watched: dict[str, str]) -> None:
 
 
 def check_outside(watched: dict[str, str], store: Path) -> None:
-    """Raise DataError for a folder that contains the store.
+    """Raise DataError if a watched folder contains the store.
 
-    Every run changes the store, so every check would find new data.
+    Every run changes the store, so that every check would find new data.
     """
     for path in map(Path, watched):
         if path.is_absolute() and store.resolve().is_relative_to(path.resolve()):
             raise DataError(
-                f"{path}, which is watched for new data, has the store {store} in it, which every run changes: name "
+                f"{path}, which is watched for new data, contains the store {store}, which every run changes: name "
                 "the files or folders of the data in retrain.sources, or choose another store"
             )
 
 
 def digest_sources(watched: dict[str, str]) -> dict[str, str]:
-    """Digests of the sources' content, by path. A hub dataset without a given revision has its newest commit's digest.
+    """Digests of the watched sources, by path. For a hub dataset without a fixed revision, the newest commit counts.
 
     Raises:
         DataError: a source does not exist, or the hub does not answer.

@@ -1,1 +1,1 @@
-"""Checks before anything is trained or rented: settings, models, data, memory and disk."""
+"""Checks of a run before it trains or rents a machine: settings, models, data, memory and disk."""

@@ -1,36 +1,35 @@
-"""Estimate the GPU memory of a forward and backward pass besides weights, gradients and the optimizer.
+"""Estimate the GPU memory of a forward and backward pass, besides weights, gradients and optimizer state.
 
-Weights and optimizer are estimated in resource_needs.py. torch is not imported.
+resource_needs.py estimates weights, gradients and optimizer state. This module does not import torch.
 
-The table has the elements per token that autograd keeps for a layer of the Llama family, by saved tensor. The method is
-that of arXiv:2205.05198 sec. 4, which has numbers for GELU, dropout and attention without a kernel. The sums are
-compared with torch's allocations (tests/rollouts_core/checks/test_activation_needs.py).
+The table lists the tensors that autograd keeps of one layer (Llama family) until the backward pass, in elements per
+token. H: hidden size. Q, K: width of all query and all key heads. I: feed-forward width. The method is that of
+arXiv:2205.05198 sec. 4. tests/rollouts_core/checks/test_activation_needs.py compares the sums with torch's allocations.
 
     two norms         x, normalised x, and the result, which linear layers save     6 H
     attention         q before its norm, after it, and rotated; the output          4 Q
-                      k likewise; v                                                 4 K
+                      k before its norm, after it, and rotated; v                   4 K
     feed-forward      gate, silu(gate), up, their product                           4 I
 
-In float32 each takes 4 bytes. With bfloat16, x and normalised x stay float32, and each linear layer saves a copy of its
-input: 26 H bytes, 4 x 4 and 5 x 2. The rest is bfloat16, but for the first of q and k: 10 Q + 10 K + 8 I.
+float32: 4 bytes per element.
+bfloat16: x and normalised x stay float32, and linear layers save bfloat16 copies of their inputs: 26 H bytes (4 x 4 +
+5 x 2). q and k before their norms are float32, the other tensors bfloat16: 10 Q + 10 K + 8 I bytes.
 
-Adapters lie beside frozen weights, which need no normalised x, q or k for their own gradients: 4 H + 3 Q + 3 K + 4 I
-elements in float32. In bfloat16 x is copied to float32 in each norm and back before each adapter: 18 H bytes, 2 x 4 and
-5 x 2, and 10 Q + 8 K + 8 I. Each adapter keeps its inner product, too.
+Adapters (LoRA): the weights of the layer are frozen, so autograd does not keep normalised x, q and k for the gradients
+of the norms. float32: 4 H + 3 Q + 3 K + 4 I elements. bfloat16: each norm copies x to float32, and each adapter copies
+it back: 18 H bytes (2 x 4 + 5 x 2), and 10 Q + 8 K + 8 I bytes. Each adapter also keeps its inner product.
 
-If rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that share
-them, and autograd keeps the repeated tensors instead. `eager` keeps the T x T weights of each head.
+Packed rows: kernels without variable lengths get a mask of T x T (T: tokens of a row). Keys and values are then
+repeated for the query heads that share them, and autograd keeps the repeated tensors. `eager` keeps T x T weights per
+head.
 
-With activation checkpointing, autograd keeps only the input of each layer. During the backward pass, the activations of
-one layer at a time are computed again, and exist together with the gradients of gate and up. The memory of the head is
-free by then. Copies of the layers' matrices in bfloat16 last until the end of the forward pass, before the gradient of
-the head is made.
+Activation checkpointing: autograd keeps only the input of each layer. The backward pass computes the activations of one
+layer at a time again, and holds them together with the gradients of gate and up. The memory of the head is free by
+then. bfloat16 copies of the layers' matrices exist until the forward pass ends, before the head's gradient exists.
 
-Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
-in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.
-Between several processes, the embedding and the head are gathered with their gradients, and two layers.
-
-T tokens of a row, H hidden size, Q and K width of all query and key heads, I feed-forward width, V vocabulary.
+Head: logits are computed in pieces (model/logprobs.py). Three pieces exist at a time, and the head's gradient exists in
+float32 and in the number format of the matrix products. Under autocast, trained matrices also have a copy in this
+format. With several processes, the embedding, the head and two layers are gathered, with their gradients.
 """
 
 from __future__ import annotations
@@ -46,37 +45,36 @@ from rollouts_core.model.model_shape import ModelShape, read_shape
 from rollouts_core.model.model_size import ModelSize
 
 LOGITS_PIECE_BYTES = 256 << 20
-"""Float32 logits that are held at a time (model/logprobs.py)."""
+"""Bytes of one piece of float32 logits (model/logprobs.py)."""
 NUM_PIECES = 3
-"""Logits, their log-probs or gradient, and the gradient in the number format of the products."""
+"""Pieces that exist at a time: logits, their log-probs or gradient, the gradient in the format of the products."""
 FORWARD_PIECES = 2
-"""Logits, and the tensors from which their norm is computed."""
+"""Pieces that exist during the forward pass: logits, and the tensors for their norm."""
 ADAPTERS_OF_LAYER = 7
-"""Linear layers in a layer: of q, k, v, the attention's output, gate, up and down."""
+"""Linear layers in a transformer layer: q, k, v, the attention's output, gate, up, down. Each can have an adapter."""
 
 
 class Rows(NamedTuple):
-    """A micro-batch as large as the settings let it become."""
+    """The size of the largest micro-batch that the settings permit."""
 
     num_tokens: int
-    """Padded ones."""
+    """Tokens of the micro-batch, including padding."""
     row_length: int
-    """Tokens of its longest row."""
+    """Tokens of the longest row."""
     has_mask: bool
     """True if samples share rows, so that the attention kernel needs a mask."""
     what: str
-    """Description for messages."""
+    """Description for messages, for example "8 rows of 2048 tokens"."""
 
 
 def sft_rows(sft: SFTTrainingConfig) -> Rows:
-    """The micro-batch of SFT."""
     num_rows = min(sft.micro_batch_size, sft.batch_size)
     has_mask = sft.packing and sft.policy.takes_dense_masks
     return Rows(num_rows * sft.max_length, sft.max_length, has_mask, f"{num_rows} rows of {sft.max_length} tokens")
 
 
 def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
-    """The micro-batch of RL: the maximum number of tokens, or one row if a row is longer."""
+    """The largest micro-batch of RL: `max_micro_batch_tokens`, or one row if a single row is longer."""
     longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
     if rl.shares_prompts:
         num_sharers = min(MAX_SHARERS, rollout.n_samples_per_prompt)
@@ -90,7 +88,10 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
 
 
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:
-    """Memory of a pass over a micro-batch on each device; empty if config.json does not give the model's shape."""
+    """Memory of a forward and backward pass over a micro-batch, on each device.
+
+    Empty if config.json does not give the shape of the model.
+    """
     shape = read_shape(size.settings)
     if shape is None:
         return []
@@ -109,7 +110,7 @@ def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_p
 
 
 def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """Memory of the tensors that autograd keeps: of layers, embedding, last norm and scored positions."""
+    """Bytes of the tensors that autograd keeps until the backward pass, including embedding and last norm."""
     has_bfloat16_residual = policy.precision == "bfloat16" and policy.lora.rank > 0
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
     is_again = policy.activation_checkpointing
@@ -122,13 +123,13 @@ def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int
 
 
 def recomputed_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """Memory of one layer while its activations are computed again, with the gradients of gate and up."""
+    """Bytes of one layer's activations, computed again in the backward pass, with the gradients of gate and up."""
     gradients = 2 * (2 if policy.precision == "bfloat16" else 4) * shape.intermediate_size
     return rows.num_tokens * (layer_bytes_per_token(shape, policy, rows) + gradients)
 
 
 def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """Tensors that autograd keeps of one layer, per token of the micro-batch."""
+    """Bytes of the tensors that autograd keeps of one layer, per token of the micro-batch."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.query_size, shape.kv_size
     is_bfloat16 = policy.precision == "bfloat16"
@@ -153,7 +154,7 @@ def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -
 
 
 def head_bytes(shape: ModelShape, policy: PolicyConfig, num_tokens: int) -> int:
-    """Peak memory of log-probs and the gradient of the head."""
+    """Peak bytes of the logits' pieces and of the head's gradient."""
     pieces = NUM_PIECES * _piece_bytes(shape, num_tokens)
     if policy.lora.rank:
         return pieces
@@ -166,7 +167,7 @@ def _piece_bytes(shape: ModelShape, num_tokens: int) -> int:
 
 
 def copied_weight_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
-    """Copies of the matrices in bfloat16 at the peak."""
+    """Bytes that bfloat16 copies of the weight matrices add to the peak of memory."""
     copies = 2 * _num_multiplied_weights(size, shape)
     if not policy.activation_checkpointing:
         return copies
@@ -177,7 +178,10 @@ def copied_weight_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig
 
 
 def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
-    """Adapters with gradients and AdamW's moments, in float32: rank x (inputs + outputs) weights each."""
+    """Bytes of LoRA adapters with their gradients and AdamW's moments, in float32.
+
+    An adapter has rank x (inputs + outputs) weights.
+    """
     named = policy.lora.target_modules
     layers = [
         shape
@@ -188,7 +192,7 @@ def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
 
 
 def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> int:
-    """Memory of tensors gathered from other processes: embedding, head and two layers."""
+    """Bytes of weights gathered from other processes: embedding, head and two layers, with their gradients."""
     vocabulary = _num_vocabulary_weights(size, shape)
     layer = (size.num_parameters - vocabulary) // shape.num_layers
     width = 2 if policy.precision == "bfloat16" else 4
@@ -198,7 +202,7 @@ def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> 
 
 
 def _num_multiplied_weights(size: ModelSize, shape: ModelShape) -> int:
-    """Number of weights in matrices that multiply hidden states: all but the embedding, unless it is also the head."""
+    """Number of weights in matrices that multiply hidden states: all matrices and the head, but not the embedding."""
     matrices = sum(math.prod(each) for each in size.tensors.values() if len(each) >= 2)
     embeddings = sum(math.prod(each) for each in size.tensors.values() if each and each[0] == shape.vocab_size)
     return matrices - embeddings + shape.vocab_size * shape.hidden_size

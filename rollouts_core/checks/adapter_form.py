@@ -1,6 +1,6 @@
-"""Tell before RL whether its adapters reach the engines as adapters or merged into the weights, and why.
+"""Predict whether RL sends LoRA adapters to the engines as adapters, or merged into the weights, and why.
 
-Not here: the engines' own answer, which decides (engines/adapters.py).
+The engines themselves decide when they start (engines/adapters.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollouts_core.findings import Caution
 
 
 def describe_adapter_form(config: Config) -> list[str]:
-    """How adapters of RL reach the engines; empty without adapters, or without engines."""
+    """Report how RL sends its LoRA adapters to the engines. Empty without adapters or without engines."""
     if not config.training.rl.policy.lora.rank or not config.is_graded or config.data.rollouts:
         return []
     reason = find_merge_reason(config.training.rl, config.rollout, config.deployment)
@@ -22,7 +22,7 @@ def describe_adapter_form(config: Config) -> list[str]:
         return [
             Caution(
                 "training.rl.policy.lora: adapters are merged into the weights that the engines get, because "
-                f"{reason}; engines in bfloat16 round small updates away (`update_arrived_share` in the metrics)"
+                f"{reason}; rounding to bfloat16 in the engines can lose small updates (metric `update_arrived_share`)"
             )
         ]
     spec = config.rollout.engine.spec
@@ -33,30 +33,33 @@ def describe_adapter_form(config: Config) -> list[str]:
 
 
 def sends_adapters(training: RLTrainingConfig, rollout: RolloutConfig, deployment: DeploymentConfig) -> bool:
-    """True if RL trains adapters and the settings let engines take them as adapters."""
+    """True if RL trains LoRA adapters, and the settings allow sending them to the engines unmerged."""
     return training.policy.lora.rank > 0 and not find_merge_reason(training, rollout, deployment)
 
 
 def find_merge_reason(training: RLTrainingConfig, rollout: RolloutConfig, deployment: DeploymentConfig) -> str:
-    """The setting for which the engines get merged weights; empty if they get adapters."""
+    """The reason, for messages, why engines get merged weights instead of adapters. Empty if they get adapters."""
     spec, rank = rollout.engine.spec, training.policy.lora.rank
     if spec.adapter_form != "folder":
-        return "" if spec.adapter_form else f"{spec.title} takes no adapters"
+        return "" if spec.adapter_form else f"{spec.title} does not support adapters"
     if rollout.engine.weight_transfer != "auto":
-        return f'rollout.engine.weight_transfer "{rollout.engine.weight_transfer}" sends weights alone'
+        return f'rollout.engine.weight_transfer "{rollout.engine.weight_transfer}" sends only merged weights'
     if rollout.engine.router_url or rollout.engine.router_python:
-        return "requests through sglang-router name no adapters"
+        return "requests through sglang-router cannot name an adapter"
     if rollout.in_flight == "continue":
-        return 'requests under way cannot change their adapters (rollout.in_flight "continue")'
+        return 'running requests cannot switch to another adapter (rollout.in_flight "continue")'
     if deployment.colocated:
-        return "deployment.colocated frees the memory of the engines, adapters included"
+        return "deployment.colocated frees the memory of the engines, including adapters"
     if not spec.rank_of_slots(rank):
-        return f"{spec.title} takes adapters up to rank {max(spec.adapter_ranks)}"
+        return f"{spec.title} supports adapters only up to rank {max(spec.adapter_ranks)}"
     return ""
 
 
 def find_unknown_architecture(rollout: RolloutConfig, folder: Path) -> str:
-    """Why an engine is not known to take adapters of a local model; empty if it is, or if the folder is not here."""
+    """A reason, for messages, if the engine may not support adapters for this model's architecture.
+
+    Empty if the architecture is on the engine's list, or if the model's folder is not on this machine.
+    """
     known = rollout.engine.spec.adapted_architectures
     if not known or not (folder / "config.json").is_file():
         return ""
@@ -65,4 +68,4 @@ def find_unknown_architecture(rollout: RolloutConfig, folder: Path) -> str:
     except CheckpointError:  # the model's own checks name the problem
         return ""
     title = rollout.engine.spec.title
-    return "" if architecture in known else f"{title} is not known to take adapters of {architecture}"
+    return "" if architecture in known else f"{title} is not known to support adapters for {architecture}"

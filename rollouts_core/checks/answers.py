@@ -1,6 +1,6 @@
-"""Find the rows of prompts that their graders could not compare with a completion.
+"""Find rows of prompts that cannot be graded, for example because they have no `answer`.
 
-Graders themselves are tried in function_checks.py.
+function_checks.py tests the functions that grade.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rollouts_core.user_code.failures import describe_raised
 
 RowCheck = Callable[[Mapping[str, Any]], None]  # Any: JSON
 COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
-"""Remedy if checkpoints are compared on demonstrations, which happens only in the mode sft."""
+"""Remedy for messages if rows are demonstrations instead of prompts. It applies only in the mode sft."""
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad: BadRows | None = None) -> None:
-    """Look for prompts that their graders could not compare with a completion, as far as the graders' needs are known.
+    """Check that each prompt has what its graders need, as far as this is known: fields, and a usable `answer`.
 
     Args:
         bad: collects the errors of rows. If None, they are raised after all prompts were checked.
@@ -68,8 +68,8 @@ def _check_answer(
     """Raise DataError for a prompt that cannot be graded.
 
     Args:
-        needed: names of the fields that graders need, each with the name of a grader that needs it.
-        of_text: names of graders that compare the completion with one text.
+        needed: names of the required fields, each with the name of a grader that requires it.
+        of_text: names of graders that compare the completion with a single text.
         checks: functions of the graders that check a row, by name.
     """
     where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
@@ -89,7 +89,7 @@ def _check_answer(
 
 
 def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -> None:  # Any: JSON
-    """Raise the check's error about the row, or ConfigError if the check itself fails."""
+    """Call a grader's check of a row. A ValueError describes a mistake in the row; other errors become ConfigError."""
     try:
         check(row)
     except (ValueError, RolloutsError):
@@ -99,7 +99,7 @@ def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -
 
 
 def _describe_json_answer(answer: str, grader: str) -> str:
-    """The reason and remedy, as the end of an error, for an answer that a grader of texts could never reward."""
+    """The end of an error message about an answer that is JSON although the grader compares with a single text."""
     kind = "list" if answer.startswith("[") else "object"
     return (
         f"its `answer` is a JSON {kind}, and {grader} compares completions with one text: write that text "

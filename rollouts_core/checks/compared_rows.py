@@ -1,6 +1,6 @@
-"""Check the rows that models are compared on: enough of them, no duplicates, none in the training data.
+"""Check the rows on which models are compared: enough rows, without duplicates and without training data.
 
-answers.py checks if their answers can be graded. comparison.py compares the models.
+answers.py checks that the rows can be graded. comparison.py compares the models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from rollouts_core.types import Prompt
 
 
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
-    """Raise ConfigError if no difference could be significant: too few rows, or a p-value below any possible one."""
+    """Raise ConfigError if no comparison of models could be significant.
+
+    This happens with too few rows, or if `max_p_value` is below the smallest possible p-value.
+    """
     if max_p_value < LEAST_P_VALUE:
         raise ConfigError(
             f"{setting} {max_p_value:g} accepts no result: no comparison has a p-value below {LEAST_P_VALUE:.2g}; "
@@ -39,12 +42,12 @@ def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: s
 
 
 def check_promotion(config: Config, *, margin: float, max_p_value: float) -> list[str]:
-    """How many rows of `data.heldout` a model must win to show an improvement above the margin, as a sentence.
+    """Report how many rows of `data.heldout` a new model must win to be promoted. Empty if this is not known.
 
     Raises:
-        ConfigError: no result could show such an improvement.
+        ConfigError: no result could lead to a promotion.
     """
-    if max_p_value >= 1:  # everything counts
+    if max_p_value >= 1:  # every improvement is accepted
         return []
     num_rows = sum(
         1
@@ -57,7 +60,7 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
         return []
     if margin >= 1:
         raise ConfigError(
-            f"retrain.margin {margin:g} lets no model into production: rewards are between 0 and 1, so no model can "
+            f"retrain.margin {margin:g} would never promote a model: rewards are between 0 and 1, so no model can "
             "be better by more than 1: lower the margin"
         )
     num_wins = least_wins(num_rows, margin=margin, max_p_value=max_p_value)
@@ -70,7 +73,7 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
 
 
 def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
-    """True if all rewards come from a built-in function or environment that grades from 0 to 1."""
+    """True if rewards are known to be between 0 and 1, because a built-in function or environment grades."""
     if rollout.rewards:
         return False
     if rollout.reward_fn != "":
@@ -79,7 +82,7 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
 
 
 def check_other_rows(data: DataConfig) -> None:
-    """Raise DataError if a demonstration is in both data.selection and data.heldout."""
+    """Raise DataError if data.selection and data.heldout share a demonstration."""
     first, second = data.selection, data.heldout
     rows = load_rows(first, columns=data.columns_of("selection"))
     number_of = {key_of_demonstration(row): number for number, row in rows}
@@ -87,17 +90,20 @@ def check_other_rows(data: DataConfig) -> None:
         if (other := number_of.get(key_of_demonstration(row))) is not None:
             raise DataError(
                 f"{second}, row {number} is also row {other} of {first}: "
-                "a row that selects a checkpoint must not also grade it; remove the row from one of the files"
+                "a row for selecting a checkpoint must not also evaluate it; remove the row from one of the files"
             )
 
 
 def check_held_out(
     held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
 ) -> list[Caution]:
-    """Look for held-out rows among the training data; a warning for a few of them.
+    """Warn if a few held-out rows are in the training data.
+
+    Args:
+        held_out: the held-out rows. They have already been compared with the demonstrations of SFT.
 
     Raises:
-        DataError: more than a few held-out rows are prompts of RL, or demonstrations that were checked before.
+        DataError: more than a few held-out rows are in the training data.
     """
     asked = [each for each in held_out if each.metric == "accuracy"]
     for each, prompt in itertools.product(asked, prompts):
@@ -106,9 +112,9 @@ def check_held_out(
 
 
 def warn_of_repeated_rows(config: Config) -> list[Caution]:
-    """A warning if the rows that models are compared on contain duplicates.
+    """Warn if the rows on which models are compared contain duplicates.
 
-    The p-value treats rows as independent: four copies of the same rows turn p = 0.34 into 0.08.
+    The p-value assumes independent rows. With four copies of each row, p = 0.34 becomes 0.08.
     """
     number_of: dict[bytes, int] = {}
     repeated: list[str] = []
@@ -131,12 +137,12 @@ def warn_of_repeated_rows(config: Config) -> list[Caution]:
 
 
 def _held_out_rows(config: Config) -> Iterator[tuple[int, Row]]:
-    """The rows of data.heldout that models are compared on."""
+    """The numbers and rows of data.heldout, up to `evaluation.max_prompts`."""
     rows = load_rows(config.data.heldout, columns=config.data.columns_of("heldout"))
     return itertools.islice(rows, config.evaluation.max_prompts)
 
 
 def _all_but_id(row: Row) -> bytes:
-    """The content of a prompt's row; any field but the id may affect its reward or its environment."""
+    """A key that is equal for duplicate prompts: all fields but the id, because any field may affect the reward."""
     said = {name: value for name, value in row.items() if name != "id"}
     return json.dumps(said, sort_keys=True, default=str).encode()

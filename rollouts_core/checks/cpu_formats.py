@@ -1,7 +1,7 @@
-"""Warn of bfloat16 on a CPU that computes it in software.
+"""Warn if a training uses bfloat16 on a CPU that has no fast instructions for bfloat16.
 
-Without AVX512-BF16 or AMX, bfloat16 is many times slower than float32. Products are timed, because the flags of a CPU
-do not say what torch's library uses (`ONEDNN_MAX_CPU_ISA` limits it).
+Without AVX512-BF16 or AMX, bfloat16 is many times slower than float32. The factor is measured, because torch may not
+use all instructions that the CPU has (`ONEDNN_MAX_CPU_ISA`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rollouts_core.config import Config, DeploymentConfig, PolicyConfig
 from rollouts_core.findings import Caution
 
 FAST_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Linux's names of the instructions of x86 and ARM in /proc/cpuinfo."""
+"""Names of bfloat16 instructions in /proc/cpuinfo, on x86 and ARM."""
 SIZE = 512
 NUM_TIMED = 3
 MIN_FACTOR = 1.5
 
 
 def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) -> list[Caution]:
-    """A warning for each stage that would train in bfloat16 on this machine's CPU if float32 is faster.
+    """A warning for each training in bfloat16 on this machine's CPU, if float32 is faster there.
 
     Args:
         flags: instruction sets of the CPU; None reads /proc/cpuinfo.
@@ -38,10 +38,9 @@ def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) 
 def describe_slow_training(
     kind: str, policy: PolicyConfig, deployment: DeploymentConfig, *, flags: Collection[str] | None = None
 ) -> str:
-    """The warning of a training on this machine; empty if it uses a GPU or another number format, or bfloat16 is fast.
+    """A warning if a training uses bfloat16 on this machine's CPU and float32 is faster there; else empty.
 
     Args:
-        kind: the name of the stage.
         flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """
     is_on_gpu = torch.cuda.is_available() and not deployment.shares_cpu
@@ -52,10 +51,9 @@ def describe_slow_training(
 
 
 def describe_slow_bfloat16(setting: str, remedy: str, *, flags: Collection[str] | None = None) -> str:
-    """The warning that bfloat16 is slower than float32 on this CPU, with the factor; empty if bfloat16 is fast.
+    """A warning with the measured factor if bfloat16 is slower than float32 on this CPU; else empty.
 
     Args:
-        setting: the setting that asks for bfloat16.
         remedy: advice at the end of the warning.
         flags: instruction sets of the CPU; None reads /proc/cpuinfo.
     """
@@ -68,7 +66,7 @@ def describe_slow_bfloat16(setting: str, remedy: str, *, flags: Collection[str] 
 
 
 def measure_factor() -> float:
-    """Time of a bfloat16 matrix product on this machine, divided by the time in float32. Takes some milliseconds."""
+    """Time of a bfloat16 matrix product on this machine divided by the time in float32. Takes a few milliseconds."""
     return _time_product(torch.bfloat16) / _time_product(torch.float32)
 
 

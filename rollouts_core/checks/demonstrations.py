@@ -1,6 +1,6 @@
-"""Read demonstrations as SFT would, before any training, and warn of rows that would teach something unintended.
+"""Read demonstrations as SFT would, before the run starts, and warn of rows that would teach something unintended.
 
-Held-out rows are compared in compared_rows.py; rows become samples in data/.
+Not here: comparing held-out rows with demonstrations (compared_rows.py), turning rows into samples (data/).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 NUM_STREAMED_ROWS_CHECKED = 10_000
 PROGRESS_INTERVAL_S = 5.0
-"""Interval of progress messages while many rows are read."""
+"""Seconds between progress messages while rows are read."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,11 @@ def check_demonstrations(
     held_out: Sequence[HeldOutRows] = (),
     mistakes: Mistakes | None = None,
 ) -> list[str]:
-    """Read every row as SFT does, or the first rows of each streamed dataset; returns findings for each dataset.
+    """Read the demonstrations as SFT does. Returns findings about each dataset and about the number of epochs.
+
+    Only the first rows of streamed datasets are read.
 
     Args:
-        held_out: gets every row that is read.
         mistakes: collects the error of each dataset. If None, the first error is raised.
 
     Raises:
@@ -101,7 +102,7 @@ def check_demonstrations(
 
 
 def place_datasets(config: Config, mistakes: Mistakes) -> list[tuple[str, DatasetConfig]]:
-    """The datasets of SFT without mistakes, each with the setting that names it."""
+    """The datasets of SFT without known errors, each with the name of its setting."""
     if isinstance(config.data.sft, str):
         return [] if mistakes.has("data.sft") else [("data.sft", config.demonstrations[0])]
     placed = [(f"data.sft.{index}", dataset) for index, dataset in enumerate(config.data.sft)]
@@ -109,12 +110,12 @@ def place_datasets(config: Config, mistakes: Mistakes) -> list[tuple[str, Datase
 
 
 def dataset_of(name: RowFile, config: Config) -> DatasetConfig:
-    """The file of the setting `data.NAME` as a dataset."""
+    """The file in the setting `data.NAME`, as a dataset."""
     return DatasetConfig(path=getattr(config.data, name), columns=config.data.columns_of(name))
 
 
 def read_each_demonstration(dataset: DatasetConfig) -> None:
-    """Read the rows of a dataset without the tokenizer of a model.
+    """Check the form of the rows of a dataset, if the model's tokenizer cannot be loaded.
 
     Raises:
         DataError: a row is not a demonstration, or the dataset cannot be read.
@@ -130,20 +131,19 @@ def read_each_demonstration(dataset: DatasetConfig) -> None:
 
 
 class TaughtTurns:
-    """Collects the rows with trained turns from which the model learns something else than the user intends."""
+    """Collects demonstrations whose trained turns probably teach the model something unintended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
         self._train_on = train_on
         self._empty: list[int] = []
-        """Rows with empty turns."""
+        """Numbers of the rows with an empty trained turn."""
         self._unwritten: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
-        """For each key of messages that the chat template leaves out: rows with this key in a trained turn."""
+        """For each key of a message that the chat template leaves out: rows with this key in a trained turn."""
         self._marked: dict[str, list[int]] = {key: [] for key in UNTRAINED_MARKS}
-        """For each key that excludes a turn from training in other systems: rows with such a turn, which is trained
-        here."""
+        """For each key that excludes a turn from training in other systems, but not here: rows with such a turn."""
 
     def note(self, number: int, read: Conversation | str) -> None:
-        """Check a row.
+        """Check a demonstration.
 
         Raises:
             DataError: see `trained_turns`.
@@ -155,7 +155,7 @@ class TaughtTurns:
         if any(map(says_nothing, turns)):
             self._empty.append(number)
         said = find_said(turns)
-        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the template writes the thoughts under another key
+        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the template writes thoughts from another key
             said -= set(THOUGHTS)
         for key in said & self._unwritten.keys():
             self._unwritten[key].append(number)
@@ -163,7 +163,7 @@ class TaughtTurns:
             self._marked[key].append(number)
 
     def warn(self, path: str, num_rows: int) -> list[Caution]:
-        """A warning for each kind of turn that was found."""
+        """One warning per problem, with the number of affected rows."""
         empty = (
             "the assistant's message is empty, which teaches the model to end its turn at once: remove these rows, or "
             "add answers"
@@ -191,29 +191,33 @@ class _Counts:
     """Statistics of a dataset of demonstrations."""
 
     num_rows: int
-    """Rows that are used."""
+    """Rows that SFT uses."""
     num_checked: int
+    """Rows that were read. Fewer than `num_rows` for streamed data."""
     num_dropped: int
+    """Rows that are left out because they are too long."""
     num_cut: int
+    """Rows that are truncated."""
     num_samples: int
-    """More samples than rows, if the turns of a conversation need separate texts."""
+    """Samples made from the rows. A conversation gives several samples if its turns need separate texts."""
     num_tokens: int
     num_longest: int
     """Tokens of the longest sample, after truncation."""
     num_trained: int
+    """Tokens that contribute to the loss."""
     taught_turns: TaughtTurns
     unwritten_roles: UnwrittenRoles
     unread_fields: UnreadFields
 
     def warn_of_unseen(self, path: str) -> list[Caution]:
-        """A warning for each role and each field that the model does not see."""
+        """A warning for each role and each field of the rows that the model does not see."""
         return self.unwritten_roles.warn(path, self.num_checked) + self.unread_fields.warn(path, self.num_checked)
 
     def sentence(self, path: str) -> str:
-        """The statistics as a sentence."""
+        """The statistics in one sentence, for the list of findings."""
         checked = f" in the first {self.num_checked} of {self.num_rows} rows" * (self.num_checked < self.num_rows)
         cut = f", {self.num_cut} cut" * bool(self.num_cut)
-        dropped = f", {self.num_dropped} left out for their length" * bool(self.num_dropped)
+        dropped = f", {self.num_dropped} left out because they are too long" * bool(self.num_dropped)
         kept = self.num_checked - self.num_dropped
         texts = f" in {self.num_samples} texts" * (self.num_samples > kept)
         return f"{path}: {kept} demonstrations{checked}{texts}, {self.num_trained} trained tokens{cut}{dropped}"
@@ -265,7 +269,7 @@ def _check_demonstrations(
 
 
 def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> Iterator[tuple[int, Row]]:
-    """Yield the rows unchanged, and log progress from time to time."""
+    """Yield the rows unchanged, and log the progress every few seconds."""
     said_at = time.monotonic()
     for i, row in enumerate(rows):
         if (now := time.monotonic()) - said_at >= PROGRESS_INTERVAL_S:
@@ -281,10 +285,10 @@ def _note_rows(
     unread_fields: UnreadFields,
     bad: BadRows,
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows unchanged, after passing each to the collectors of warnings."""
+    """Yield the rows unchanged. Before that, pass each row to the objects that collect warnings."""
     for number, row in rows:
         bad.num_rows = number
-        with suppress(DataError):  # the code that makes samples of the rows reports the error
+        with suppress(DataError):  # the code that turns the row into samples reports the error
             read = read_demonstration(row)
             if not isinstance(read, str):
                 unwritten_roles.note(number, read.messages)
@@ -294,7 +298,7 @@ def _note_rows(
 
 
 def check_compared_demonstrations(name: RowFile, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Findings about demonstrations whose loss is measured, as sentences."""
+    """Read the demonstrations in `data.NAME`, on which a loss is measured. Returns findings, one sentence each."""
     path = getattr(config.data, name)
     counts = _check_demonstrations(dataset_of(name, config), config, tokenizer)
     findings = [counts.sentence(path), *counts.warn_of_unseen(path)]

@@ -1,6 +1,6 @@
-"""Describe a number of steps as a number of epochs.
+"""Convert a number of training steps to epochs for messages, and warn of too many epochs.
 
-Rows and prompts are counted in validate.py.
+validate.py and demonstrations.py count prompts and rows.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from rollouts_core.findings import Caution
 
 MANY_EPOCHS_OF_SFT = 30
 MANY_EPOCHS_OF_RL = 100
-"""RL generates new completions of a prompt each time, so RL tolerates more epochs than SFT."""
+"""RL tolerates more epochs than SFT, because it samples new completions for a prompt in each epoch."""
 
 
 def render_epochs(num_epochs: float) -> str:
-    """A number of epochs rounded for reading, like "0.02", "2.7" and "2,667"."""
+    """A rounded number of epochs for messages: "0.02 epochs", "2.7 epochs", "2,667 epochs"."""
     digits = f"{num_epochs:.2g}" if num_epochs < 1 else f"{num_epochs:.1f}" if num_epochs < 10 else f"{num_epochs:,.0f}"
     return f"{digits} epoch{'s' * (digits != '1.0')}"
 
 
 def describe_epochs(stage: str, num_steps: int, per_epoch: float, *, of_what: str, many: int) -> str:
-    """The number of epochs in a stage's steps, as a sentence; a warning if the number is so large that it must be a
-    mistake.
+    """A sentence about the number of epochs of a training. It is a warning above `many` epochs, probably a mistake.
 
     Args:
-        per_epoch: steps of an epoch.
-        of_what: the data of an epoch, for the message.
-        many: number of epochs from which a warning is returned.
+        stage: the training's settings, for example "training.sft".
+        per_epoch: steps per epoch.
+        of_what: the data of one epoch, for the message.
+        many: the largest number of epochs without a warning.
     """
     num_epochs = num_steps / per_epoch
     said = f"{stage}.num_steps {num_steps:,} is about {render_epochs(num_epochs)} of {of_what}"

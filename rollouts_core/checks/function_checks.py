@@ -1,4 +1,4 @@
-"""Try the functions that grade and filter on made-up completions, before anything is sampled."""
+"""Call the functions that grade and filter with made-up completions, before a run samples any completion."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRIED_TEXT = "It is 2."
-"""Completion to try rewards with if the prompt has no answer."""
+"""Made-up completion for a prompt without an answer."""
 ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", ":{}", "<answer>{}</answer>", "The answer is {}")
-"""Forms of a completion with a row's answer: graders look for the answer in different places, and some require a
-mark."""
+"""Forms of made-up completions that contain a row's answer. Different graders expect the answer in different forms."""
 MAX_TRIED_PROMPTS = 8
 MAX_SHOWN_CHARS = 80
 
 
 def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """At most `MAX_TRIED_PROMPTS` prompts: the first with each set of fields, because functions may need certain
-    fields."""
+    """The first prompt with each set of fields, because functions may need certain fields.
+
+    Returns at most `MAX_TRIED_PROMPTS` prompts.
+    """
     shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
     for prompt in prompts:
         shapes.setdefault(shape_of(prompt), prompt)
@@ -54,7 +55,7 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
-    """Import every function that the settings name; unknown names are collected as mistakes."""
+    """Import every function that the rollout settings name. Errors, such as unknown names, go to `mistakes`."""
     for index, reward in enumerate(rollout.rewards):
         if not mistakes.has(f"rollout.rewards.{index}"):  # its model could not be downloaded
             with mistakes.at(f"rollout.rewards.{index}"):
@@ -77,20 +78,21 @@ def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
 
 
 def shape_of(prompt: Prompt) -> tuple[bool, frozenset[str]]:
-    """The parts of a prompt that a function may read: whether it has an answer, and the names of its fields."""
+    """Whether a prompt has an answer, and the names of its other fields. A function may depend on both."""
     return prompt.answer != "", frozenset(prompt.metadata)
 
 
 def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Call the user's functions: grade an empty completion and the answer of each prompt, converse, and filter a group.
+    """Call the functions that grade, converse and filter with made-up completions.
+
+    For each prompt, an empty completion and completions with the prompt's answer are graded.
 
     Returns:
-        A sentence for each prompt with the names of the graders and their rewards, and warnings.
+        A sentence with the rewards for each prompt, and warnings.
 
     Raises:
-        ConfigError: a service or environment that grades fails, or a name is unknown (`find_functions` collects such
-            errors).
-        RewardError: a function raised, or returned something unusable.
+        ConfigError: a service or environment that grades failed, or a name is unknown (see `find_functions`).
+        RewardError: a function raised, or returned an unusable value.
     """
     filter_fn = resolve_filter_fn(config.rollout)
     graded = asyncio.run(_grade_each(prompts, config, tokenizer))
@@ -109,13 +111,13 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
 
 
 def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sample]]) -> list[Caution]:
-    """A warning if a tried completion has no score: RL may leave out such a completion, but an evaluation cannot."""
+    """Warn if a made-up completion got no score (None). RL can leave out such completions, but an evaluation cannot."""
     if all(sample.reward is not None for pair in graded for sample in pair):
         return []
     return [
         Caution(
-            f"{', '.join(rollout.reward_names)} returned None for a tried completion. RL leaves out such completions, "
-            "but they end an evaluation on data.selection or data.heldout: return a number"
+            f"{', '.join(rollout.reward_names)} returned None for a test completion. RL leaves out such completions, "
+            "but an evaluation on data.selection or data.heldout fails: return a number"
         )
     ]
 
@@ -123,9 +125,12 @@ def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sam
 def warn_of_equal_rewards(
     rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
 ) -> list[Caution]:
-    """A warning if all tried completions got the same reward as an empty one, although one should be right.
+    """Warn if right completions got the same reward as empty completions.
 
-    Rewards that are all 0 do not show that a grader ignores the answer: it may not have seen a right completion.
+    Rewards of 0 for all completions give a warning only if the completions with the row's answer should be right.
+
+    Args:
+        graded: for each prompt, the graded empty completion, and a completion with the answer.
     """
     if not graded or any(empty.reward != answer.reward for empty, answer in graded):
         return []
@@ -135,9 +140,9 @@ def warn_of_equal_rewards(
     given = ", ".join(dict.fromkeys(str(empty.reward) for empty, _ in graded))
     return [
         Caution(
-            f"{', '.join(rollout.reward_names)} gave every tried completion the reward of an empty one ({given}), "
-            f"also the rows' answers in {len(ANSWER_FORMS)} forms. A reward that is equal for right and wrong "
-            "completions teaches nothing: check the function, and the form of `answer` in the rows"
+            f"{', '.join(rollout.reward_names)} gave every test completion the reward of an empty completion "
+            f"({given}), also the rows' answers in {len(ANSWER_FORMS)} forms. A reward that is equal for right and "
+            "wrong completions teaches nothing: check the function, and the form of `answer` in the rows"
         )
     ]
 
@@ -145,9 +150,9 @@ def warn_of_equal_rewards(
 def warn_of_missing_answers(
     rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
 ) -> list[Caution]:
-    """A warning if any completion of a row without `answer` is rewarded like the right answer of another row.
+    """Warn if every completion of a row without `answer` gets the same reward as the right answer of another row.
 
-    For instance, the answer of such a row may be read as the empty text, and every completion ends with the empty text.
+    For example, a grader may read the missing answer as the empty text, and find this text in every completion.
     """
     pairs = [(prompt, empty.reward, answer.reward) for prompt, (empty, answer) in zip(prompts, graded, strict=True)]
     scored = [(prompt, empty, answer) for prompt, empty, answer in pairs if empty is not None and answer is not None]
@@ -159,7 +164,7 @@ def warn_of_missing_answers(
         Caution(
             f"{', '.join(rollout.reward_names)} gave every completion of prompt {prompt.id!r}, which has no `answer`, "
             f"the reward {empty}, like the right completion of prompt {told_apart.id!r}, which has an `answer`: add "
-            "`answer` to such rows, or let the function read another field of theirs"
+            "`answer` to such rows, or let the function read another field of these rows"
         )
         for prompt, empty, answer in scored
         if not prompt.answer and empty == answer and empty >= most
@@ -167,7 +172,7 @@ def warn_of_missing_answers(
 
 
 def looks_at_answers(rollout: RolloutConfig) -> bool:
-    """True if a completion that equals the row's answer should be right, as far as known.
+    """True if a completion that contains the row's `answer` should get a high reward, as far as this is known.
 
     False for conversations, and for built-in environments that do not compare with `answer`.
     """
@@ -180,12 +185,12 @@ def looks_at_answers(rollout: RolloutConfig) -> bool:
 
 
 def texts_to_try(prompt: Prompt) -> list[str]:
-    """Completions that may be right: the row's answer in several forms, or `TRIED_TEXT` without an answer."""
+    """Made-up completions for a prompt: its answer in several forms, or `TRIED_TEXT` if it has no answer."""
     return [form.format(prompt.answer) for form in ANSWER_FORMS] if prompt.answer else [TRIED_TEXT]
 
 
 def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
-    """The sample that rewards get if a policy writes this text and stops."""
+    """The sample that reward functions get if a policy completes the prompt with this text."""
     [pending] = build_pending_group(prompt, group_index=0, size=1)
     environment = resolve_environment(rollout)
     tokens = [*encode_texts(tokenizer, [text])[0], int(tokenizer.eos_token_id)]
@@ -208,9 +213,9 @@ def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBa
 async def _grade_each(
     prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[Sample, Sample]]:
-    """The graded empty completion of each prompt, and its first completion with another reward.
+    """For each prompt, grade an empty completion, and the first completion with the answer that gets another reward.
 
-    All run in one event loop, because clients of reward services belong to one loop.
+    All prompts are graded in one event loop, because the clients of reward services belong to one event loop.
     """
     reward_fn = resolve_reward_fn(config.rollout)
     pairs = []
@@ -228,8 +233,10 @@ async def _grade_each(
 async def _converse(
     prompts: Sequence[Prompt], rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Caution]:
-    """Run one conversation per prompt with an environment that answers; returns a warning if a dependency of the
-    environment fails."""
+    """Hold one conversation per prompt with an environment that replies to the policy.
+
+    Returns a warning if a service that the environment needs is not available.
+    """
     environment = resolve_environment(rollout)
     if not is_multi_turn(environment) or rollout.generate_fn != "":
         return []
@@ -253,7 +260,7 @@ async def _converse(
 
 
 async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sample:
-    """The completion with its reward; errors name the graded text."""
+    """The completion with its reward. Errors quote the graded text."""
     said = completion.response
     what = f"the completion {said[:MAX_SHOWN_CHARS]!r}" if said else "an empty completion"
     try:
@@ -261,7 +268,7 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
     except EnvironmentUnavailableError as error:
         raise ConfigError(f"{what} cannot be graded: {error}") from error
     except RewardError as error:
-        raise RewardError(f"{error}; it was given {what}") from error
+        raise RewardError(f"{error}; it graded {what}") from error
     leaves_out = config.is_graded and config.training.rl.advantage.unscored == "exclude"
     if sample.reward is None and not leaves_out:
         other = ', or training.rl.advantage.unscored = "exclude" if some completions cannot be scored'
@@ -274,8 +281,7 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
 
 
 async def _name_unscoring(completion: Sample, reward_fn: RewardFn, config: Config) -> str:
-    """The name of the first reward function that gives a completion no score; one missing score voids the weighted
-    sum."""
+    """The name of the first reward function that returns None for a completion. The weighted sum is then None, too."""
     if not isinstance(reward_fn, WeightedRewards):
         return name_of_function(reward_fn)
     limit = config.rollout.reward_timeout_s

@@ -1,9 +1,10 @@
-"""Warn of a learning rate far from those usual for the model's size.
+"""Warn of learning rates that are unusual for the size of the model.
 
-Larger models need smaller learning rates: Adam changes every weight by about the learning rate, and a layer's output by
-that times its width, which grows like the root of the model's size. Usual learning rates lie below the limit of this
-file: from the 20 thousand weights of our tests at 1e-2, over 125 million at 6e-4 from scratch (arXiv:2005.14165, table
-2.1), to fine-tuning of billions at 1e-5. Adapters take about ten times as much.
+Larger models need smaller learning rates. Adam changes every weight by about the learning rate. The output of a layer
+then changes by the learning rate times the layer's width, which grows like the square root of the model's size. The
+thresholds are above all usual values: 1e-2 for the 20 thousand weights of our test model, 6e-4 for 125 million weights
+from scratch (arXiv:2005.14165, table 2.1), 1e-5 for fine-tuning billions of weights. Adapters need about ten times as
+much.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages import kind_of, label_of
 
 MAX_LR_OF_A_BILLION = 5e-4
-"""Threshold for SFT of all weights of a model with 1e9 weights; for others it scales with the root of their size."""
+"""Threshold for SFT of all weights of a model with 1e9 weights. It is proportional to 1 / sqrt(number of weights)."""
 MAX_LR = 0.1
 """Threshold for the smallest models, and for models of unknown size."""
 MOST_WEIGHTS = 1e12
-"""An upper bound on model sizes: a learning rate below its threshold needs no look at the model's size."""
+"""The largest model size. If a learning rate is below this size's threshold, the size of the model is not read."""
 LORA_FACTOR = 10.0
-"""Ratio of usual learning rates of adapters to those of all weights."""
+"""Usual learning rate for adapters divided by the usual learning rate for all weights."""
 
 
 def check_learning_rates(config: Config) -> list[str]:
-    """A warning for each stage whose learning rate is far too large; a remark if it is small for adapters."""
+    """A warning for each training with a far too large learning rate, and a remark if it is small for adapters."""
     found: list[str] = []
     for name, training in config.trainings.items():
         found += _of_stage(name, training.optim, training.policy, config)
@@ -34,7 +35,13 @@ def check_learning_rates(config: Config) -> list[str]:
 
 
 def largest_usual_lr(num_weights: float, stage: str, *, has_adapters: bool) -> float:
-    """The learning rate above which a stage probably diverges for this model size; 0 weights mean an unknown size."""
+    """The learning rate above which a training probably diverges.
+
+    Args:
+        num_weights: size of the model; 0 if unknown.
+        stage: name of the training stage.
+        has_adapters: whether adapters (LoRA) are trained instead of all weights.
+    """
     of_all = MAX_LR_OF_A_BILLION * math.sqrt(1e9 / num_weights) if num_weights else MAX_LR
     of_stage = of_all * kind_of(stage).learning_rates.share * (LORA_FACTOR if has_adapters else 1.0)
     return min(of_stage, MAX_LR)

@@ -1,6 +1,6 @@
-"""Try a user's own loss (`training.rl.loss_fn`), or a package's objective, on a small batch before sampling.
+"""Call a user's loss function (`training.rl.loss_fn`) or a package's objective on a small batch, before the run starts.
 
-The contract of such functions is in algorithms/loss.py.
+algorithms/loss.py describes what such functions must do.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 LENGTHS = (2, 5, 3, 7)
-"""Tokens of the tried completions, of two prompts. With unequal lengths, means over micro-batches do not add up to the
-mean over the batch."""
+"""Numbers of tokens of the four completions in the batch. The lengths differ, so that a loss that takes means over
+micro-batches instead of sums has another total than over the whole batch."""
 MANY_TOKENS, FEW_TOKENS = 1000, 2
-"""Micro-batch limits: one fits the whole batch, the other a single row."""
+"""Limits of tokens per micro-batch: the first puts all rows into one micro-batch, the second each row into its own."""
 TOLERANCE = 1e-3
 SHIFTS = (-0.3, -4.0, 4.0)
-"""Amounts in nats by which the engine's log-probs are shifted, to see if the loss changes."""
+"""The engine's log-probs are shifted by these amounts, in nats, to test whether the loss depends on them."""
 READ_BY_OTHERS = ("aggregation", "count_untrained", "kl_coef", "mismatch", "objective", "ratio_base")
-"""Settings of `training.rl.loss` that act on the batch for every loss. no_effect.py warns of `objective`."""
+"""Settings of `training.rl.loss` that also apply with a user's loss function. no_effect.py warns of `objective`."""
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
-    """Call the loss on a batch of four completions, and on each row of the batch separately.
+    """Call the loss function on a batch of four completions, and on each row of the batch separately.
+
+    Returns warnings if the two results differ, or if the function ignores changed settings.
 
     Raises:
         ConfigError: the function does not exist, raised, or returned something other than `LossFn` describes.
@@ -72,10 +74,10 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
 
 
 def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
-    """True if the gradient of the user's loss depends on the engine's log-probs, so that the loss can correct for stale
-    data.
+    """True if the gradient of the user's loss depends on the engine's log-probs.
 
-    A loss may only drop tokens whose log-prob changed much, so large shifts are tried too.
+    Only such a loss can correct for stale data. Large shifts of the log-probs are tested, too, because a loss may only
+    drop tokens whose log-prob changed much.
     """
     loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
     [first, *_] = _build_batches(training, max_tokens=MANY_TOKENS)
@@ -88,7 +90,7 @@ def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
 
 
 def _losses(loss_fn: LossFn, name: str, training: RLTrainingConfig, batches: Sequence[TrainBatch]) -> list[Tensor]:
-    """The losses of the micro-batches; also checks their gradients and metrics."""
+    """Compute the loss of each micro-batch, and check the losses, their gradients and their metrics."""
     losses, names = [], set[frozenset[str]]()
     for batch in batches:
         scores = _scores_of(batch, training)
@@ -125,7 +127,7 @@ def _call(
 
 
 def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
-    """(B, T) the gradient with respect to the log-probs; 0 if the loss reads only other scores."""
+    """(B, T) gradient of the loss with respect to the log-probs. 0 if the loss does not depend on the log-probs."""
     if not loss.requires_grad:
         raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute the loss from scores")
     try:
@@ -136,7 +138,7 @@ def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
 
 
 def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[TrainBatch]:
-    """The micro-batches of an update on made-up completions, with all scores that the settings need."""
+    """The micro-batches of an update on four made-up completions, with all scores that the settings need."""
     samples = [
         Sample(
             tokens=[1, 2, *range(3, 3 + length)],
@@ -160,7 +162,7 @@ def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[Train
 
 
 def _scores_of(batch: TrainBatch, training: RLTrainingConfig) -> TokenScores:
-    """Scores of a policy that has changed a little since the completions were sampled."""
+    """Made-up scores of a policy whose weights changed slightly after the completions were sampled."""
     logprobs_BT = (batch.rollout_logprobs_BT - 0.01 * batch.targets_BT) * (batch.loss_mask_BT > 0)
     values_BT = torch.full_like(logprobs_BT, 0.2).requires_grad_() if training.with_values else None
     return TokenScores(

@@ -1,4 +1,4 @@
-"""Check that a local model's folder is complete, matches its tokenizer, and has room for prompts with completions."""
+"""Check a local model: its files are complete, its tokenizer fits, and its context length suffices."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ MODEL_FILES = {
     "configuration": ["config.json"],
     "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
 }
-"""Required contents of a model's folder besides its weights, with the accepted file names."""
+"""Files that a model's folder must have besides weights. For each purpose, one of the patterns must match."""
 DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
-"""Matches names of dropout settings of a model, except those of a classification head."""
+"""Matches names of dropout settings in config.json, except dropout of a classification head."""
 LFS_POINTER = b"version https://git-lfs"
-"""First bytes of the file that replaces the weights in a clone without Git LFS."""
+"""First bytes of a Git LFS pointer. A clone without Git LFS has such a pointer in place of each weight file."""
 
 
 def check_model_files(config: Config) -> None:
-    """Raise if a local model lacks a file, or if completions need a local model and `model.path` is only a hub name.
+    """Check that the files of a local model are complete and readable.
+
+    A hub name in `model.path` passes the check only if the run generates no completions, because engines need a folder.
 
     Raises:
         CheckpointError, ConfigError: one sentence about the model's folder.
@@ -64,7 +66,9 @@ def check_model_files(config: Config) -> None:
         if is_generating or is_path:
             name = folder if len(folder.parts) > 1 else Path("ORGANISATION") / folder
             hub = "" if is_path else f"; to download it from the hub: hf download {name} --local-dir {folder}"
-            raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
+            raise ConfigError(
+                f"model.path: {folder} is not a folder: give the folder of a Hugging Face checkpoint{hub}"
+            )
         return
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -81,7 +85,7 @@ def check_model_files(config: Config) -> None:
 
 
 def check_generable(config: Config) -> None:
-    """Raise ConfigError if engines cannot generate the completions that are scored, or not up to their full length.
+    """Raise ConfigError if engines do not support the model, or if its context is too short for prompt and completion.
 
     The model's folder must be complete (`check_model_files`).
     """
@@ -95,9 +99,9 @@ def check_generable(config: Config) -> None:
 
 
 def check_updatable(config: Config) -> None:
-    """Raise CheckpointError if an engine of RL could not load new weights of a model with a tied head.
+    """Raise CheckpointError if the engine of RL needs a separate output head, and the model's head cannot be untied.
 
-    The model's folder must be complete (`check_model_files`).
+    A tied head shares its weights with the embedding. The model's folder must be complete (`check_model_files`).
     """
     folder = Path(config.model.path)
     is_updated = config.samples_for_training
@@ -106,7 +110,7 @@ def check_updatable(config: Config) -> None:
 
 
 def check_shared_heads(config: Config) -> None:
-    """Raise ConfigError if the GPUs of one engine cannot share the model's attention heads evenly."""
+    """Raise ConfigError if the model's attention heads cannot be divided evenly over the GPUs of one engine."""
     placement, engine = config.deployment, config.rollout.engine
     samples_for_rl = config.samples_for_training
     is_asked = not engine.spec.is_own and (samples_for_rl or not config.evaluation_engine.spec.is_own)
@@ -126,13 +130,13 @@ def check_shared_heads(config: Config) -> None:
     if num_gpus not in fitting:
         raise ConfigError(
             f"deployment.engine_gpu_ranks: {num_gpus} GPUs of an engine cannot share the {num_heads} heads of the "
-            f"model at {config.model.path} ({num_shared} of keys and values) evenly: use "
+            f"model at {config.model.path} ({num_shared} key-value heads) evenly: use "
             f"{max(num for num in fitting if num < num_gpus)} GPUs per engine, or set deployment.num_engines"
         )
 
 
 def _check_weights(folder: Path, config: Config) -> None:
-    """Raise CheckpointError if the folder has no weights, or only in a format that a later stage cannot read."""
+    """Raise CheckpointError if weights are missing, damaged, or in a format that a stage of the run cannot read."""
     paths = sorted(folder.glob("*.safetensors"))
     holders: dict[str, Path] = {}
     shapes: dict[str, list[int]] = {}
@@ -170,10 +174,10 @@ def _check_weights(folder: Path, config: Config) -> None:
 
 
 def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTrainedConfig) -> None:
-    """Raise CheckpointError if a model's head differs from its embedding although its settings tie them.
+    """Raise CheckpointError if config.json ties head and embedding, but the two tensors in the files differ.
 
     Args:
-        holders: the files that contain the two tensors.
+        holders: the files of the two tensors, by tensor name.
     """
     if not getattr(settings.get_text_config(), "tie_word_embeddings", False):
         return
@@ -186,14 +190,14 @@ def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTra
 
 
 def _stages_of_jax(config: Config) -> list[str]:
-    """The stages of the run that train with JAX."""
+    """The settings `training.NAME` of the run's trainings that use JAX."""
     return [f"training.{name}" for name, each in config.trainings.items() if each.policy.backend == "jax"]
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise CheckpointError if a file that the index names is missing, as after an interrupted download."""
+    """Raise CheckpointError if a weight file in the index is missing, for example after an interrupted download."""
     index = folder / INDEX
-    if (folder / WHOLE).is_file() or not index.is_file():  # if both exist, loaders read the single file
+    if (folder / WHOLE).is_file() or not index.is_file():  # if both exist, loaders read only the single weight file
         return
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -214,17 +218,17 @@ def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
             is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
         if is_pointer:
             return (
-                f"{path} is a pointer of Git LFS in place of the weights: fetch them with `git lfs pull` in its folder"
+                f"{path} is a Git LFS pointer instead of the weights: download them with `git lfs pull` in its folder"
             )
-    return f"{path} was cut or is damaged ({first_line(error)}): copy it again"
+    return f"{path} is truncated or damaged ({first_line(error)}): copy it again"
 
 
 def check_jax_model(config: Config) -> None:
-    """Raise if a stage is to train with JAX, but JAX does not support the model or several processes.
+    """Check that a training with JAX is possible.
 
     Raises:
-        CheckpointError: JAX does not support the model.
-        ConfigError: the trainer has several processes.
+        CheckpointError: the JAX backend does not support the model.
+        ConfigError: the trainer has several processes. JAX supports only one.
     """
     if not (jax := _stages_of_jax(config)):
         return
@@ -239,10 +243,10 @@ def check_jax_model(config: Config) -> None:
 
 
 def check_language_model(config: Config) -> list[Caution]:
-    """A warning if only the language model inside a larger model is trained.
+    """Warn if a multimodal model is given, of which only the language model is trained.
 
     Raises:
-        ConfigError: transformers has no language model of this kind.
+        ConfigError: transformers cannot load the model as a language model.
     """
     settings = find_settings(config.model)
     if settings is None or (config.model.trust_remote_code and getattr(settings, "auto_map", None)):
@@ -265,7 +269,7 @@ def check_language_model(config: Config) -> list[Caution]:
 
 
 def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The settings of the language model inside a model; None if several parts process text, as in MusicGen."""
+    """The configuration of the language model inside a model. None if several parts process text, as in MusicGen."""
     try:
         text: PreTrainedConfig = settings.get_text_config()
     except ValueError:
@@ -274,7 +278,7 @@ def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def check_packing(config: Config) -> None:
-    """Raise ConfigError if the model does not support packed rows, or would mix the samples of a packed row."""
+    """Raise ConfigError if samples must not share rows (packing), because the model would mix them or is limited."""
     given = [f"training.{name}.packing" for name, each in config.trainings.items() if each.packing]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
@@ -286,9 +290,9 @@ def check_packing(config: Config) -> None:
 
 
 def _check_row_length(config: Config) -> None:
-    """Raise ConfigError if packed rows of demonstrations are longer than the model's positions.
+    """Raise ConfigError if packed rows of SFT are longer than the model's number of positions.
 
-    In RL, packed rows are not longer than the longest sample.
+    RL needs no check, because its packed rows are not longer than the longest sample.
     """
     positions, max_length = find_positions(config.model), config.training.sft.max_length
     if positions is not None and max_length - 1 > positions.num:
@@ -299,10 +303,10 @@ def _check_row_length(config: Config) -> None:
 
 
 def count_positions(config: Config) -> int | None:
-    """The model's number of positions, if its configuration limits them.
+    """The model's number of positions, or None if config.json does not limit them.
 
     Raises:
-        CheckpointError: the embedded engine generates the completions, but does not support the model.
+        CheckpointError: the embedded engine evaluates the model, but does not support it.
     """
     folder = Path(config.model.path)
     if config.evaluation_engine.spec.is_own:
@@ -313,7 +317,7 @@ def count_positions(config: Config) -> int | None:
         return load_architecture(
             folder,
             runner="evaluation by the embedded engine",
-            remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
+            remedy='remove evaluation.engine = "embedded"' if is_chosen else others + loss,
         ).max_context_length
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     return next(filter(None, (read_model_number(folder, name) for name in names)), None)
@@ -322,7 +326,7 @@ def count_positions(config: Config) -> int | None:
 def check_positions(
     prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config, *, engine: EngineConfig
 ) -> None:
-    """Raise ConfigError if prompts of this length with their completions exceed the model's positions.
+    """Raise ConfigError if prompts of this length with their completions exceed the model's number of positions.
 
     Args:
         num_positions: the model's number of positions; None if unlimited or unknown.
@@ -338,7 +342,7 @@ def check_positions(
 
 
 def warn_of_dropout(config: Config) -> list[Caution]:
-    """A warning if RL would mistake the effect of dropout for a change of the weights."""
+    """Warn of dropout in RL. Engines have no dropout, so its effect on log-probs looks like a change of the weights."""
     if not config.is_graded:
         return []
     consequence = (
@@ -362,10 +366,10 @@ def warn_of_dropout(config: Config) -> list[Caution]:
 
 
 def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:
-    """A warning if demonstrations of this length exceed the context length of the model.
+    """Warn if the longest demonstration exceeds the context length of the model.
 
     Raises:
-        ConfigError: the model cannot compute them.
+        ConfigError: the model cannot compute so many positions at all.
     """
     positions, num_needed = find_positions(model), num_tokens - 1  # the last token is not an input
     if positions is None or num_needed <= positions.num:
@@ -378,11 +382,14 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
     remedy = f"set training.sft.max_length to {positions.num + 1} or less"
     if positions.are_all:
         raise ConfigError(f"{longest} has {positions.num}: {remedy}")
-    return [Caution(f"{longest} was made for {positions.num}: tokens beyond them teach it little; {remedy}")]
+    return [Caution(f"{longest} was made for {positions.num}: tokens beyond that teach it little; {remedy}")]
 
 
 def warn_of_long_completions(config: Config) -> list[Caution]:
-    """A warning if long completions would change how shorter ones in their micro-batch are scored."""
+    """Warn if long completions would change the log-probs of shorter completions in the same micro-batch.
+
+    This happens with models that use longer rotation factors (longrope) for a whole batch if one row is long.
+    """
     if not config.is_graded:
         return []
     num_tokens = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
@@ -404,8 +411,12 @@ def _warn_of_rotation(what: str, num_needed: int, limit: int | None, model: Mode
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if a local model has fewer embeddings than its tokenizer has tokens (DataError), or than its padding token
-    needs (CheckpointError)."""
+    """Check that a local model has an embedding for each token of its tokenizer, and for its padding token.
+
+    Raises:
+        DataError: the tokenizer has more tokens than the model has embeddings.
+        CheckpointError: the id of the padding token has no embedding.
+    """
     vocab_size, folder = num_embedded_tokens(model), Path(model.path)
     padding = read_model_number(folder, "pad_token_id")
     if vocab_size is not None and padding is not None and padding >= vocab_size:
@@ -421,12 +432,12 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def num_embedded_tokens(model: ModelConfig) -> int | None:
-    """The vocabulary size of a local model; None if unknown. A hub model is checked when it is loaded."""
+    """The number of token embeddings of a local model. None if unknown, as for a model on a hub."""
     return read_model_number(Path(model.path), "vocab_size")
 
 
 def read_model_number(folder: Path, name: str) -> int | None:
-    """A number in a model's config.json, or in its section `text_config`; None if it is missing.
+    """A number in a model's config.json or in its section `text_config`. None if the number is missing.
 
     Raises:
         CheckpointError: the file cannot be read.

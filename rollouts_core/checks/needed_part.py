@@ -1,4 +1,4 @@
-"""A part of the memory or disk that a run needs, with its name for messages."""
+"""`Part`: an amount of memory or disk space that a run needs for one purpose, with a name for messages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ GIB = 1 << 30
 
 
 class Part(NamedTuple):
-    """A number of bytes for one purpose."""
+    """An amount of memory or disk space for one purpose, for example the weights."""
 
     name: str
     num_bytes: int
     is_certain: bool = True
-    """True if at least this much is needed on every machine; False for an estimate."""
+    """True if at least this many bytes are needed on every machine; False for an estimate."""
 
 
 def sum_bytes(parts: Iterable[Part]) -> int:
-    """The sum over all parts."""
     return sum(part.num_bytes for part in parts)
 
 
 def describe_parts(parts: Iterable[Part]) -> str:
-    """The parts in words, in GiB: `weights 5.7, gradients 5.7`; parts that would show as 0 are left out."""
+    """Text such as "weights 5.7, gradients 5.7", in GiB. Parts that would be shown as 0.0 are left out."""
     return ", ".join(f"{part.name} {part.num_bytes / GIB:.1f}" for part in parts if part.num_bytes >= 0.05 * GIB)

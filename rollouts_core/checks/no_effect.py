@@ -1,6 +1,6 @@
-"""Find settings without effect: another setting replaces them, or a setting that they need is missing.
+"""Warn of settings without effect, because another setting replaces them or because a required setting is missing.
 
-Settings that exclude each other are refused in config/.
+config/ rejects settings that contradict each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts_core.stages.kind import load
 
 
 def find_settings_without_effect(config: Config) -> list[Caution]:
-    """A warning for each changed setting that has no effect in the stages of this run."""
+    """A warning for each setting that the user changed although it has no effect in this run."""
     found = _of_other_modes(config)
     for name, training in config.trainings.items():
         section = f"training.{name}"
@@ -39,7 +39,6 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
 
 
 def sft_without_effect(config: Config) -> list[str]:
-    """SFT settings without effect."""
     given = config.training.sft.eval_every
     if given == SFTTrainingConfig().eval_every or config.data.sft_eval:
         return []
@@ -47,12 +46,11 @@ def sft_without_effect(config: Config) -> list[str]:
 
 
 def rl_without_effect(config: Config) -> list[str]:
-    """RL settings without effect."""
     return [*_of_loss(config.training.rl), *_of_absent_parts(config.training.rl)]
 
 
 def warn_of_equal_completions(config: Config) -> list[Caution]:
-    """A warning if checkpoints are compared on several completions per prompt that are all equal."""
+    """Warn if an evaluation samples several completions per prompt at temperature 0, where all are equal."""
     evaluation = config.evaluation
     is_greedy = evaluation.metric == "accuracy" and evaluation.temperature == 0
     if evaluation.samples_per_prompt == 1 or not is_greedy or is_multi_turn(resolve_environment(config.rollout)):
@@ -66,7 +64,7 @@ def warn_of_equal_completions(config: Config) -> list[Caution]:
 
 
 def _of_other_modes(config: Config) -> list[str]:
-    """Sections and data of stages that the mode does not run."""
+    """A sentence for each changed section and each data file of a training that is not part of the run's mode."""
     data, training, usual = config.data, config.training, TrainingConfig()
     found: list[str] = []
     for name, kind in TRAININGS.items():
@@ -110,20 +108,25 @@ def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) ->
         return []
     return [
         f"{stage}.checkpoint_every {given} is above num_steps {training.num_steps}, so only the last step has a "
-        "checkpoint: selection has no choice, and an interrupted training starts again from the beginning"
+        "checkpoint: the selection has only one checkpoint, and an interrupted training starts again from the beginning"
     ]
 
 
 def _of_resuming(stage: str, training: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
-    """allow_changed without resume_from: the run's own checkpoints always have the run's settings."""
+    """A sentence about `allow_changed` without `resume_from`.
+
+    Without `resume_from`, a training resumes only from its own checkpoints, whose settings are equal.
+    """
     if not training.allow_changed or training.resume_from:
         return []
     return [f"{stage}.allow_changed does nothing without resume_from, the checkpoint to resume from"]
 
 
 def _of_loss(rl: RLTrainingConfig) -> list[str]:
-    """Settings that need several updates per step: before the first update the policy equals the "old" policy, so all
-    ratios are 1."""
+    """A sentence for each setting of the loss that needs several updates per step.
+
+    With ratio_base "old", all ratios are 1 in the first update of a step, because the policy equals the old policy.
+    """
     if rl.loss.ratio_base == "rollout" or rl.num_minibatches * rl.num_epochs > 1:
         return []
     given = {"drift_mask": rl.loss.drift_mask, "ratio_penalty": rl.loss.ratio_penalty}
@@ -136,7 +139,7 @@ def _of_loss(rl: RLTrainingConfig) -> list[str]:
 
 
 def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
-    """Settings of parts of the algorithm that are switched off by other settings."""
+    """A sentence for each changed setting of a part of the algorithm that another setting switches off."""
     loss, shaping, has_values = rl.loss, rl.reward_shaping, rl.with_values
     has_penalty, has_kl_reward, has_kl_loss = shaping.overlong_buffer_tokens > 0, shaping.kl_coef > 0, loss.kl_coef > 0
     objective, is_chosen = rl.objective_spec, rl.loss_fn == ""

@@ -1,9 +1,11 @@
-"""Divide the GPUs of a node among the trainer and the engines of a run, by the estimate of the memory that each takes.
+"""Plan which GPUs of a machine train and which serve inference engines, by estimates of the memory that each needs.
 
-    GPUs, model, lengths, optimizer ──> ranks of the trainer, ranks and number of engines, apart or in turns
+    GPUs, model, lengths, optimizer ──> GPU ranks of the trainer, GPU ranks and number of engines
 
-A run follows the plan if its settings leave the placement open (`is_placement_open`). resource_needs.py estimates the
-memory. This module does not import torch. Not here: the GPUs of a node, and keeping the plan (tasks/gpu_placement.py).
+Trainer and engines get separate GPUs if possible. Otherwise they share all GPUs and use them in turns ("colocated").
+A run follows the plan if its settings do not place trainer and engines (`is_placement_open`). resource_needs.py
+estimates the memory. This module does not import torch. Not here: reading the GPUs of a node, storing the plan
+(tasks/gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from rollouts_core.model.model_size import ModelSize
 from rollouts_core.stages import kind_of
 
 USABLE = 0.95
-"""Share of a GPU's memory that plans use; CUDA itself needs the rest."""
+"""A trainer may use this share of a GPU's memory. CUDA itself needs the rest."""
 CACHED_REQUESTS = 16
-"""Requests at their full length that the cache of an engine should hold at least."""
+"""A plan reserves cache in each engine for this many requests of full length."""
 SAME_SIZE = 0.02
-"""Largest relative difference between the memory sizes that drivers report for GPUs of one kind."""
+"""GPUs count as equal if their memory sizes differ by at most this share, because drivers report slightly different
+sizes for the same kind of GPU."""
 ALIKE = "use GPUs of one kind, or set the ranks in deployment yourself"
 PLACED = (
     "trainer_gpu_ranks",
@@ -43,33 +46,34 @@ PLACED = (
     "colocated",
     "engine_memory_share",
 )
-"""The settings of `deployment` that a plan decides. If one of them is set, the run has no plan."""
+"""The settings of `deployment` that a plan decides. If the user sets one of these, the run makes no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """The GPUs of trainer and engines, and the memory needed on each."""
+    """The planned GPUs of trainer and engines, and the memory that they need on each GPU."""
 
     trainer_ranks: tuple[int, ...]
     engine_ranks: tuple[int, ...]
     num_engines: int
     is_colocated: bool
     trainer_bytes: int
-    """Memory of the training on each GPU of the trainer."""
+    """Memory that the training needs on each GPU of the trainer."""
     engine_bytes: int
-    """Memory for weights and cache on each GPU of an engine."""
+    """Memory that an engine needs for weights and cache on each of its GPUs."""
 
     engine_share: float
-    """Share of a GPU's memory that engines take in turns with the trainer; 0 apart, for the engine's default."""
+    """Share of a GPU's memory that an engine may use if it shares the GPU with the trainer. 0 on separate GPUs, where
+    the engine's default applies."""
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs over which the model of an engine is divided."""
+        """Number of GPUs over which each engine divides the model."""
         return len(self.engine_ranks) // self.num_engines
 
     @property
     def settings(self) -> dict[str, Any]:  # Any: JSON
-        """The settings of `deployment` with the values of the plan, without defaults."""
+        """The plan as settings of `deployment`, without settings at their defaults."""
         every: dict[str, Any] = {  # Any: JSON
             "trainer_gpu_ranks": list(self.trainer_ranks),
             "engine_gpu_ranks": list(self.engine_ranks),
@@ -92,18 +96,22 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWork:
-    """The work of some GPUs, with the memory that it needs on each."""
+    """The work of some GPUs, trainer or engines, for messages."""
 
     gpus: str
-    """The ranks, such as `0 to 3`."""
+    """The GPU ranks, such as "0 to 3"."""
     work: str
+    """Text such as "trainer" or "2 engines of 2 GPUs each"."""
     num_bytes: int
-    """Memory on each of the GPUs, estimated; 0 if it is not known."""
+    """Estimated memory on each of the GPUs; 0 if unknown."""
 
 
 def is_placement_open(config: Config) -> bool:
-    """True if a run with engines on GPUs leaves its placement to the plan: no setting of PLACED is set, and no argument
-    of the engine divides its model or sets its share of a GPU."""
+    """True if the run must plan which GPUs train and which serve engines.
+
+    False without engines on GPUs, if a setting in PLACED is set, or if an argument of the engine divides the model or
+    sets the engine's share of GPU memory.
+    """
     engine, default = config.rollout.engine, DeploymentConfig()
     if not config.samples_for_training or engine.spec.is_own:
         return False
@@ -114,7 +122,11 @@ def is_placement_open(config: Config) -> bool:
 
 
 def with_placement(config: Config, settings: Mapping[str, Any]) -> Config:  # Any: JSON
-    """The configuration with the `settings` of a plan; unchanged if its placement is not open."""
+    """The configuration with the planned settings of `deployment`. Unchanged if the user's settings name the GPUs.
+
+    Args:
+        settings: from `PlacementPlan.settings`; empty without a plan.
+    """
     if not settings or not is_placement_open(config):
         return config
     placed = DeploymentConfig.model_validate({**config.deployment.model_dump(mode="json"), **settings})
@@ -122,7 +134,7 @@ def with_placement(config: Config, settings: Mapping[str, Any]) -> Config:  # An
 
 
 def placed_work(config: Config, size: ModelSize) -> list[PlacedWork]:
-    """The work of the trainer's GPUs and of the engines' GPUs, by the settings of `deployment`."""
+    """Which GPUs train and which serve engines according to the settings of `deployment`, with estimates of memory."""
     placement, engine = config.deployment, config.rollout.engine
     found: list[PlacedWork] = []
     if not placement.shares_cpu:
@@ -139,15 +151,14 @@ def placed_work(config: Config, size: ModelSize) -> list[PlacedWork]:
 
 
 def plan_placement(config: Config, size: ModelSize, gpu_bytes: Mapping[int, int]) -> PlacementPlan:
-    """The placement that leaves the most GPUs to the engines. Trainer and engines share GPUs only if separate GPUs do
-    not fit.
+    """Find the placement with the most GPUs for the engines. Trainer and engines share GPUs only if nothing else fits.
 
     Args:
         config: settings with an engine that runs on GPUs.
-        gpu_bytes: the memory of each GPU by its rank.
+        gpu_bytes: the memory of each GPU, by GPU rank.
 
     Raises:
-        ConfigError: the GPUs differ, or no placement fits; the message names the smallest number of GPUs that fits.
+        ConfigError: the GPUs differ in size, or no placement fits. The message says how many such GPUs would suffice.
     """
     smallest, largest = min(gpu_bytes.values()), max(gpu_bytes.values())
     if largest - smallest > SAME_SIZE * largest:
@@ -169,7 +180,7 @@ def plan_placement(config: Config, size: ModelSize, gpu_bytes: Mapping[int, int]
 
 
 def _placements(config: Config, size: ModelSize, ranks: tuple[int, ...], gpu_bytes: int) -> Iterator[PlacementPlan]:
-    """The placements that fit and are allowed, in order of preference.
+    """Yield the placements that fit into memory and are allowed by the other settings, best first.
 
     Args:
         gpu_bytes: the memory of each GPU.
@@ -209,19 +220,22 @@ def _placements(config: Config, size: ModelSize, ranks: tuple[int, ...], gpu_byt
 
 
 def _is_allowed(config: Config, plan: PlacementPlan) -> bool:
-    """True if the other settings allow the placement; the rules are those of `Config` and of check_weight_transfer."""
+    """True if the user's other settings allow the placement, by the rules of `Config` and `check_weight_transfer`."""
     way = config.rollout.engine.weight_transfer
     uses_jax = any(training.policy.backend == "jax" for training in config.trainings.values())
     if uses_jax and len(plan.trainer_ranks) > 1:
         return False
     if way == "tensors" and not (plan.is_colocated and plan.num_engines == 1):
-        return False  # each engine maps memory of the trainer's first GPU
+        return False  # with "tensors", the engine maps memory of the trainer's first GPU
     runs_ahead = config.rollout.max_staleness > 0 or config.training.rl.sync_every > 1
     return not (plan.is_colocated and (runs_ahead or way == "nccl"))
 
 
 def _trainer_bytes(config: Config, size: ModelSize, num_trainers: int) -> tuple[int, int]:
-    """Memory of the training on each of its GPUs, and the part that stays allocated while engines generate."""
+    """Bytes that a training on `num_trainers` GPUs needs on each GPU.
+
+    The second number is the part that stays allocated while engines on the same GPUs generate.
+    """
     ranks = {"trainer_gpu_ranks": tuple(range(num_trainers)), "trainer_processes": 0}
     placed = config.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
     stages = training_needs(placed, size)
@@ -231,7 +245,7 @@ def _trainer_bytes(config: Config, size: ModelSize, num_trainers: int) -> tuple[
 
 
 def _engine_bytes(config: Config, size: ModelSize, num_shared: int) -> int:
-    """Memory of an engine's weights and of the smallest useful cache, on each of its GPUs."""
+    """Bytes that an engine on `num_shared` GPUs needs on each GPU, for weights and for `CACHED_REQUESTS` requests."""
     ranks = {"engine_gpu_ranks": tuple(range(num_shared)), "num_engines": 1}
     placed = config.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})
     shape = read_shape(size.settings)
@@ -241,7 +255,7 @@ def _engine_bytes(config: Config, size: ModelSize, num_shared: int) -> int:
 
 
 def _divides(size: ModelSize, num_shared: int) -> bool:
-    """True if `num_shared` GPUs can divide the model's attention heads evenly."""
+    """True if the model's attention heads can be divided evenly over `num_shared` GPUs."""
     shape = read_shape(size.settings)
     if shape is None:
         return num_shared == 1

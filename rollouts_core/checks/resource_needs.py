@@ -1,11 +1,11 @@
-"""The memory and disk that a run needs, from its settings and the headers of the model's files.
+"""Estimate the GPU memory and disk space that a run needs, from its settings and the headers of the model's files.
 
-Weights are not read and torch is not imported, because this is computed before anything is rented or started. Memory of
-a training pass besides weights and optimizer is estimated in activation_needs.py.
+    certain     weights, gradients, AdamW's moments, the reference model, classifiers; the weights of an engine
+                -> a GPU with less memory is rejected
+    estimated   activations, logits, adapters, copies of weights, gathered layers (activation_needs.py)
+                -> a GPU with less memory gets a warning
 
-    certain     weights, gradients, AdamW's moments, the reference, classifiers; the weights of an engine
-                                                                                                -> less is refused
-    about       activations, logits, adapters, number formats of the products, gathered layers  -> less is warned of
+This runs before a machine is rented, so it reads no weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -28,29 +28,31 @@ from rollouts_core.stages.kind import load
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
 MOMENTS = 2
-"""AdamW's moving averages of each trained weight."""
+"""Number of AdamW's moving averages per trained weight."""
 KEPT_PUBLICATIONS = 2
-"""Versions of the weights that stay as files for engines that read files."""
+"""Number of versions of the weights on disk, for engines that read weights from files."""
 ENGINE_SHARE = 0.9
-"""Default share of a GPU's memory that SGLang and vLLM take, roughly."""
+"""Share of a GPU's memory that SGLang and vLLM take by default, approximately."""
 SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
-"""Parts of the names of arguments with which an engine needs less memory than the weights in bfloat16."""
+"""Parts of names of engine arguments. With such an argument, weights may take less memory than in bfloat16."""
 
 PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
-"""Parts of the names of arguments with which SGLang and vLLM divide a model in another way than evenly over an engine's
-GPUs."""
+"""Parts of names of engine arguments. With such an argument, SGLang and vLLM may not divide the model evenly over the
+GPUs of an engine."""
 
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
-    """Bytes per weight in the trainer: frozen weights under adapters have the number format of the matrix products,
-    trained weights are float32."""
+    """Bytes per weight in the trainer.
+
+    Trained weights are float32. If adapters are trained, the frozen weights have the precision of the matrix products.
+    """
     return BFLOAT16_BYTES if policy.lora.rank and policy.precision == "bfloat16" else FLOAT32_BYTES
 
 
 def state_parts(num_parameters: int, policy: PolicyConfig, *, with_reference: bool, num_processes: int) -> list[Part]:
-    """Weights, gradients and optimizer state in each process, divided among the processes.
+    """Memory of weights, gradients and optimizer state in each process. They are divided evenly among the processes.
 
-    With adapters, the adapters are not included, and the frozen weights also serve as the reference.
+    If adapters are trained, only the frozen weights count here. They also serve as the reference model.
     """
     share = num_parameters * FLOAT32_BYTES // num_processes
     if policy.lora.rank:
@@ -68,10 +70,11 @@ def training_parts(
     num_processes: int = 1,
     beside: Sequence[Part] = (),
 ) -> list[Part]:
-    """Memory that a training with micro-batches like `rows` needs on each device.
+    """Memory that a training needs on each device.
 
     Args:
-        beside: further parts of memory on the same device.
+        rows: the largest micro-batch.
+        beside: other needs of memory on the same device, such as classifiers that grade.
     """
     states = state_parts(size.num_parameters, policy, with_reference=with_reference, num_processes=num_processes)
     return [*states, *beside, *activation_parts(size, policy, rows, num_processes=num_processes)]
@@ -79,17 +82,17 @@ def training_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeeds:
-    """Memory of a training stage on each of its devices."""
+    """Memory that a training stage needs on each of its devices."""
 
     kind: str
     """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
-    """Changes of settings that lower the memory."""
+    """Advice for messages: settings that lower the memory."""
 
     @property
     def certain_parts(self) -> list[Part]:
-        """The parts that are certain."""
+        """The parts that are not estimates."""
         return [part for part in self.parts if part.is_certain]
 
     @property
@@ -99,7 +102,7 @@ class StageNeeds:
 
     @property
     def expected_bytes(self) -> int:
-        """Sum of all parts."""
+        """Sum of certain and estimated parts."""
         return sum_bytes(self.parts)
 
     def __str__(self) -> str:
@@ -108,7 +111,7 @@ class StageNeeds:
         return f"{total} ({shown})" if shown else total
 
     def warning(self, gpu: str, gpu_bytes: float) -> str:
-        """A sentence if a GPU may have too little memory for the stage; else empty.
+        """A warning if a GPU may have too little memory for the stage; else empty.
 
         Args:
             gpu: the GPU's name, for the message.
@@ -122,11 +125,7 @@ class StageNeeds:
 
 
 def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) -> list[StageNeeds]:
-    """Memory of each training stage; empty if the size of the model is not known.
-
-    Args:
-        num_machines: machines that train together.
-    """
+    """Memory that each training stage of a run needs on each device. Empty if the size of the model is unknown."""
     if not size.tensors:
         return []
     num_processes = config.deployment.num_trainer_processes * num_machines
@@ -141,13 +140,12 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
 
 
 def sft_memory(training: SFTTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
-    """Parts of the memory of each GPU that SFT needs."""
     sft = with_kernel(training, expected_kernel(training.policy, size.settings, None))
     return training_parts(size, sft.policy, sft_rows(sft), with_reference=False, num_processes=num_processes)
 
 
 def rl_memory(training: RLTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
-    """Parts of the memory of each GPU that RL needs, with the classifiers that grade there."""
+    """Memory that RL needs on each GPU, by purpose, including classifiers that grade on these GPUs."""
     kernel = expected_kernel(training.policy, size.settings, shared_prompts(training, config.rollout))
     rl = with_kernel(training, kernel)
     return training_parts(
@@ -161,14 +159,14 @@ def rl_memory(training: RLTrainingConfig, config: Config, size: ModelSize, num_p
 
 
 def classifier_parts(config: Config) -> list[Part]:
-    """Memory of the classifiers that grade in RL beside its trainer, in the number format of their files."""
+    """Memory of the classifiers that grade completions on the trainer's GPUs, as large as their weight files."""
     rewards = () if config.data.rollouts else config.rollout.rewards
     folders = [Path(each.model) for each in rewards if each.kind == "classifier"]
     return [Part(f"classifier {folder.name}", read_folder(folder).num_file_bytes) for folder in folders]
 
 
 def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
-    """Settings that lower a training's memory on a GPU."""
+    """Advice for messages: settings that lower the GPU memory of a training."""
     section = f"training.{kind}"
     remedies = list[str](load(kind_of(kind).remedies)(stage, section))
     if not stage.policy.activation_checkpointing:
@@ -179,18 +177,19 @@ def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> lis
 
 
 def sft_remedies(training: SFTTrainingConfig, section: str) -> list[str]:
-    """Settings only of SFT that lower its memory on a GPU."""
-    smaller = [f"lower {section}.micro_batch_size (the same step)"]
+    smaller = [f"lower {section}.micro_batch_size (the result stays the same)"]
     return smaller * (min(training.micro_batch_size, training.batch_size) > 1) + [f"lower {section}.max_length"]
 
 
 def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
-    """Settings only of RL that lower its memory on a GPU."""
-    return [f"lower {section}.max_micro_batch_tokens (the same step)", "lower rollout.sampling.max_new_tokens"]
+    return [
+        f"lower {section}.max_micro_batch_tokens (the result stays the same)",
+        "lower rollout.sampling.max_new_tokens",
+    ]
 
 
 def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:
-    """Least memory of trainer and engines on each of their GPUs; 0 if the model's size is not known."""
+    """Memory that each GPU of a run must have at least. 0 if the size of the model is unknown."""
     stages = [] if config.deployment.shares_cpu else training_needs(config, size, num_machines=num_machines)
     return max([*(stage.least_bytes for stage in stages), engine_weight_bytes(config, size)])
 
@@ -199,7 +198,7 @@ def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1
 
 
 def engine_weight_bytes(config: Config, size: ModelSize) -> int:
-    """Memory of an engine's weights on each of its GPUs; 0 without GPUs, or if arguments may compress them."""
+    """Memory of an engine's weights on each of its GPUs. 0 without GPUs, or if the weights may be compressed."""
     engine, placement = config.rollout.engine, config.deployment
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
     if not config.samples_for_training or engine.spec.is_own or not num_gpus:
@@ -208,13 +207,13 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
         name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
     ):
         return 0
-    # On a GPU "auto" is never float32 (engines/launch.py).
+    # On a GPU, dtype "auto" never means float32 (engines/launch.py).
     num_bytes_each = FLOAT32_BYTES if engine.dtype == "float32" else BFLOAT16_BYTES
     return size.num_parameters * num_bytes_each // num_gpus
 
 
 def engine_share(config: Config) -> float:
-    """The share of a GPU's memory that an engine takes."""
+    """The share of a GPU's memory that an engine takes: by an argument, by `engine_memory_share`, or by default."""
     arguments = [part for each in config.rollout.engine.extra_args for part in each.split("=", 1)]
     for name, value in itertools.pairwise(arguments):
         if name == config.rollout.engine.spec.memory_argument:
@@ -226,11 +225,14 @@ def engine_share(config: Config) -> float:
 
 
 def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_machines: int = 1) -> str:
-    """A sentence if engines may have too little memory on GPUs of this size; else empty.
+    """A warning if engines may have too little memory on GPUs of this size; else empty.
 
-    An engine uses its share of the GPU for weights and cache. The cache must hold the longest request: two vectors of
-    `kv_size` per layer and token, here as bfloat16. If the trainer shares the GPU, its weights and moments stay beside
-    the engine; its gradients and activations exist only while the engine has released its memory.
+    An engine uses its share of the GPU for weights and cache. The cache must hold at least the longest request: two
+    bfloat16 vectors of `kv_size` per layer and token. If the trainer shares the GPU, its weights and moments stay in
+    memory while the engine runs. Its gradients and activations exist only while the engine has released its memory.
+
+    Args:
+        gpu_bytes: the memory of the smallest GPU of the engines.
     """
     weights = engine_weight_bytes(config, size)
     shape = read_shape(size.settings)
@@ -242,9 +244,9 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
     cache = context * 2 * shape.num_layers * shape.kv_size * BFLOAT16_BYTES // num_gpus
     if weights + cache > share * gpu_bytes:
         return (
-            f"an engine takes {weights / GIB:.1f} GiB for weights and {cache / GIB:.1f} for the cache of one request "
-            f"of {context} tokens on each GPU, but its share of a GPU is only {share * gpu_bytes / GIB:.1f} GiB: use "
-            "more GPUs per engine (deployment.engine_gpu_ranks), larger GPUs, or a larger share "
+            f"an engine needs {weights / GIB:.1f} GiB for weights and {cache / GIB:.1f} GiB for the cache of one "
+            f"request of {context} tokens on each GPU, but its share of a GPU is only {share * gpu_bytes / GIB:.1f} "
+            "GiB: use more GPUs per engine (deployment.engine_gpu_ranks), larger GPUs, or a larger share "
             "(rollout.engine.extra_args)"
         )
     resident = _resident_bytes(config, size, num_machines=num_machines) if placement.colocated else 0
@@ -258,7 +260,7 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
 
 
 def check_kernels_without_gpu(config: Config) -> None:
-    """Raise ConfigError for the first training whose attention kernel needs a GPU; for machines without a GPU."""
+    """Raise ConfigError if the attention kernel of a training needs a GPU. Call this for a machine without GPUs."""
     for name, training in config.trainings.items():
         if training.policy.needs_gpu:
             raise ConfigError(
@@ -268,7 +270,7 @@ def check_kernels_without_gpu(config: Config) -> None:
 
 
 def shared_gpu_warning(config: Config) -> str:
-    """A sentence if an engine keeps most of a GPU on which the trainer also works; else empty."""
+    """A warning if an engine occupies most of the memory of a GPU on which the trainer also computes; else empty."""
     placement, engine = config.deployment, config.rollout.engine
     has_engines = config.samples_for_training and not engine.spec.is_own
     if not has_engines or placement.colocated or placement.shares_cpu or engine_share(config) < ENGINE_SHARE:
@@ -285,7 +287,7 @@ def shared_gpu_warning(config: Config) -> str:
 
 
 def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> int:
-    """Bytes of RL's trainer that stay allocated on a GPU while engines generate."""
+    """Bytes of the RL trainer that stay allocated on a GPU while engines on the same GPU generate."""
     stages = training_needs(config, size, num_machines=num_machines)
     parts = [part for stage in stages if kind_of(stage.kind).is_graded for part in stage.parts if part.is_certain]
     return sum_bytes(part for part in parts if part.name != "gradients")
@@ -295,7 +297,7 @@ def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> in
 
 
 def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
-    """Size of the checkpoints that a run keeps."""
+    """Disk space of the checkpoints that all trainings of a run keep."""
     total = 0
     for training in config.trainings.values():
         num_saved = -(-training.num_steps // training.checkpoint_every)
@@ -306,22 +308,25 @@ def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
 
 
 def publication_disk_bytes(config: Config, size: ModelSize) -> int:
-    """Disk space of weights published as files; 0 if weights reach the engine through memory or over the network."""
+    """Disk space of the weights that RL writes to files for its engines.
+
+    0 if the trainer sends weights through memory or over the network instead.
+    """
     engine, rl = config.rollout.engine, config.training.rl
     has_files = not engine.spec.is_own and engine.weight_transfer == "auto" and not config.data.rollouts
     if not config.is_graded or not has_files:
         return 0
     num_versions = min(KEPT_PUBLICATIONS, rl.num_steps // rl.sync_every)
-    # Merged adapters are rounded to the number format of the frozen weights only if the engine uses the same format.
+    # Merged adapters have the number format of the frozen weights, except for engines that compute in float32.
     num_bytes_each = FLOAT32_BYTES if engine.dtype == "float32" else stored_weight_bytes(rl.policy)
     return num_versions * size.num_parameters * num_bytes_each
 
 
 def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False) -> list[Part]:
-    """Disk space that a run needs on an empty machine.
+    """Disk space that a run needs on an empty machine, by purpose.
 
     Args:
-        sends_weights: weights are sent over the network to engines on other machines.
+        sends_weights: whether weights are sent over the network, to engines on other machines.
     """
     published = 0 if sends_weights else publication_disk_bytes(config, size)
     parts = [

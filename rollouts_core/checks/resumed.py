@@ -1,6 +1,6 @@
-"""Check, before any training, that each stage can resume from the checkpoint in its `resume_from`.
+"""Check before a run starts that each training can resume from the checkpoint in its setting `resume_from`.
 
-A training's own checkpoints and its data are checked in saving.py.
+Not here: checking the checkpoints that a training itself wrote (saving.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from rollouts_core.seeds import replicate_seed
 from rollouts_core.stages import kind_of
 
 INPUTS = ("model", "data", "samples", "plugins", "semantics")
-"""Names in a checkpoint's description besides settings: digests of the training's inputs, and a version."""
+"""Names in a checkpoint's manifest that are not settings: digests of the training's inputs, and a version number."""
 
 
 def check_resumed(config: Config) -> None:
-    """Raise CheckpointError for a `training.*.resume_from` with other settings, or beyond the training's last step.
+    """Check the settings and the step of the checkpoints in `training.*.resume_from`.
 
-    `check_resumed_inputs` checks the training's inputs. A URL is checked after the download.
+    A URL is skipped, and checked after its download. `check_resumed_inputs` checks the inputs of the training.
 
     Raises:
+        CheckpointError: the checkpoint has other settings, or is of a later step than the training's last step.
         ConfigError: `training.*.allow_changed` has an unknown name.
     """
     for name, training in config.trainings.items():
@@ -51,25 +52,25 @@ def check_resumed(config: Config) -> None:
 
 
 def check_resumed_inputs(job: TrainingJob, *, knows_model: bool = True) -> None:
-    """Raise CheckpointError if the training of `resume_from` had other data, another model or other reward code.
+    """Raise CheckpointError if the checkpoint in `resume_from` was trained with other data, model or reward code.
 
-    The job would also refuse the checkpoint, but only after a machine was rented.
+    The job itself would also reject the checkpoint, but only after a machine was rented.
 
     Args:
-        knows_model: False if an earlier stage has still to train the model that the job starts from.
+        knows_model: False if the job starts from a model that an earlier stage of the run has yet to train.
     """
     if not job.training.resume_from:
         return
     checkpoint = find_checkpoint(Path(job.training.resume_from))
     settings = load_manifest(checkpoint).settings
-    # Checkpoints of older versions lack some names.
+    # Checkpoints of older versions of rollouts lack some of these names.
     compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})
     saved, current = ({name: named[name] for name in compared} for named in (settings, job.inputs))
     check_same_settings(saved, current, allowed=job.training.allow_changed, checkpoint=checkpoint)
 
 
 def _rollout_of_job(config: Config) -> RolloutConfig:
-    """The rollout settings in the job of RL: each replicate samples with its own seed."""
+    """The rollout settings as in the job of RL, where the seed depends on `training.rl.replicate`."""
     if config.data.rollouts:  # recorded rollouts are not generated again, so the seed has no effect
         return config.rollout
     seed = replicate_seed(config.rollout.seed, config.training.rl.replicate)
@@ -82,10 +83,10 @@ def _check_names(
     *,
     section: str,
 ) -> None:
-    """Raise ConfigError for a name in `allow_changed` that is not a setting, input or section.
+    """Raise ConfigError for a name in `allow_changed` that is not a setting, section or input of the training.
 
     Args:
-        saved: the checkpoint's description; another version may have had other settings.
+        saved: the settings in the checkpoint's manifest. An older version may have had settings with other names.
     """
     known = [*settings_of(type(training), with_lists=True), *INPUTS, *_with_sections(saved)]
     if isinstance(training, RLTrainingConfig):
@@ -96,15 +97,14 @@ def _check_names(
 
 
 def _with_sections(names: Iterable[str]) -> Iterator[str]:
-    """The names, and the names of the sections that contain them."""
+    """Yield the names and all their sections: for "optim.lr" also "optim"."""
     for name in names:
         parts = name.split(".")
         yield from (".".join(parts[:number]) for number in range(1, len(parts) + 1))
 
 
 def _closest(name: str, known: list[str]) -> str:
-    """A hint for an unknown name: settings of this name in other sections, else the closest name, else the top-level
-    names."""
+    """A hint for an unknown setting: settings with the same last name, else the closest name, else all sections."""
     last = name.rpartition(".")[2]
     if same := [each for each in dict.fromkeys(known) if each.rpartition(".")[2] == last]:
         return f"; did you mean {' or '.join(same)}?"

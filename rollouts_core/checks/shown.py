@@ -1,4 +1,4 @@
-"""Show the first rows of each data file of a configuration as they are trained on or sampled for."""
+"""Show the first rows of each data file as the model sees them: as trained demonstrations, or as prompts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
-    """The first rows of each data file, as they are trained on or sampled for.
+    """Yield the first rows of each data file of a configuration, as the model sees them.
+
+    A row with an error, such as a too long prompt, is shown with this error.
 
     Raises:
-        InputError: a tokenizer or a file cannot be read. A row that does not fit is shown with its error instead.
+        InputError: a tokenizer or a file cannot be read.
     """
     tokenizer = load_tokenizer(config.model)
     rules = sample_rules(config.training.sft)

@@ -1,5 +1,4 @@
-"""Find the parts of conversations that a chat template leaves out: ends of turns, tools, calls, thoughts, whole
-messages."""
+"""Find the parts of conversations that a model's chat template leaves out, such as tool calls or whole messages."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ ANSWER = "a tool said this\nin two lines"
 
 
 def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
-    """A warning if the chat template writes no token that could end a completion."""
+    """Warn if the chat template writes no end-of-turn token, so that SFT does not teach the model to stop."""
     if tokenizer.chat_template is None or not (form := find_turn_form(tokenizer)).is_known:
         return []
     if find_turn_ends(tokenizer) or tokenizer.eos_token in form.rest:
@@ -49,7 +48,7 @@ def warn_of_unseen_tools(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],  # Any: JSON schemas
 ) -> list[Caution]:
-    """A warning if the chat template leaves out the tools, so that the policy does not see them."""
+    """Warn if the chat template does not write the descriptions of the environment's tools into the prompt."""
     if not tools:
         return []
     asked: list[Message] = [{"role": "user", "content": "?"}]
@@ -66,10 +65,13 @@ def warn_of_unseen_tools(
 
 
 def check_conversation(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> None:
-    """Render a test conversation: the policy's calls must be parsed, and the replies must be visible to the policy.
+    """Render a test conversation between the policy and the environment with the chat template.
+
+    Tool calls of the policy must be parsable, and replies of the environment must appear in the prompt.
 
     Raises:
-        DataError: no dialect parses the calls that the chat template writes, or the template drops or refuses a reply.
+        DataError: no known format parses the calls that the chat template writes, or the template drops or rejects a
+            reply.
     """
     environment = resolve_environment(rollout)
     if not is_multi_turn(environment):
@@ -86,10 +88,10 @@ def check_conversation(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfi
 
 
 def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The parts of an assistant's turn that the chat template does not write: text, calls, thoughts.
+    """Find the keys of an assistant's message that the chat template does not write: text, tool calls, thoughts.
 
-    Thoughts may have their own field or, up to `END_OF_THOUGHTS`, be in the text. A template that fails on the test
-    counts as writing everything.
+    Thoughts may have their own key, or be in the text before `END_OF_THOUGHTS`. If the template fails on a test
+    message, its key counts as written.
     """
     calls, tool = probe_call({"said": TURN_MARK})
     asked: Message = {"role": "user", "content": "?"}
@@ -109,7 +111,7 @@ def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class UnwrittenRoles:
-    """Collects, by role, the rows with messages that the chat template leaves out entirely."""
+    """Collects the rows with messages that the chat template leaves out because of their role."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -117,7 +119,7 @@ class UnwrittenRoles:
         self._rows: dict[str, list[int]] = {}
 
     def note(self, number: int, messages: Sequence[Message]) -> None:
-        """Check the messages of a row. Assistant turns, which some templates drop on purpose, count as written."""
+        """Check the messages of a row, except assistant messages, which some templates leave out on purpose."""
         if self._tokenizer.chat_template is None:
             return
         for role, is_first in {(message["role"], i == 0) for i, message in enumerate(messages)}:
@@ -126,7 +128,7 @@ class UnwrittenRoles:
                 numbers += [number] if numbers[-1:] != [number] else []
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """A warning for each role with lost messages."""
+        """One warning per role whose messages the chat template leaves out."""
         return [
             Caution(
                 f"{source}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) the chat template leaves "
@@ -144,23 +146,30 @@ class UnwrittenRoles:
 
 
 class UnreadFields:
-    """Collects the rows with fields that other systems read, but this project does not."""
+    """Collects the rows with fields that other training systems read, but this project ignores."""
 
     def __init__(self, template_values: Mapping[str, Any]) -> None:  # Any: JSON
-        """`template_values` are the values of model.chat_template_kwargs; a row's field with the same values is no
-        problem."""
+        """Collect nothing yet.
+
+        Args:
+            template_values: `model.chat_template_kwargs`. A row may have a field with the same values.
+        """
         self._template_values = template_values
         self._rows: dict[str, list[int]] = {}
 
     def note(self, number: int, fields: Mapping[str, Any], messages: Sequence[Message]) -> None:  # Any: JSON
-        """Check the fields of a row and the messages made from it."""
+        """Check the fields of a row.
+
+        Args:
+            messages: the messages that were made from the row.
+        """
         for name in find_unread(fields, messages):
             if name == TEMPLATE_FIELD and fields[name] == self._template_values:
                 continue
             self._rows.setdefault(name, []).append(number)
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """A warning for each field."""
+        """One warning per ignored field."""
         first = "write it as the first message, with the role system"
         same = (
             "all rows get the same values for the chat template; set model.chat_template_kwargs if these suit all rows"

@@ -1,6 +1,6 @@
-"""Validate a configuration before any training: all checks in their order.
+"""Validate the configuration of a run before it starts, by all checks in this package.
 
-Machines and ports are checked in infra; the form of settings in config/.
+Not here: checks of machines and ports (infra), of the form of settings (config/).
 """
 
 from __future__ import annotations
@@ -74,21 +74,22 @@ if TYPE_CHECKING:
 
 FUNCTION_SETTINGS = ("environment", "reward_fn", "rewards", "filter_fn", "filters", "buffer_filter_fn", "generate_fn")
 NUM_FIRST_ROWS = 64
-"""Rows of each file that functions are tried on before the files are read completely."""
+"""The user's functions are tested on this many rows of each file before the files are read completely."""
 
 
 def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_here: bool = True) -> list[str]:
-    """Check everything that can be checked without training; returns findings and warnings, a sentence each.
+    """Check everything that can be checked before training. Returns findings and warnings, one sentence each.
 
-    The user's functions are imported and tried on the first rows before whole files are read. Models and files with a
+    The user's functions are imported and tested on the first rows before whole files are read. Models and files with a
     known error are skipped.
 
     Args:
         mistakes: collects the errors. If None, they are raised.
-        trains_here: this machine will train, so its CPU is checked; other machines warn when the training starts.
+        trains_here: whether this machine trains, so that its CPU is checked. Other machines are checked when their
+            training starts.
 
     Raises:
-        InputError: a line for each mistake, with what was expected, what was found and what to do.
+        InputError: one line per error: the expected value, the value found, and a remedy.
     """
     noted = Mistakes() if mistakes is None else mistakes
     findings = _check_settings(config, noted, trains_here=trains_here)
@@ -113,7 +114,10 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
 
 
 def _load_tokenizer(config: Config, mistakes: Mistakes, findings: list[str]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model without mistakes; its description becomes the first finding."""
+    """Load the model's tokenizer, and insert a sentence about it as the first finding.
+
+    Returns None if the model has a known error or the tokenizer cannot be loaded.
+    """
     tokenizer: PreTrainedTokenizerBase | None = None
     if not mistakes.has("model"):
         with mistakes.at("model"):
@@ -126,10 +130,10 @@ def _load_tokenizer(config: Config, mistakes: Mistakes, findings: list[str]) -> 
 def _check_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes, *, is_graded: bool
 ) -> list[str]:
-    """Try the functions on the first rows, then read all rows.
+    """Test the user's functions on the first rows, then check all rows of all data files.
 
     Args:
-        is_graded: functions grade completions.
+        is_graded: whether completions are graded, by reward functions or an environment.
     """
     findings: list[str] = []
     tried = _try_functions(config, tokenizer, mistakes, findings) if is_graded else set()
@@ -145,7 +149,7 @@ def _check_data(
 
 
 def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
-    """Check rows as far as possible without a model's tokenizer."""
+    """Check the rows of the data files as far as possible without the model's tokenizer."""
     demonstrations = dict(place_datasets(config, mistakes)) if config.reads("sft") else {}
     names: list[RowFile] = ["sft_eval"] if config.reads("sft_eval") and config.data.sft_eval else []
     names += ["selection", "heldout"] if config.evaluation.metric == "loss" else []
@@ -160,7 +164,7 @@ def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """Check settings and the model's files, without reading data."""
+    """Check the settings and the files of the model, without reading data."""
     findings: list[str] = []
     if config.evaluation.metric == "accuracy":
         with mistakes.at("rollout"):
@@ -171,7 +175,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if not mistakes.has("model"):
         with mistakes.at("model"):
             check_model_files(config)
-    if not mistakes.has("model"):  # an unreadable model gives one mistake instead of one per check
+    if not mistakes.has("model"):  # otherwise an unreadable model would give the same error in each check
         findings += _check_model(config, mistakes)
     with mistakes.at("training"):
         findings += [
@@ -186,10 +190,10 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
 
 
 def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
-    """Check the uses of a model whose folder is complete."""
+    """Check that the run's stages support the model. The model's folder must be complete (`check_model_files`)."""
     findings: list[str] = []
     with mistakes.at("model"):
-        check_not_quantized(config.model)  # before the check of the engine, because no other engine would help
+        check_not_quantized(config.model)  # first, because the next check may advise another engine, which cannot help
         check_generable(config)
         check_updatable(config)
     with mistakes.at("model"):
@@ -206,9 +210,9 @@ def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
 
 
 def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
-    """The prompt files to sample for, by setting, without files that have a mistake.
+    """The files whose prompts the run samples completions for, by the name NAME in `data.NAME`.
 
-    An evaluation has only `data.heldout`; its other files are empty strings.
+    Files with known errors are left out. A run that only evaluates has only `data.heldout`.
     """
     if config.evaluation.metric == "loss":
         return {}
@@ -221,12 +225,15 @@ def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
 def _try_functions(
     config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes, findings: list[str]
 ) -> set[tuple[bool, frozenset[str]]] | None:
-    """Try the functions on the first rows; returns the rows' shapes, None if a function failed or was not found."""
+    """Test the user's functions on the first rows of each file, and append findings.
+
+    Returns the shapes (`shape_of`) of the rows for the test, or None if a function failed or does not exist.
+    """
     if any(mistakes.has(f"rollout.{setting}") for setting in FUNCTION_SETTINGS):
         return None
     first: list[Prompt] = []
     for name, path in _prompt_files(config, mistakes).items():
-        with suppress(DataError, ConfigError):  # the whole file is read later, which collects its mistakes
+        with suppress(DataError, ConfigError):  # the errors are collected later, when the whole file is read
             bad = BadRows(path)
             columns = config.data.columns_of(name)
             prompts = load_prompts_from_jsonl(path, max_rows=NUM_FIRST_ROWS, columns=columns, bad=bad)
@@ -235,7 +242,7 @@ def _try_functions(
     chosen = one_of_each_shape(first)
     has_failed = True
     with mistakes.at("rollout"):
-        with suppress(DataError):  # a row that the chat template refuses is reported when its file is read
+        with suppress(DataError):  # a row that the chat template rejects is reported when the whole file is read
             findings += check_functions(config, chosen, tokenizer) if chosen else []
         has_failed = False
     return None if has_failed else {shape_of(prompt) for prompt in chosen}
@@ -266,10 +273,10 @@ def _check_prompts(
     mistakes: Mistakes,
     tried: set[tuple[bool, frozenset[str]]] | None,
 ) -> list[str]:
-    """Read every prompt.
+    """Check every prompt of the prompt files.
 
     Args:
-        tried: shapes of rows on which functions were tried before; None if the functions failed.
+        tried: shapes (`shape_of`) of the rows on which the functions have been tested; None if a function failed.
     """
     findings: list[str] = []
     if config.reads("rollouts") and config.data.rollouts and not mistakes.has("data.rollouts"):
@@ -318,14 +325,14 @@ def _check_recorded_rollouts(config: Config, tokenizer: PreTrainedTokenizerBase)
 
 
 def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes: Mistakes | None = None) -> list[str]:
-    """Check everything about scoring models on `data.heldout` in advance; returns findings, a sentence each.
+    """Check an evaluation of models on `data.heldout` before it starts. Returns findings, one sentence each.
 
     Args:
-        models: if empty, because all names were wrong, rows are read without a tokenizer.
+        models: the models to evaluate. If empty (all names were wrong), rows are checked without a tokenizer.
         mistakes: collects the errors. If None, they are raised.
 
     Raises:
-        InputError: a line for each mistake, with what was expected, what was found and a remedy.
+        InputError: one line per error: the expected value, the value found, and a remedy.
     """
     noted = Mistakes() if mistakes is None else mistakes
     if config.evaluation.metric == "accuracy":
@@ -353,7 +360,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
 
 
 def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes) -> list[str]:
-    """Check the rows that a model is scored on, with its tokenizer."""
+    """Check the rows on which a model is evaluated, with the model's tokenizer."""
     heldout, findings = config.data.heldout, list[str]()
     if mistakes.has("data.heldout"):
         return findings
@@ -376,13 +383,12 @@ def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: 
 
 
 def warn_of_rl(config: Config) -> list[Caution]:
-    """The warnings of RL that need neither model nor data."""
+    """Warnings about the settings of RL that need neither the model nor the data."""
     return [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:
-    """A warning if the completions of RL are generated in another way than the completions by which checkpoints are
-    compared."""
+    """Warn if RL generates completions with the user's `generate_fn`, which evaluations do not use."""
     if config.rollout.generate_fn == "" or config.data.rollouts:
         return []
     return [
@@ -395,7 +401,7 @@ def warn_of_own_generation(config: Config) -> list[Caution]:
 
 
 def warn_of_uncorrected_age(config: Config) -> list[Caution]:
-    """A warning if completions sampled with older weights are trained on without a correction."""
+    """Warn if RL trains on completions of older weights, and the loss does not correct for this."""
     ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
     old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
     if config.training.rl.sync_every > 1:  # between syncs the trainer is ahead of the published weights
@@ -408,21 +414,21 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
     if rl.loss_fn:
         return [
             Caution(
-                f"{old[0]} trains on completions of other weights than the current ones, but training.rl.loss_fn "
+                f"{old[0]} trains on completions that were sampled with other weights, but training.rl.loss_fn "
                 f"{name_of_function(rl.loss_fn)} does not correct for that, because it does not use "
                 "batch.rollout_logprobs_BT"
             )
         ]
     return [
         Caution(
-            f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
+            f"{old[0]} trains on completions that were sampled with other weights, and nothing in "
             'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
         )
     ]
 
 
 def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
-    """The number of times RL uses each prompt, and a warning if a step contains a prompt several times."""
+    """Report the number of epochs of RL, and warn if a step would use the same prompt several times."""
     batch_size = config.rollout.batch_size
     per_epoch, of_what = num_prompts / batch_size, f"the {num_prompts:,} prompts"
     num_steps = config.training.rl.num_steps
@@ -434,9 +440,9 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 
 
 def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
-    """The rows on which checkpoints are compared: for selecting or keeping a checkpoint, and for the report.
+    """Read the rows on which checkpoints are compared, to find them in the training data later.
 
-    Files with mistakes are skipped: their mistakes are collected when the whole file is read.
+    Files with errors are skipped. Their errors are collected when the whole file is checked.
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
@@ -453,8 +459,10 @@ def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
 
 @contextmanager
 def _with_remedy(config: Config) -> Iterator[None]:
-    """Add a remedy to the error for demonstrations among prompts: if only SFT runs, checkpoints can be compared by
-    loss."""
+    """Add a remedy to a DemonstrationError (a row of prompts is a demonstration) if the run has only SFT.
+
+    A run with only SFT can compare checkpoints by their loss on demonstrations.
+    """
     try:
         yield
     except DemonstrationError as error:
@@ -466,7 +474,8 @@ def _with_remedy(config: Config) -> Iterator[None]:
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
-    """The number of prompts, of prompts without an answer, and of those with a prefilled assistant turn, in words."""
+    """A sentence with the number of prompts, of prompts without an answer, and of prompts that end with the beginning
+    of an assistant's message."""
     num_unanswered = sum(prompt.answer == "" for prompt in prompts)
     num_begun = sum(is_prefill(prompt.messages) for prompt in prompts)
     unanswered = f", {num_unanswered} without an `answer`" * bool(num_unanswered)
@@ -475,7 +484,7 @@ def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
 
 
 def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Caution]:
-    """A warning if prompts have the field `tools`, which only demonstrations use."""
+    """Warn if prompts have the field `tools`, which is ignored in prompts and used only in demonstrations."""
     rows = [prompt.row for prompt in prompts if prompt.metadata.get("tools")]
     if not rows:
         return []
@@ -491,7 +500,7 @@ def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Cautio
 def _warn_of_unwritten(
     prompts: Sequence[Prompt], source: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Caution]:
-    """A warning if parts of prompts never reach the policy."""
+    """Warn if the policy does not see messages or fields of prompts."""
     unwritten, unread = UnwrittenRoles(tokenizer), UnreadFields(model.chat_template_kwargs)
     for prompt in prompts:
         unwritten.note(prompt.row, prompt.messages)
@@ -502,10 +511,11 @@ def _warn_of_unwritten(
 def _load_checked_prompts(
     name: RowFile, path: str, config: Config, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Prompt]:
-    """The prompts of a file.
+    """Read the prompts of a file, and check that they can be completed and graded.
 
     Args:
-        tokenizer: the model's; None skips the check of the prompts' lengths.
+        name: the name NAME of the setting `data.NAME`.
+        tokenizer: the model's tokenizer; None skips the check of the prompts' lengths.
 
     Raises:
         DataError: a row is not a prompt, is too long, or cannot be graded.
@@ -526,7 +536,7 @@ def _load_checked_prompts(
 
 
 def _find_environment(config: Config) -> Environment | None:
-    """The environment; None if the environment cannot be created. `find_functions` collects this mistake."""
+    """The environment of the rollout settings. None if it cannot be created; `find_functions` reports this error."""
     try:
         return resolve_environment(config.rollout)
     except ConfigError:

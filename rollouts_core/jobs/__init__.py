@@ -1,1 +1,1 @@
-"""Execute a job.json: one module per kind of job, and code shared by several kinds."""
+"""Execute the job of a stage, which job.json describes. One module per kind of job, and code that kinds share."""

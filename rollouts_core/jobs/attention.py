@@ -1,11 +1,11 @@
-"""Resolve the attention kernel "auto" before the first attempt of a training, and keep the result.
+"""Replace `policy.attention = "auto"` by an attention kernel in a training's first attempt, for all its attempts.
 
-Not here: how a kernel is chosen (model/attention_choice.py).
+Not here: choosing the kernel (model/attention_choice.py).
 
     first attempt    job.json: auto -> choose_kernel -------------------> events.jsonl, job.json
     later attempts   job.json: auto -> the event of the first attempt --> job.json
 
-Each attempt gets a new job.json, so the event stores the kernel for later attempts.
+Each attempt gets a new job.json with "auto". So the event stores the kernel for later attempts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JobT = TypeVar("JobT", bound=TrainingJob)
 
 
 def settle_attention(job: JobT, directory: RunDirectory) -> JobT:
-    """The job with the chosen kernel in place of "auto". The kernel is also written to job.json."""
+    """The job with an attention kernel in place of "auto". The kernel is also written to job.json and events.jsonl."""
     policy = job.training.policy
     if policy.attention != "auto" or policy.backend == "jax":
         return job

@@ -1,4 +1,4 @@
-"""Execute a job of kind eval or generate: sample from checkpoints, grade, and write the stage's result.
+"""Execute a job of kind eval or generate: sample completions from checkpoints, grade them, and write result.json.
 
 The jobs are defined in job.py. This file must not import training code, which imports most of transformers.
 """
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
-    """Execute the job; result.json exists on return."""
+    """Execute the job, and write result.json."""
     silence_progress_bars()
     torch.set_num_threads(job.deployment.trainer_threads or count_processors())
     with EventLog(directory.events, attempt=attempt_number()) as events:
@@ -61,10 +61,12 @@ def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
 
 
 async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
-    """Score every checkpoint on the same rows; result.json gets all scores and the name of the best checkpoint.
+    """Score every checkpoint on the same rows. Write all scores and the name of the best checkpoint to result.json.
+
+    A selection of checkpoints skips a checkpoint with non-finite outputs, and writes a warning to result.json.
 
     Raises:
-        DivergedError: no checkpoint gives finite numbers, or a checkpoint of a comparison does not.
+        DivergedError: all checkpoints have non-finite outputs, or a checkpoint outside of a selection has.
     """
     scores_of, outcomes_of, left_out = dict[str, list[float]](), dict[str, dict[str, Any]](), list[str]()
     with (
@@ -107,7 +109,10 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
 async def score_checkpoint(
     checkpoint: InputModel, job: EvalJob, directory: RunDirectory
 ) -> tuple[list[float], dict[str, Any]]:  # Any: JSON
-    """One score per row, and what else several completions per prompt tell; writes the completions to samples/."""
+    """Score one checkpoint, and write its completions to samples/.
+
+    Returns one score per row. With several completions per prompt, also pass rates and votes by prompt.
+    """
     if job.evaluation.metric == "loss":
         demonstrations = load_demonstrations(checkpoint, job)
         if checkpoint is not job.checkpoints[0]:
@@ -128,7 +133,7 @@ async def score_checkpoint(
 
 
 def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
-    """The rows as this checkpoint's tokenizer and chat template render them."""
+    """The evaluation's rows, tokenized with this checkpoint's tokenizer and chat template."""
     return load_sft_dataset(
         job.data.path,
         load_tokenizer(checkpoint.model),
@@ -143,7 +148,10 @@ def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
 def check_same_tokens(
     first: InputModel, samples: Sequence[Sample], second: InputModel, others: Sequence[Sample]
 ) -> None:
-    """Raise DataError if two checkpoints train different tokens of the rows: their losses are means over the tokens."""
+    """Raise DataError if two checkpoints have different tokens for the same demonstrations.
+
+    Losses are means over tokens, so that the losses of such checkpoints cannot be compared.
+    """
     if [trained_tokens(sample) for sample in samples] != [trained_tokens(sample) for sample in others]:
         raise DataError(
             f"{first.name} and {second.name} have different tokens for the same demonstrations, because their "
@@ -153,7 +161,7 @@ def check_same_tokens(
 
 
 def trained_tokens(sample: Sample) -> list[int]:
-    """The tokens that contribute to the loss."""
+    """The tokens of a sample that contribute to the loss."""
     return [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight]
 
 
@@ -181,12 +189,12 @@ async def complete_once(
 ) -> list[Sample]:
     """Reuse the completions in samples/<name>.jsonl if an earlier attempt wrote all of them, else call `complete`.
 
-    Completions are written before grading, so they survive a failure of a reward or of a later checkpoint. Their
-    rewards are not reused, because the reward code may have been repaired since.
+    Completions are written before grading. So they are not lost if a reward function or a later checkpoint fails. Their
+    rewards are not reused, because the user may have repaired the reward function.
 
     Args:
-        made_from: from `describe_origin`. If job.json changed in between, the stored completions may come from another
-            model, other rows or other settings.
+        made_from: digest of model, rows and settings (`describe_origin`). Stored completions with another digest are
+            not reused.
     """
     path = directory.samples / f"{name}.jsonl"
     origins = [
@@ -207,7 +215,7 @@ async def complete_once(
 
 
 def describe_origin(model: InputModel, rows: InputFile, rollout: RolloutConfig) -> str:
-    """A digest of the model, the rows and the sampling settings, without the settings of rewards."""
+    """A digest of everything that determines completions: the model, the rows and the sampling settings."""
     settings = {name: value for name, value in training_settings(rollout).items() if not name.startswith("reward")}
     of_rows = [rows.digest, rows.columns] if rows.columns else rows.digest
     named = json.dumps([model.digest, of_rows, settings], sort_keys=True)
@@ -221,10 +229,10 @@ async def complete_prompts(
     deployment: DeploymentConfig,
     directory: RunDirectory,
 ) -> list[Sample]:
-    """Ungraded completions from the embedded decoder in this process, or from engines started for the checkpoint.
+    """Sample ungraded completions with the embedded engine in this process, or start other engines for the checkpoint.
 
     Raises:
-        DivergedError: the weights give non-finite numbers, even if an engine failed with another error for this reason.
+        DivergedError: the checkpoint computes non-finite numbers. An engine may have failed with another error.
     """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.spec.is_own:

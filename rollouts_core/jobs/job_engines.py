@@ -1,6 +1,6 @@
-"""An RL job's connection to its engines: the clients, their leases, and the place for published weights.
+"""Connect an RL job to its inference engines: clients, leases, and the folder for published weights.
 
-The clients themselves are in engines/; servers are started by tasks/engine.py and serve_job.py.
+The clients themselves are in engines/. The engines are started by tasks/engine.py and serve_job.py.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from rollouts_core.run_directory import RunDirectory
 LEASE_RENEWAL_S = 5.0
 RENEWAL_TIMEOUT_S = 5.0
 POOLED_RESTART_TIMEOUT_S = 5.0
-"""Seconds to wait for a lost engine if the job has other engines, which take over its requests while it restarts."""
+"""Seconds to wait for a lost engine if the job has other engines. They take over its requests while it restarts."""
 
 
 @asynccontextmanager
 async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[list[InFlightEngine]]:
-    """The client of the job's engine, or the pool of its engines, ready for requests, also during weight changes.
+    """Connect to the job's engines, and wait until they are ready. Start a router if the settings ask for one.
+
+    Yields a list with one client, which distributes requests over all engines. The list is empty without engines.
 
     Args:
-        directory: the job's run directory; gets `router.txt`, the output of a router that the job started.
+        directory: the job's run directory. The output of a started router is written to `router.txt` there.
     """
     engine = job.rollout.engine
     async with AsyncExitStack() as stack:
@@ -65,10 +67,10 @@ async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[lis
 
 @contextmanager
 def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
-    """If the block fails because an engine on this machine ended with its lease, raise an error that says so.
+    """Explain an EngineError of the `with` block if an engine on this machine ended because its lease lapsed.
 
     Raises:
-        EngineUnavailableError: an engine failed after its lease was not renewed.
+        EngineUnavailableError: an engine ended because its lease was not renewed.
     """
     try:
         yield
@@ -82,8 +84,8 @@ def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
 
 
 def has_lapsed(address: EngineAddress) -> bool:
-    """True if an engine on this machine ended because its lease was not renewed, and was not restarted."""
-    if address.lease_url:  # the file is on another machine
+    """True if an engine on this machine ended because its lease was not renewed, and was not started again."""
+    if address.lease_url:  # the engine runs on another machine
         return False
     end = RunDirectory(Path(address.lease_file).parents[1]).last_end()
     return end is not None and bool(end["lease_expired"])
@@ -91,16 +93,16 @@ def has_lapsed(address: EngineAddress) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A router between the trainer and its engines."""
+    """A router process that distributes completion requests over the engines."""
 
     url: str
-    """The router's address."""
+    """The router's URL."""
     revive: Callable[[], None] = lambda: None
-    """Restarts the router if it has ended."""
+    """Restarts the router if its process has ended."""
 
 
 def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
-    """Clients of the job's engines as one client, through a router if the job has one."""
+    """A list with one client for all engines of the job; empty without engines. `route` is a router to send through."""
     is_alone = len(job.engines) == 1 and route is None
     clients = [
         create_engine(
@@ -128,7 +130,7 @@ def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
 
 
 def connect_router(job: RLJob, route: Route, clients: Sequence[EngineClient], pool: EnginePool) -> RoutedPool:
-    """The job's engines behind a router."""
+    """A client that sends completions through a router, and weights directly to each engine."""
     router = SGLangRouter(
         route.url,
         request_timeout_s=job.rollout.request_timeout_s,
@@ -140,10 +142,12 @@ def connect_router(job: RLJob, route: Route, clients: Sequence[EngineClient], po
 
 @contextmanager
 def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterator[None]:
-    """Renew the engines' leases during the block, in threads, because a training step may block for minutes.
+    """Renew the leases of the job's engines while the `with` block runs.
+
+    The renewals run in threads, because a training step may block the event loop for minutes.
 
     Args:
-        api_key: the key for requests to engines on other nodes.
+        api_key: the API key for requests to engines on other nodes.
     """
     is_over = threading.Event()
 
@@ -168,7 +172,7 @@ def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterat
 
 
 def renew_lease(address: EngineAddress, api_key: str) -> None:
-    """Renew the lease once. A failure is ignored, because the next renewal follows soon."""
+    """Renew the lease of an engine once. A failure is ignored, because the next renewal follows soon."""
     with suppress(httpx.TransportError, OSError):
         if not address.lease_url:
             Path(address.lease_file).touch()
@@ -177,7 +181,7 @@ def renew_lease(address: EngineAddress, api_key: str) -> None:
 
 
 def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
-    """The place for this job's published weights; version names begin with the job's fingerprint."""
+    """Settings for publishing weights to the engines. Names of versions begin with the job's fingerprint."""
     return PublishTarget(
         weights_dir=directory.weights,
         model_config=Path(job.model.model.path) / "config.json",

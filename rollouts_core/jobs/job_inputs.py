@@ -1,7 +1,7 @@
-"""Check that the inputs of a job are byte for byte the inputs with which the stage was planned.
+"""Check that the inputs of a job have not changed since the stage was planned.
 
-A file may be rewritten between planning a stage and executing it. A training on the new file would then be stored under
-the fingerprint of the old file.
+A data file may be rewritten between planning a stage and executing its job. The result of a training on the new file
+would then be stored under the fingerprint of the old file.
 """
 
 from __future__ import annotations
@@ -21,21 +21,29 @@ from rollouts_core.run_directory import RunDirectory
 
 @contextmanager
 def checked_file(file: InputFile) -> Iterator[None]:
-    """Read a data file in the block; DataError if it differs from the planned file before or after."""
+    """Check a data file before and after the `with` block, in which the caller reads the file.
+
+    Raises:
+        DataError: the file is not byte for byte the planned file.
+    """
     check_digest(file, digest_path(file.path))
     yield
     check_digest(file, digest_path(file.path))
 
 
 def check_digest(file: InputFile | InputDataset, found: str) -> None:
-    """Raise DataError if the digest found at an input's path differs from the planned one."""
+    """Raise DataError if an input changed after planning.
+
+    Args:
+        found: the input's current digest.
+    """
     if found != file.digest:
         happened = "changed" if Path(file.path).exists() else "is gone"
         raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
 
 
 def check_model(model: InputModel) -> None:
-    """Raise CheckpointError if a model's folder is not, byte for byte, the planned one."""
+    """Raise CheckpointError if a model's folder is not byte for byte the folder from planning."""
     path = Path(model.model.path)
     if (path / MANIFEST).is_file():
         verify_checkpoint(path)
@@ -45,17 +53,20 @@ def check_model(model: InputModel) -> None:
 
 
 def check_resume(job: TrainingJob, directory: RunDirectory) -> None:
-    """Raise CheckpointError if the training starts from another run's checkpoint that has changed since planning."""
+    """Raise CheckpointError if the checkpoint in `resume_from` changed after planning.
+
+    Later attempts resume from the job's own checkpoints and skip this check.
+    """
     source = job.training.resume_from
     if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:
         raise CheckpointError(f"the checkpoint at {source} changed since the stage was planned: start the run again")
 
 
 def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
-    """The rows of datasets, checked against the job.
+    """Open datasets, and check that they have not changed after planning.
 
     Raises:
-        DataError: a dataset is gone, changed, or cannot be opened.
+        DataError: a dataset no longer exists, has changed, or cannot be opened.
     """
     for dataset in datasets:
         if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():

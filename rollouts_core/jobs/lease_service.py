@@ -1,11 +1,10 @@
-"""Run beside an engine: renew its lease when a trainer on another node asks for it.
+"""HTTP service beside an inference engine, by which a trainer on another node renews the engine's lease.
 
-The supervisor (infra/supervisor/) ends an engine without a lease. The service runs as a file in an interpreter without
-packages, so it imports only the standard library.
+    trainer's node ── POST, Authorization: Bearer KEY ──> set the lease file's modification time to now
 
-    trainer's node ── POST, Authorization: Bearer KEY ──> the lease file's modification time is now
-
-The service ends with the engine: the engine's end closes the service's standard input.
+The supervisor (infra/supervisor/) ends an engine whose lease is not renewed. The service ends with the engine, whose
+end closes the service's standard input. This file runs as a program in an interpreter without packages, so it imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ REQUEST_TIMEOUT_S = 10.0
 
 
 def start_lease_service(listener: socket.socket, lease_file: str, key_variable: str) -> None:
-    """Start the service as a process that ends with this process, even after this process calls exec.
+    """Start the service as a child process. It ends when this process ends, also if exec has replaced this process.
 
     Args:
-        key_variable: the environment variable with the key that requests must carry.
+        lease_file: the file whose modification time is the time of the last renewal.
+        key_variable: the environment variable with the API key that requests must have.
     """
     closed_at_the_end, held_by_the_engine = os.pipe()
     descriptor = listener.fileno()
@@ -42,16 +42,16 @@ def start_lease_service(listener: socket.socket, lease_file: str, key_variable: 
 
 
 class Renewal(BaseHTTPRequestHandler):
-    """Handles one HTTP request."""
+    """Handles one HTTP request to renew the lease."""
 
     timeout = REQUEST_TIMEOUT_S
 
     def __init__(self, *arguments: object, lease_file: str, key: str) -> None:
         self._lease_file, self._key = lease_file, key
-        super().__init__(*arguments)  # type: ignore[arg-type]  # what the server passes on
+        super().__init__(*arguments)  # type: ignore[arg-type]  # passed on by the HTTP server
 
     def do_POST(self) -> None:
-        """Renew the lease if the request has the key."""
+        """Renew the lease if the request has the API key."""
         given = self.headers.get("Authorization", "").encode()
         is_known = hmac.compare_digest(given, f"Bearer {self._key}".encode())
         if is_known:
@@ -61,11 +61,11 @@ class Renewal(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *values: object) -> None:
-        """Log nothing: requests come every few seconds."""
+        """Log nothing, because a request arrives every few seconds."""
 
 
 def serve_renewals(listener: socket.socket, lease_file: str, key: str) -> None:
-    """Answer requests until standard input is closed."""
+    """Answer requests to renew the lease until standard input is closed."""
     server = ThreadingHTTPServer(
         listener.getsockname()[:2], partial(Renewal, lease_file=lease_file, key=key), bind_and_activate=False
     )

@@ -1,10 +1,10 @@
-"""Execute a job of kind rl: train a model on completions that engines sample from it, and write the stage's result.
+"""Execute a job of kind rl: train a model on completions that engines sample from it, and write result.json.
 
-The job is defined in job.py; the training loop is in rl.py; processes and signals are handled by training_job.py.
+The job is defined in job.py. The training loop is in rl.py. training_job.py handles processes and signals.
 
     job.json -> check every input -> load -> train -> result.json
-                                         |
-                                         +--> metrics.jsonl, events.jsonl, samples/, checkpoints/ on the way
+                                               |
+                                               +--> metrics.jsonl, events.jsonl, samples/, checkpoints/
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 CREDIT_DIGITS = 4
 MANY_SKIPPED = 0.5
-"""Share of steps without an update from which the result has a warning."""
+"""result.json has a warning if at least this share of the steps made no update."""
 
 
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
-    """Train a model; result.json, which lists the checkpoints, exists on return."""
+    """Train a model by RL, and write result.json with the list of checkpoints."""
     share_memory_as(job.rollout.engine)
     settled = settle_attention(job, directory)
     run_training_job(
@@ -68,7 +68,7 @@ def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The job's backend: the whole backend of a single process, or this rank's part with several processes."""
+    """The training backend of the job. With several processes, this rank's part of the backend."""
     training = job.training
     return create_backend(
         job.model.model,
@@ -87,7 +87,7 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
 
 
 async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop) -> None:
-    """Check the inputs, load and train; result.json has the amounts of data."""
+    """Check the inputs, load the model, train, and write result.json."""
     with keep_leases(job.engines, read_key(job.rollout.engine.api_key_variable, "rollout.engine")):
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
@@ -100,7 +100,7 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
 async def train_on_recorded(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
-    """Train on the rollouts of an earlier run; returns the number of its steps."""
+    """Train on the recorded rollouts of an earlier run. Returns the number of recorded steps, for result.json."""
     assert job.rollouts is not None, "the job has prompts"
     with checked_file(job.rollouts):
         num_tokens = count_token_ids(load_tokenizer(job.model.model))
@@ -113,7 +113,10 @@ async def train_on_recorded(
 async def train_on_prompts(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
-    """Train on completions sampled for prompts; returns the number of prompts and of sampled prompts."""
+    """Train on completions that engines sample for the prompts.
+
+    Returns for result.json: the number of prompts in the file, and how often a prompt was drawn.
+    """
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, columns=job.prompts.columns)
@@ -136,7 +139,7 @@ async def train_against_engines(
     data_buffer: DataBuffer,
     stop: TrainingStop,
 ) -> None:
-    """Open everything that sampling needs, and train on the samples."""
+    """Connect to the engines, start sampling, and train on the samples."""
     tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
     async with open_engines(job, directory) as engines:
         generate_fn = (
@@ -160,7 +163,11 @@ async def run_rl_loop(
     engines: Sequence[InferenceEngine],
     stop: TrainingStop,
 ) -> None:
-    """Run the training loop in the job's directory."""
+    """Run the training loop (rl.py), which writes metrics and checkpoints to the job's directory.
+
+    Args:
+        source: gives the samples of each step, sampled now or recorded by an earlier run.
+    """
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(
             backend,
@@ -183,7 +190,7 @@ async def run_rl_loop(
 
 
 def describe_formats(training: RLTrainingConfig, dtype: torch.dtype | None) -> str:
-    """Whether the loss corrects for engines that compute in another number format than the trainer; empty if equal.
+    """Text for the log if trainer and engines compute in different number formats: does the loss correct for this?
 
     Args:
         dtype: the number format of the engines' weights; None if unknown.
@@ -198,9 +205,10 @@ def describe_formats(training: RLTrainingConfig, dtype: torch.dtype | None) -> s
 
 
 def collect_warnings(directory: RunDirectory) -> dict[str, str]:
-    """The result's `warning`: many steps without an update by rewards, or engines that rounded the updates away.
+    """The field `warning` of result.json, as a dict. Empty without a warning.
 
-    While the training went on, warning_rules.py has told of both.
+    It reports that many steps made no update, or that engines rounded most of the updates away. warning_rules.py has
+    logged the same problems during the training.
     """
     lines = read_metrics(directory.metrics)
     if skipped := describe_skipped_steps(lines):
@@ -210,7 +218,9 @@ def collect_warnings(directory: RunDirectory) -> dict[str, str]:
 
 
 def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
-    """The share of steps without an update by rewards, the reason and a remedy; empty below `MANY_SKIPPED`.
+    """A warning with the number of steps without an update by rewards, the reasons and a remedy.
+
+    Empty if the share of such steps is below `MANY_SKIPPED`.
 
     Args:
         lines: the metrics of the logged steps.
@@ -230,7 +240,7 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
     """Write the samples of an RL step and their sampling temperature to samples/.
 
-    Files of later steps are deleted: they belong to an attempt that was abandoned after this step.
+    Files of later steps are deleted. An earlier attempt wrote them, before it was rolled back to this step.
     """
     directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)
     for path in (*directory.samples.glob("step_*.jsonl"), *directory.credit.glob("step_*.jsonl")):
@@ -239,9 +249,10 @@ def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, t
 
 
 def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: RolloutScores) -> None:
-    """Write a line per sample to credit/: its advantage or one per token, and the trainer's log-probs if scored.
+    """Write advantages and the trainer's log-probs of a step to credit/, one line per sample.
 
-    Numbers per token have the index of the token that they describe, as in samples/.
+    An advantage is one number per sample or one per token. Log-probs exist only if the settings need them. Numbers per
+    token have the same indices as the tokens in samples/.
     """
     lines = []
     for place, advantage in enumerate(credit.advantages):
@@ -255,5 +266,5 @@ def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: Rol
 
 
 def _rounded(of_positions: Tensor) -> list[float]:
-    """Convert numbers per position to numbers per token: position i predicts token i + 1."""
+    """Shift numbers per position to numbers per token, because position i predicts token i + 1. Round them."""
     return [0.0, *(round(each, CREDIT_DIGITS) for each in of_positions.tolist())]

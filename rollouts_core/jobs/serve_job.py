@@ -1,7 +1,7 @@
-"""Execute a job of kind serve: run the inference server that the job describes until a signal stops it.
+"""Execute a job of kind serve: run an inference server until a signal stops it.
 
-The server itself is in embedded/server.py; command lines of SGLang and vLLM come from engines/launch.py. This file must
-not import transformers, so that a server answers within seconds of its start.
+The embedded server is in embedded/server.py. engines/launch.py builds the command lines of SGLang and vLLM. This file
+must not import transformers, so that a server answers within seconds after its start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollouts_core.system.parent_death import die_with_parent
 
 
 def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
-    """Serve until a signal stops the server. SGLang and vLLM replace this process."""
+    """Run the embedded server until a signal stops it, or replace this process by SGLang or vLLM."""
     if job.parent_pid:
         die_with_parent(job.parent_pid)
     with EventLog(directory.events, attempt=attempt_number()) as events:
@@ -47,22 +47,25 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
 
 
 def offer_renewals(job: ServeJob, directory: RunDirectory) -> None:
-    """Let a trainer on another node renew the lease.
+    """Start the service by which a trainer on another node renews the engine's lease.
 
     Raises:
-        InputError: no key protects the port, or the port is in use.
+        InputError: the settings have no API key for the port, or the port is in use.
     """
     if not engine_key(job):
         raise InputError(
             f"lease_port {job.lease_port} is reachable from other machines, so it needs an API key: set "
-            "engine.api_key_variable to the name of the variable with the key"
+            "engine.api_key_variable to the name of the environment variable with the key"
         )
     with bind_port(job.host, job.lease_port) as listener:
         start_lease_service(listener, str(directory.lease_file), job.engine.api_key_variable or API_KEY_VARIABLE)
 
 
 def engine_key(job: ServeJob) -> str:
-    """The key that the server must require: the key in the settings, or the run's shared key for other machines."""
+    """The API key that the server must require. Empty if it requires none.
+
+    The settings may name a key. A server for other machines otherwise requires the run's shared key.
+    """
     if job.engine.api_key_variable or is_loopback(job.host):
         return read_key(job.engine.api_key_variable, "engine")
     return os.environ.get(API_KEY_VARIABLE, "")

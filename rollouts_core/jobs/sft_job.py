@@ -1,10 +1,10 @@
-"""Execute a job of kind sft: fine-tune a model on demonstrations, and write the stage's result.
+"""Execute a job of kind sft: fine-tune a model on demonstrations, and write result.json.
 
-The job is defined in job.py; the training loop is in sft.py; processes and signals are handled by training_job.py.
+The job is defined in job.py. The training loop is in sft.py. training_job.py handles processes and signals.
 
     job.json -> check every input -> load -> train -> result.json
-                                         |
-                                         +--> metrics.jsonl, events.jsonl, checkpoints/ on the way
+                                               |
+                                               +--> metrics.jsonl, events.jsonl, checkpoints/
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_ROWS = 100
 NUM_BINS = 40
-"""Number of bins of the histogram of lengths, up to `max_length`."""
+"""Number of bins in the histogram of the demonstrations' lengths, from 0 to `max_length` tokens."""
 
 
 def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
-    """Fine-tune on demonstrations; result.json, which lists the checkpoints, exists on return."""
+    """Fine-tune a model on demonstrations, and write result.json with the list of checkpoints."""
     settled = settle_attention(job, directory)
     run_training_job(
         settled,
@@ -55,7 +55,7 @@ def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
 
 
 def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
-    """The job's backend: the whole backend of a single process, or this rank's part with several processes."""
+    """The training backend of the job. With several processes, this rank's part of the backend."""
     return create_backend(
         job.model.model,
         job.training.optim,
@@ -71,7 +71,7 @@ def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
 async def train_on_demonstrations(
     job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> None:
-    """Check the inputs, load and train; result.json lists the checkpoints."""
+    """Check the inputs, load model and data, train, and write result.json."""
     check_model(job.model)
     tables = open_checked_datasets(job.data)
     check_resume(job, directory)
@@ -107,7 +107,10 @@ def write_rows(
     samples: SFTDataset,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write rows.json: evenly spaced rows and the first dropped rows in the form of training, and all lengths."""
+    """Write rows.json for the report: example rows as the model is trained on them, and a histogram of lengths.
+
+    The examples are evenly spaced rows of the data and the first dropped rows.
+    """
     shown: list[ShownRow] = []
     starts = [0, *itertools.accumulate(samples.sizes)]
     spread = {number * len(samples) // MAX_SHOWN_ROWS for number in range(MAX_SHOWN_ROWS)}
@@ -132,7 +135,7 @@ def write_rows(
 
 
 def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The held-out demonstrations, if the job has any."""
+    """The demonstrations of `data.sft_eval`; empty without this setting."""
     if job.eval_data is None:
         return []
     training = job.training

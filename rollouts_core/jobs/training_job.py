@@ -1,6 +1,6 @@
-"""Code shared by SFT and RL jobs: processes, threads, signals, and the result.
+"""Code that SFT and RL jobs share: processes, threads, signals, and parts of result.json.
 
-The jobs are in sft_job.py and rl_job.py; how processes communicate is in backends/ranks.py.
+The jobs are in sft_job.py and rl_job.py. The communication between processes is in backends/ranks.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollouts_core.system.processors import count_processors
 from rollouts_core.system.provenance import describe_process
 
 JAX_THREADS = "PJRT_NPROC"
-"""Environment variable for the size of the thread pools of JAX's client, read at its start; XLA has no flag for it."""
+"""Environment variable for the size of JAX's thread pools. JAX reads it at its start. XLA has no flag for this."""
 
 
 def run_training_job(
@@ -45,11 +45,13 @@ def run_training_job(
     create: Callable[[Ranks | None], TrainingBackend],
     train: Callable[[EventLog, Ranks | None, TrainingStop], Coroutine[Any, Any, None]],
 ) -> None:
-    """Train, as the only process or as one of torchrun's. Only the first process runs the loop and writes files.
+    """Run a training in this process, which may be one of several processes that torchrun started.
+
+    Only the first process runs the training loop and writes files. The other processes execute its commands.
 
     Args:
-        create: creates the backend of one process, or this rank's part of a backend with several processes.
-        train: run by the first process; SIGTERM stops it.
+        create: creates the backend; with several processes, this rank's part of the backend.
+        train: the training loop, for the first process. SIGTERM stops it.
     """
     silence_progress_bars()
     _set_num_threads(job)
@@ -80,10 +82,11 @@ def run_training_job(
 
 @contextmanager
 def full_gpu_told(is_training: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Raise FullGPUError for a GPU that runs out of memory during training, when smaller micro-batches can help.
+    """Raise FullGPUError if a GPU runs out of memory in the `with` block. A smaller micro-batch may then help.
 
     Args:
-        is_training: False before the first step: loading needs the same memory with any micro-batch.
+        is_training: returns False before the first step. A smaller micro-batch does not help while the model is loaded,
+            so the original error is raised then.
     """
     try:
         yield
@@ -94,7 +97,7 @@ def full_gpu_told(is_training: Callable[[], bool] = lambda: True) -> Iterator[No
 
 
 def _follow(backend: TrainingBackend) -> None:
-    """Execute commands of the first process until it is done."""
+    """Execute the commands of the first process until its training ends."""
     from rollouts_core.backends.fsdp import FSDPTrainingBackend
 
     assert isinstance(backend, FSDPTrainingBackend)
@@ -102,28 +105,28 @@ def _follow(backend: TrainingBackend) -> None:
 
 
 def _set_num_threads(job: TrainingJob) -> None:
-    """Set the number of threads of torch, and of JAX if it trains. JAX must not have started yet."""
+    """Set the number of compute threads of torch, and of JAX if JAX trains. Must be called before JAX starts."""
     torch.set_num_threads(_num_threads(job))
     if job.deployment.trainer_threads and job.training.policy.backend == "jax":  # JAX uses all cores by default
         os.environ[JAX_THREADS] = str(job.deployment.trainer_threads)
 
 
 def _num_threads(job: TrainingJob) -> int:
-    """Number of compute threads of one process of the job."""
+    """Number of compute threads of each process of the job on this machine."""
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # from torchrun: processes on this machine
     return job.deployment.trainer_threads or max(1, count_processors() // num_processes)
 
 
 async def until_stopped(work: Coroutine[Any, Any, None], stop: TrainingStop, events: EventLog) -> None:
-    """Run the work. SIGTERM stops it after the current step, or at its next await if no step has begun.
+    """Run a training. SIGTERM stops it after the current step, or at its next await if no step has started.
 
-    An exception raised in the signal's handler could interrupt any line, for instance the start of a thread.
+    The signal handler raises no exception, because an exception could interrupt any line, such as a thread's start.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if not stop.is_asked and not stop.is_training:  # a second signal must not cancel the clean-up after the first
+        if not stop.is_asked and not stop.is_training:  # a second signal must not cancel the cleanup after the first
             loop.call_soon_threadsafe(task.cancel)
         stop.ask()
 
@@ -143,14 +146,19 @@ async def until_stopped(work: Coroutine[Any, Any, None], stop: TrainingStop, eve
 
 
 def write_stop(events: EventLog, step: int, problem: str = "") -> None:
-    """Write the saved step of a stopped training to stderr and events.jsonl."""
+    """Write the last saved step of a stopped training to stderr and events.jsonl.
+
+    Args:
+        problem: why a later step could not be saved; empty without a problem.
+    """
     sys.stderr.write(f"rollouts: {describe_stop(step, problem)}\n")
-    with suppress(OSError):  # the disk is full
+    with suppress(OSError):  # the disk may be full
         events.write("stopped", step=step, **({"problem": problem} if problem else {}))
 
 
 def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
-    """The checkpoints of a training and, if it ended early, the step and reason."""
+    """The fields of result.json that SFT and RL share: the checkpoints and, if a user ended the training early, the
+    last step and the run that requested the end."""
     checkpoints = describe_checkpoints(directory)
     step, num_steps = checkpoints[-1]["step"], job.training.num_steps
     if step == num_steps:
@@ -160,7 +168,7 @@ def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, An
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
-    """Name, step, digest and score of every checkpoint of a run directory."""
+    """Name, step, digest and score of every checkpoint in a run directory, in order of steps."""
     return [
         {
             "name": path.name,

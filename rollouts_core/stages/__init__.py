@@ -1,7 +1,7 @@
-"""The stages of a run and their order in each mode. A new stage is a file or folder in this package and a row of
-STAGES.
+"""The kinds of stages, such as SFT and RL, and their order in each mode of a run.
 
-The jobs of stages: `jobs/`. This package must not import torch.
+A new kind of stage needs a file in this package and an entry in STAGES. Not here: executing the jobs of stages (jobs/).
+This package must not import torch.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ __all__ = [
 STAGES = {"sft": SFT, "rl": RL, "select": SELECT, "evaluate": EVALUATE}
 assert [name for name, kind in STAGES.items() if kind.is_graded] == [RL.name], "only RL may be graded so far"
 PIPELINES = {"sft": (SFT, SELECT), "rl": (RL, SELECT), "sft+rl": (SFT, SELECT, RL, SELECT)}
-"""The stages of each mode, in order. Every run ends with EVALUATE."""
+"""The stages of each mode, in order. EVALUATE, the last stage of every run, is added by `stages_of`."""
 TRAININGS = {name: kind for name, kind in STAGES.items() if kind.trains}
 BASE = "base"
 """Name of the start model in evaluations."""
 
 
 class StagePlace(NamedTuple):
-    """A stage at its place in a run."""
+    """A stage of a run."""
 
     name: str
-    """sft, select-sft, rl, ...: unique within the run."""
+    """Unique within the run, for example sft, select-sft, rl."""
     kind: StageKind
 
 
 def selection_of(training: str) -> str:
-    """The name of the stage that selects a checkpoint of a training."""
+    """The name of the stage that selects a checkpoint of a training: "select-sft" for "sft"."""
     return f"{SELECT.name}-{training}"
 
 
@@ -95,24 +95,24 @@ def is_selection(name: str) -> bool:
 
 
 def is_training(name: str) -> bool:
-    """True if the stage is a known training. Stores of other versions may contain unknown stages."""
+    """True if a stage name is a training that this version knows. Stores of other versions may have other stages."""
     return name in TRAININGS
 
 
 def label_of(model: str) -> str:
-    """The label of a model in an evaluation: the label of its training, or the name of an unknown model."""
+    """The label of a model in an evaluation: "Base", the label of its training ("SFT"), or else the given name."""
     if model == BASE:
         return "Base"
     return kind_of(model).label if is_training(model) else model
 
 
 def capitalized(title: str) -> str:
-    """The title with a capital, to begin a sentence."""
+    """The title with a capital first letter, for the beginning of a sentence."""
     return title[:1].upper() + title[1:]
 
 
 def describe_mode(mode: str) -> str:
-    """The trainings of a mode as text. A mode of another version is returned unchanged."""
+    """Text such as "supervised fine-tuning, then reinforcement learning". An unknown mode is returned unchanged."""
     if mode not in PIPELINES:
         return mode
     return ", then ".join(place.kind.title for place in trainings_of(mode))

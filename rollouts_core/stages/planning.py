@@ -1,6 +1,6 @@
-"""Build the jobs of trainings from settings. A job names its start model and its inputs with their digests.
+"""Build the jobs of trainings from the settings. A job contains the digests of its start model and its data.
 
-`tasks/plan.py` chooses a job's directory and node, and plans the jobs that score.
+`tasks/plan.py` chooses the job's directory and node. It also plans the jobs that evaluate models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sft_job(start: InputModel, config: Config) -> SFTJob:
 
 
 def rl_job(start: InputModel, config: Config) -> RLJob:
-    """The job of RL, with trainer and engines on one machine."""
+    """The job of an RL training with trainer and engines on one machine. `tasks/plan.py` adapts it to more machines."""
     return RLJob(
         model=start,
         prompts=input_file(config.data.prompts, config.data.columns_of("prompts")) if config.data.prompts else None,
@@ -49,17 +49,17 @@ def rl_job(start: InputModel, config: Config) -> RLJob:
 
 
 def base_model(config: Config) -> InputModel:
-    """The start model of the pipeline."""
+    """The model in `model.path`, from which the run starts, with its digest."""
     return InputModel(name=BASE, model=config.model, digest=digest_model(config.model))
 
 
 def input_file(path: str, columns: Mapping[str, ColumnType] | None = None) -> InputFile:
-    """A data file with its digest and, for CSV, the types of its columns."""
+    """A data file of a job, with its digest and, for CSV, the types of its columns."""
     return InputFile(path=path, digest=digest_path(path), columns=dict(columns or {}))
 
 
 def input_dataset(dataset: DatasetConfig) -> InputDataset:
-    """A dataset with its digest; a dataset of the hub is pinned to its current commit."""
+    """A dataset of a job, with its digest. A dataset of the Hugging Face hub gets its current commit as revision."""
     revision = resolve_revision(dataset.path, dataset.revision)
     digest = digest_path(dataset.path, revision=revision)
     return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
@@ -68,8 +68,8 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
     """The digest of the user's code and models that sampling, grading, filtering and the loss use.
 
-    The digest covers `digest_plugins` of the functions' names, and the local folders of reward models. In a judge's
-    folder only the tokenizer counts, because no other file of the folder is read.
+    It covers the user's Python files (`digest_plugins`) and the local folders of models that grade. Weights in the
+    folder of a judge do not count, because a job reads only the judge's tokenizer.
     """
     own_loss = training.functions_named if training else {}
     tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]

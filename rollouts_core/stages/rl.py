@@ -27,10 +27,10 @@ RL = StageKind(
     remedies="rollouts_core.checks.resource_needs:rl_remedies",
     smaller_batch="rollouts_core.less_memory:smaller_rl_batch",
     find_unused="rollouts_core.checks.no_effect:rl_without_effect",
-    # Rewards carry little information per step, and large updates would destroy skills of the start model.
+    # Rewards carry little information per step, and large updates would destroy abilities of the start model.
     learning_rates=LearningRates(of_all="5e-7 to 5e-6", of_adapters="5e-6 to 1e-4", low_for_adapters=2e-6, share=0.1),
     curves=(
-        Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
+        Curve("reward", "Reward", "Mean over the step's completions, on training prompts.", is_from_zero=False),
         Curve(
             "reward_unfiltered",
             "Reward before the filter",
@@ -42,21 +42,22 @@ RL = StageKind(
         Curve(
             "kl_rollout_policy",
             "KL(rollout ‖ policy)",
-            "KL divergence between the engine and the policy before each update; 0 if their log-probs agree and a "
-            "step has one update.",
+            "KL divergence between the engine and the policy before each update; 0 if their log-probs are equal and "
+            "each step has one update.",
             min_high=0.001,
         ),
         Curve(
             "mismatch_mean",
             "Engine against trainer",
-            "Mean difference of their log-probs for the same tokens and weights, in nats; number formats explain 0.02.",
+            "Mean difference between the log-probs of engine and trainer for the same tokens and weights, in nats; "
+            "different number formats alone can cause 0.02.",
             min_high=0.01,
         ),
         Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
         Curve(
-            "staleness_mean", "Staleness", "Mean age of the sampled tokens, in publications of weights.", min_high=1.0
+            "staleness_mean", "Staleness", "Mean age of the sampled tokens, in versions of the weights.", min_high=1.0
         ),
-        Curve("clip_share", "Clip share", "Share of tokens whose gradient the objective limited.", min_high=0.01),
+        Curve("clip_share", "Clip share", "Share of tokens whose gradient was clipped by the loss.", min_high=0.01),
         Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
         Curve("tool_error_share", "Tool errors", "Share of turns with a tool call that failed.", min_high=0.1),
         Curve(
@@ -69,7 +70,7 @@ RL = StageKind(
         Curve(
             "update_arrived_share",
             "Update in engines",
-            "Share of the weight changes that are not lost by rounding to the engines' number format.",
+            "Share of the weight changes that remain after rounding to the engines' number format.",
             min_high=1.0,
         ),
         Curve(

@@ -1,4 +1,4 @@
-"""The stages that score checkpoints: the selection after a training, and the evaluation at the end of a run."""
+"""The stages that score checkpoints: the selection after each training, and the evaluation at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollouts_core.stages.kind import StageKind
 SELECT = StageKind(
     name="select",
     title="checkpoint selection",
-    purpose="Score the checkpoints of a training and name the best.",
+    purpose="Score the checkpoints of a training and choose the best.",
 )
 EVALUATE = StageKind(
     name="evaluate",

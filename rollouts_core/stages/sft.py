@@ -25,8 +25,8 @@ SFT = StageKind(
     find_unused="rollouts_core.checks.no_effect:sft_without_effect",
     curves=(
         Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
-        Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
-        Curve("lr", "Learning rate", "As used by the optimizer."),
+        Curve("eval_loss", "Evaluation loss", "Mean over data.sft_eval, which is not trained on, in nats per token."),
+        Curve("lr", "Learning rate", "The optimizer's learning rate in each step."),
         Curve("tokens_per_s", "Throughput", "Tokens per second, including tokens without loss."),
     ),
     colors=("#2f6fd0", "#6ea3f5"),

@@ -1,1 +1,1 @@
-"""Helpers for processes, files, time limits, GPUs and HTTP that do not depend on training."""
+"""General helpers for processes, files, time limits, GPUs and HTTP."""

@@ -1,6 +1,6 @@
-"""Pauses before the retry of a request to an unreachable or overloaded server.
+"""Compute pauses before a request to an unreachable or overloaded server is retried.
 
-http_service.py and engines/http.py decide which answers count as overload.
+http_service.py and engines/http.py decide which failures are retried.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from email.utils import parsedate_to_datetime
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 300.0
-"""Longest accepted Retry-After, seconds. A longer value is reduced to this."""
+"""Longest pause in seconds that a server can request by the header Retry-After."""
 
 
 def draw_backoff(attempt: int) -> float:
-    """Seconds to pause after attempt 1, 2, ...: doubles each time, with a random factor to spread requests."""
+    """Seconds to pause after a failed attempt (1, 2, ...).
+
+    The pause doubles with each attempt. A random factor spreads the retries of many requests.
+    """
     return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds from the header Retry-After, which has a number or a date; 0 without this header."""
+    """The pause in seconds that a server requests by the header Retry-After (a number or a date). 0 without it."""
     text = headers.get("Retry-After", "").strip()
     try:
         is_number = text.isdecimal()

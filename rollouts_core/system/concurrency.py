@@ -1,4 +1,4 @@
-"""Await several calls at once; compute beside the event loop."""
+"""Run coroutines concurrently, and run blocking functions in threads."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 MAX_READING_THREADS = 4
-"""Highest number of reading threads. More threads would slow down the rest of the process too long."""
+"""The most threads that read at the same time. More threads would slow down the rest of the process too much."""
 MIN_BYTES_PER_THREAD = 16 * 2**20
-"""Least bytes per thread. A thread for fewer bytes costs more than it saves: 0.6 MB take 2.4 ms instead of 0.5 ms."""
+"""A thread is started only for at least this many bytes. For less, it costs more time than it saves: 0.6 MB take 2.4 ms
+instead of 0.5 ms."""
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concurrent: int = 1024) -> list[ResultT]:
-    """The results of the calls in their order, with at most `max_concurrent` calls at a time.
+    """Run coroutine functions concurrently. Returns their results in the order of `calls`.
 
     If a call raises, the other calls are cancelled, and the call's error is raised instead of an exception group.
     """
     results: dict[int, ResultT] = {}
-    # A limiter costs every call one turn of the event loop, even if it admits all calls.
+    # A limiter costs each call one iteration of the event loop, even if all calls may run at once.
     limiter = anyio.CapacityLimiter(max_concurrent) if len(calls) > max_concurrent else nullcontext()
 
     async def run(number: int) -> None:
@@ -50,9 +51,12 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
 
 
 def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_bytes: int) -> list[ResultT]:
-    """The results of `read`, which digests or compares bytes, for each item in order.
+    """Call `read` for each item, for example to digest files. Returns the results in the order of the items.
 
-    Large inputs are read by threads, which end with the call. If several items fail, the first item's error is raised.
+    Large inputs are read by several threads. If several items fail, the first item's error is raised.
+
+    Args:
+        num_bytes: total size of the items.
     """
     num_threads = min(MAX_READING_THREADS, count_processors(), num_bytes // MIN_BYTES_PER_THREAD)
     if num_threads <= 1:
@@ -62,10 +66,10 @@ def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_b
 
 
 def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
-    """The future of the result of `work`, which runs in a new thread.
+    """Run `work` in a new thread that ends afterwards. Returns a future of the result.
 
-    A pool's thread is not used: a thread that computed with torch keeps its OpenMP workers as long as it lives.
-    Together with the main thread's workers they would outnumber the cores and slow down the whole process.
+    A thread of a pool would not end, and a thread that has computed with torch keeps its OpenMP workers until its end.
+    Together with the OpenMP workers of the main thread, they would outnumber the cores and slow the process down.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="short")
     future = executor.submit(work)
@@ -74,20 +78,20 @@ def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
 
 
 async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
-    """The result of `work` from a new thread; the thread finishes even if the caller is cancelled."""
-    results: list[ResultT] = []  # a wrapped future refers to itself and would keep its result alive
+    """Run `work` in a new thread, and await its result. If the caller is cancelled, the thread still finishes."""
+    results: list[ResultT] = []  # a wrapped future refers to itself, and would keep its result in memory
     await asyncio.shield(asyncio.wrap_future(start_short_thread(lambda: results.append(work()))))
     return results.pop()
 
 
 async def in_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
-    """Like `in_short_thread`, for work that may never end: the process can exit without it."""
+    """Like `in_short_thread`, but in a daemon thread: the process can exit even if `work` never returns."""
     done: Future[ResultT] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - a future carries whatever its work raised
+        except BaseException as error:  # noqa: BLE001 - the future passes every exception to the caller
             done.set_exception(error)
 
     threading.Thread(target=run, name="daemon", daemon=True).start()
@@ -95,7 +99,7 @@ async def in_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
 
 
 class ClosedOnExit(ABC):
-    """Owns connections, and closes them at the end of `async with`."""
+    """Base class of async context managers that call `aclose` at the end of `async with`."""
 
     async def __aenter__(self) -> Self:
         return self

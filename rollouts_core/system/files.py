@@ -1,4 +1,4 @@
-"""Write files and folders atomically: no reader, even after a crash, sees a partial file or folder."""
+"""Write files and folders atomically, so that readers never see a partial file or folder, even after a crash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` in one step: a temporary file, fsync, rename."""
+    """Replace the content of a file atomically: write a temporary file, sync it to disk, and rename it."""
     raw = content.encode() if isinstance(content, str) else content
     with appearing_whole(path) as partial, partial.open("wb") as file:
         file.write(raw)
@@ -23,7 +23,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` if the block succeeds, else is deleted. The block must sync the file."""
+    """Yield the path of a temporary file, which replaces `path` if the `with` block succeeds, else is deleted.
+
+    The block must write the file and sync it to disk.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -34,12 +37,12 @@ def appearing_whole(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:  # Any: JSON
-    """`write_atomically` of `value` as JSON."""
+    """Replace the content of a file by `value` as JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def fsync_directory(path: Path) -> None:
-    """Sync a directory, so that its names survive a power cut."""
+    """Sync a directory to disk, so that the names of its files survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,9 +52,9 @@ def fsync_directory(path: Path) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `path` if the block succeeds, and is deleted if it fails.
+    """Yield a temporary directory, which replaces `path` if the `with` block succeeds, and is deleted if it fails.
 
-    An existing `path` is replaced. The block's files are synced to disk before the rename.
+    The files that the block writes are synced to disk before the directory is renamed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
@@ -69,24 +72,24 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory so that a crash in between leaves nothing partial under its name."""
+    """Delete a directory. It is renamed first, so that a crash never leaves a partial directory at `path`."""
     doomed = path.with_name(f".{path.name}.partial-removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def remove_partial_directories(parent: Path) -> None:
-    """Delete leftovers of `new_directory` and `remove_directory` calls that were killed."""
+    """Delete temporary directories that killed processes left (`new_directory`, `remove_directory`)."""
     for leftover in parent.glob(".*.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """Make the file available at a second path, atomically: as a hard link if possible, else as a copy."""
+    """Create a file at a second path atomically: as a hard link if possible, else as a copy."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
-        destination.hardlink_to(source.resolve())  # a link to a relative symbolic link would point elsewhere
-    except OSError:  # another file system, or one without hard links
+        destination.hardlink_to(source.resolve())  # a hard link to a relative symlink would point to another file
+    except OSError:  # the paths are on different file systems, or the file system has no hard links
         with appearing_whole(destination) as partial:
             shutil.copy(source, partial)  # keeps the mode
             _fsync_file(partial)

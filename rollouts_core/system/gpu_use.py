@@ -1,9 +1,9 @@
-"""Sample the load and memory of a training's GPUs while it runs.
+"""Record the load and memory of a training's GPUs in gpu_use.jsonl while the training runs.
 
     nvidia-smi, every ten seconds, in a thread ──> gpu_use.jsonl
         {"time": ..., "attempt": 1, "gpus": [{"gpu": 0, "use_percent": 97.0, "memory_gib": 61.2, "total_gib": 79.6}]}
 
-Readings that a GPU does not report are omitted. Machines without nvidia-smi have no such file.
+Values that a GPU does not report are omitted. On machines without nvidia-smi, the file is not written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 TIMEOUT_S = 30.0
-"""Time limit of nvidia-smi, which takes seconds if the driver must be loaded first."""
+"""Timeout of nvidia-smi. It takes seconds if the driver must be loaded first."""
 END_S = 5.0
 QUERY = "--query-gpu=index,utilization.gpu,memory.used,memory.total"
 MIB_PER_GIB = 1024.0
@@ -35,7 +35,7 @@ MIB_PER_GIB = 1024.0
 
 @contextmanager
 def sampled_gpu_use(path: Path, gpus: Sequence[str], *, attempt: int, interval_s: float = INTERVAL_S) -> Iterator[None]:
-    """Append readings of nvidia-smi to the file during the block.
+    """Append the load and memory of GPUs to a file at regular intervals while the `with` block runs.
 
     Args:
         gpus: numbers or UUIDs, as nvidia-smi accepts them.
@@ -62,21 +62,21 @@ def _sample_until(ended: threading.Event, path: Path, gpus: Sequence[str], *, at
                 readings = query_gpu_use(gpus)
             except (OSError, subprocess.SubprocessError) as error:
                 if not has_failed:
-                    logger.warning("the use of GPUs %s is not known: %s", ",".join(gpus), error)
+                    logger.warning("the load of GPUs %s cannot be read: %s", ",".join(gpus), error)
                 has_failed, readings = True, []
             line = {"time": round(time.time(), 3), "attempt": attempt, "gpus": readings}
             try:
                 if readings:
                     append_line(file, line)
             except OSError as error:
-                logger.warning("no more readings are written to %s: %s", path, error)
+                logger.warning("%s cannot be written, so the load of GPUs is no longer recorded: %s", path, error)
                 return
             if ended.wait(interval_s):
                 return
 
 
 def query_gpu_use(gpus: Sequence[str]) -> list[dict[str, float]]:
-    """Current readings of the GPUs by nvidia-smi.
+    """The current load and memory of GPUs, from nvidia-smi.
 
     Raises:
         OSError, SubprocessError: nvidia-smi cannot be started, or fails.
@@ -86,7 +86,10 @@ def query_gpu_use(gpus: Sequence[str]) -> list[dict[str, float]]:
 
 
 def parse_gpu_use(text: str) -> list[dict[str, float]]:
-    """Parse lines of number, load in percent, used and total MiB; words such as [N/A] are skipped."""
+    """Parse the output of nvidia-smi: per line a GPU's number, load in percent, used and total memory in MiB.
+
+    Values such as [N/A] are omitted.
+    """
     found = []
     for line in text.splitlines():
         gpu, *cells = (cell.strip() for cell in line.split(","))
@@ -104,7 +107,10 @@ def parse_gpu_use(text: str) -> list[dict[str, float]]:
 
 
 def gpus_in_use(job: TrainingJob) -> list[str]:
-    """The GPUs of this process and of an RL job's engines on this machine; empty on the CPU."""
+    """The GPUs of a training's process, and of the engines of an RL job if they run on this machine.
+
+    Empty if the training computes on the CPU.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     gpus = [gpu.strip() for gpu in visible if gpu.strip() not in ("", "-1")]
     if isinstance(job, RLJob) and any(not ENGINES[each.kind].is_own and not each.lease_url for each in job.engines):

@@ -1,4 +1,4 @@
-"""Parse answers of servers: any bytes give a value or a ValueError."""
+"""Parse HTTP responses of servers. For any bytes, the result is a value or a ValueError."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX_BYTES_OF_CHARACTER = 4
 
 
 def parse_json(content: bytes) -> Any:  # Any: JSON
-    """Parse an answer as JSON.
+    """Parse the body of a response as JSON.
 
     Raises:
-        ValueError: the answer is not JSON, not UTF-8, or nested too deeply for the parser.
+        ValueError: the body is not JSON, not UTF-8, or nested too deeply for the parser.
     """
     try:
         return orjson.loads(content)
@@ -27,5 +27,5 @@ def parse_json(content: bytes) -> Any:  # Any: JSON
 
 
 def shown_beginning(content: bytes, max_characters: int) -> str:
-    """The beginning of an answer for a message, as UTF-8: the encoding that a server names may be unusable."""
+    """The first characters of a response's body, for messages. The body is decoded as UTF-8 with replacements."""
     return content[: _MAX_BYTES_OF_CHARACTER * max_characters].decode(errors="replace")[:max_characters]

@@ -1,13 +1,11 @@
-"""Ask a service for JSON: bounded concurrency, shared connections, and retries.
+"""HTTP client for a service that grades completions: limited concurrency, shared connections, and retries.
 
-reward_services.py and reward_models.py interpret requests and answers; inference servers have their own client
-(engines/).
+    ask -> slot -> POST -- response --> read --> result
+                    ^                    |
+                    +------ pause <------+   connection lost, overload, timeout, or an unreadable response
 
-    ask -> slot -> POST -- answer --> read --> result
-                    ^                  |
-                        +---- pause <------+   connection lost, overloaded, too slow, or an unreadable answer
-
-A pausing request keeps its slot, so an overloaded service gets fewer requests instead of the same number.
+A request keeps its slot while it pauses before a retry. So an overloaded service gets fewer requests. Not here: the
+content of requests and responses (reward_services.py, reward_models.py), clients of inference engines (engines/).
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ from rollouts_core.system.http_answers import parse_json, shown_beginning
 
 OVERLOADED = (408, 425, 429)
 NEVER = (501, 505)
-"""Status codes of 500 and above that no retry changes. Other such codes, also those of proxies such as 520 to 524 and
-529, are retried."""
+"""Status codes from 500 on for which a retry is useless. All other codes from 500 on are retried, also those of proxies
+such as 520 to 524 and 529."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Limit of an answer, far above any scores or judge's text. A longer answer would take memory from the training."""
+"""Largest accepted response, far above the size of scores or of a judge's text. It protects the training's memory."""
 MAX_SHOWN_CHARACTERS = 200
 
 
 class _NoAnswerError(Exception):
-    """A failure that a retry may fix.
+    """A request failed in a way that a retry may fix.
 
     Args:
-        problem: what happened.
-        retry_after_s: pause that the service asked for; 0 without one.
+        problem: description of the failure.
+        retry_after_s: pause that the service requested, in seconds; 0 if it requested none.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
@@ -51,10 +49,10 @@ class _NoAnswerError(Exception):
 
 
 class RefusedError(RewardError):
-    """A service refused a request.
+    """A service rejected a request.
 
     Args:
-        parameter: the refused field, if the service names it as OpenAI's does; else empty.
+        parameter: the rejected field, if the response names it in the format of OpenAI's API; else empty.
     """
 
     def __init__(self, problem: str, parameter: str = "") -> None:
@@ -63,9 +61,9 @@ class RefusedError(RewardError):
 
 
 class HTTPService:
-    """One address that answers JSON to JSON.
+    """Client of a service at one URL, which receives and returns JSON.
 
-    Connections are open while requests are running, and closed with the last request, so no `close` is needed.
+    Connections are closed as soon as no request is running, so the client needs no `close`.
     """
 
     def __init__(self, url: str, config: RewardConfig) -> None:
@@ -76,15 +74,16 @@ class HTTPService:
         self._num_users = 0
 
     async def ask(self, body: dict[str, Any] | None, read: Callable[[Any], Any]) -> Any:  # Any: JSON
-        """The result of `read` on the answer to `body`.
+        """Send a request, with retries. Returns the result of `read` for the parsed response.
 
         Args:
-            body: sent by POST; with None the request is a GET.
-            read: raises ValueError, KeyError, TypeError or IndexError for an unreadable answer.
+            body: the content of a POST request; None sends a GET request.
+            read: converts the parsed JSON. It raises ValueError, KeyError, TypeError or IndexError for an unexpected
+                response, which is then retried.
 
         Raises:
-            EnvironmentUnavailableError: all attempts failed, or the answers were unreadable.
-            RefusedError: the service refused the request.
+            EnvironmentUnavailableError: all attempts failed or had unexpected responses.
+            RefusedError: the service rejected the request.
         """
         num_attempts = self.config.max_retries + 1
         async with self._connected() as client, self._slots:
@@ -148,7 +147,7 @@ async def _read_content(response: httpx.Response) -> bytes:
 
 
 def _find_parameter(content: bytes) -> str:
-    """The name in `{"error": {"param": name}}`; empty for other answers."""
+    """The NAME in a response `{"error": {"param": NAME}}`; empty for other responses."""
     try:
         return str(parse_json(content)["error"]["param"] or "")
     except (ValueError, KeyError, TypeError, IndexError):

@@ -1,4 +1,4 @@
-"""Limits on open files and connections of this process, and on concurrent requests to engines."""
+"""Raise this process's limit on open files, and limit concurrent requests to engines accordingly."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from pathlib import Path
 from anyio.lowlevel import RunVar
 
 MAX_OPEN_FILES = 65_536
-"""Highest limit to set, more than any job needs. Some programs loop over all numbers up to the inherited limit."""
+"""The limit is never raised above this value, which is more than any job needs. A higher limit would slow down child
+programs that loop over all file descriptors up to the limit."""
 SHARE_OF_REQUESTS = 4
-"""Each kind of request gets this fraction, a quarter, of the free file descriptors: a connection stays open for a while
-after its request, and rewards, sandboxes, weights and checkpoints also need files."""
+"""Each kind of request gets one quarter of the free file descriptors. The rest is for connections that stay open after
+their requests, and for files of rewards, sandboxes, weights and checkpoints."""
 MIN_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlaces:
-    """Limits on the concurrent requests of an event loop, over all engines."""
+    """Limits on the number of concurrent requests from one event loop to all engines."""
 
     completions: asyncio.Semaphore
-    """For requests that may take long."""
+    """For requests that generate completions, which may take long."""
     questions: asyncio.Semaphore
-    """For short requests that accompany completions, so that they need not wait for long ones."""
+    """For short requests. Their own limit keeps them from waiting for completions."""
 
 
 _places: RunVar[RequestPlaces] = RunVar("places of requests")
@@ -34,7 +35,7 @@ _places: RunVar[RequestPlaces] = RunVar("places of requests")
 def raise_file_limit() -> None:
     """Raise this process's limit on open files to the permitted maximum. Child processes inherit the limit.
 
-    The usual limit of a login is 1024. Each request to an engine needs a file descriptor.
+    Many systems start with a limit of 1024, and each request to an engine needs a file descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -44,7 +45,7 @@ def raise_file_limit() -> None:
 
 
 def request_places() -> RequestPlaces:
-    """The limits of this event loop, computed at the first call."""
+    """The limits on requests of the current event loop. The first call computes them from the free descriptors."""
     try:
         return _places.get()
     except LookupError:
@@ -55,7 +56,7 @@ def request_places() -> RequestPlaces:
 
 
 def _count_files_left() -> int:
-    """How many more files this process may open."""
+    """The number of files that this process may open in addition to its open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
     return limit - len([*Path("/dev/fd").iterdir()])

@@ -1,7 +1,7 @@
-"""End a process when its parent is gone, for whatever reason, so that no process is left on a rented machine.
+"""Kill a process as soon as its parent process ends, so that no process is left over on a machine.
 
-Run as a program, this file becomes another program with this property. It imports only the standard library, to start
-quickly:
+As a program, this file replaces itself by a command that is killed in the same way. It imports only the standard
+library, so that it starts quickly:
 
     python -I -S parent_death.py PARENT COMMAND...      PARENT: the process id of the parent
 """
@@ -15,21 +15,21 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 ORPHANED = 125
-"""Exit code of a process whose parent died before the process could register."""
+"""Exit code if the parent process had already ended when this process started to watch it."""
 NO_PROGRAM = 127
 """Exit code if the command cannot be started, as in a shell."""
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Let the kernel kill this process when its parent is gone, for whatever reason (Linux only).
+    """Tell the kernel to kill this process when its parent process ends (Linux only).
 
     Args:
-        parent: the parent's process id, if the parent may already be gone.
+        parent: the parent's process id. It is needed if the parent may already have ended.
     """
     if sys.platform == "linux":
         parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the parent died before the line above
+        if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(ORPHANED)
 
 

@@ -1,6 +1,6 @@
-"""Register files that a policy's programs must not see: data with expected answers, and the store of a run.
+"""Register files that programs written by the policy must not read, such as data with expected answers.
 
-The folders that a program sees are chosen in environments/sandbox.py.
+environments/sandbox.py decides which folders such programs can read.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from functools import lru_cache
 from pathlib import Path
 
 _private: set[Path] = set()
-"""Absolute paths with symbolic links resolved."""
+"""Registered files and folders, as absolute paths without symlinks."""
 
 
 def keep_private(path: str | Path) -> None:
-    """Register a file or folder. From now on no policy's program starts if it would see this path."""
+    """Register a file or folder. A program of the policy that could read it is not started."""
     _private.add(Path(path).resolve())
 
 
 def find_seen(folders: Iterable[str]) -> tuple[Path, str] | None:
-    """The first private file inside one of `folders`, and this folder; None if no folder contains a private file."""
+    """Find a registered file that is inside one of `folders`. Returns the file and the folder, or None."""
     return _find_seen(frozenset(_private), tuple(folders))
 
 

@@ -1,7 +1,7 @@
-"""Count the processors that this process can use. More threads than processors only wait for each other.
+"""Count the processors that this process can use, to choose the number of compute threads.
 
-A container limited to seven processors often sees all 96 of its machine. torch's threads meet at a barrier after each
-operation, so a thread paused by the container's limit delays all others: computing becomes ten times slower or worse.
+A container with a limit of seven processors often sees all 96 processors of its machine. With 96 threads, the limit
+pauses some threads. torch's threads wait for each other after each operation, so computing becomes ten times slower.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 
 def count_processors(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processors in this process's affinity, or fewer if its control groups limit CPU time; at least one."""
-    # Affinity and control groups exist only on Linux.
+    """The number of processors that this process may use, by its CPU affinity and its control groups; at least 1."""
+    # CPU affinity and control groups exist only on Linux.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(int(share) for share in _find_shares(membership, mount))]))
 
 
 def _find_shares(membership: Path, mount: Path) -> Iterator[float]:
-    """The number of processors that each control group of this process permits, if the group has a limit.
+    """Yield the CPU limit of each control group of this process that has a limit, as a number of processors.
 
-    A container often sees its own group at the root of the mount, regardless of the path in /proc.
+    A container often sees its own group at the root of the mount, although /proc shows another path.
     """
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -36,7 +36,7 @@ def _find_shares(membership: Path, mount: Path) -> Iterator[float]:
 
 
 def _share_of(directory: Path) -> Iterator[float]:
-    """The limit of one control group, if the group has a limit, from the files of version 2 or version 1."""
+    """Yield the CPU limit of one control group, if it has a limit. Reads the files of cgroup version 2 or 1."""
     quota, _, period = _read(directory / "cpu.max").partition(" ")
     if not quota:
         quota, period = (_read(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))

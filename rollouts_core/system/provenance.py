@@ -1,4 +1,4 @@
-"""The machine and the software of a process, for the record of a run.
+"""Describe the machine and the software versions of a process, for the record of a run.
 
 Not here: the load of GPUs (gpu_use.py), the inputs of a stage (job.py).
 """
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def describe_process() -> dict[str, Any]:  # Any: JSON
-    """Host, processors, GPUs, versions, and the commit of the code if it is a checkout."""
+    """Host, processors, GPUs, package versions, and the git commit if this project runs from a checkout."""
     facts = {
         "host": socket.gethostname(),
         "system": platform.platform(aliased=True, terse=True),
@@ -34,7 +34,7 @@ def describe_process() -> dict[str, Any]:  # Any: JSON
 
 
 def list_gpus() -> list[str]:
-    """The name of each GPU of the machine; [] without nvidia-smi."""
+    """The name of each GPU of this machine, from nvidia-smi. Empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -46,7 +46,7 @@ def list_gpus() -> list[str]:
 
 
 def find_commit(repository: Path) -> str:
-    """The commit of a checkout, from its files; "" if the folder is not a checkout."""
+    """The git commit of a checkout, read from its files without git. Empty if the folder is not a checkout."""
     git = repository / ".git"
     try:
         if git.is_file():  # another worktree of a repository

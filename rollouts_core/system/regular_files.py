@@ -1,6 +1,7 @@
-"""Open files named by untrusted input, and refuse paths that are not regular files.
+"""Open files whose paths come from untrusted input, and reject everything that is not a regular file.
 
-Opening a FIFO waits for a writer, opening a device may start it, and /dev/zero never ends.
+Other kinds are dangerous: opening a FIFO blocks until there is a writer, opening a device may start it, and /dev/zero
+never ends.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 LOOK_AT = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
-"""Flags to inspect a path. With O_PATH, which only Linux has, the file itself is not opened."""
+"""Flags of `os.open` to inspect a path. O_PATH, which only Linux has, does not open the file itself."""
 
 
 @contextmanager
 def found_file(path: Path | str) -> Iterator[str]:
-    """A path that opens the regular file now at `path`, even if another file replaces it during the block.
+    """Yield a path that opens the regular file at `path`, even if another file replaces it during the `with` block.
 
-    Symbolic links are followed, because the path of another process's memory is a link (/proc/<pid>/fd/<n>).
+    Symlinks are followed, because memory of another process has a path that is a symlink (/proc/<pid>/fd/<n>).
 
     Raises:
         OSError: the file does not exist, is not readable, is empty, or is not a regular file.
@@ -41,7 +42,7 @@ def found_file(path: Path | str) -> Iterator[str]:
         status = os.fstat(descriptor)
         if problem := _find_problem(status.st_mode):
             raise OSError(f"it is {problem}")
-        if not status.st_size:  # includes files of /proc, some of which block forever
+        if not status.st_size:  # also rejects files of /proc, some of which block readers forever
             raise OSError("it is empty")
         found = f"/dev/fd/{descriptor}"
         if not os.access(found, os.R_OK):
@@ -52,10 +53,10 @@ def found_file(path: Path | str) -> Iterator[str]:
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Open a regular file, which may be empty, for reading.
+    """Open a regular file for reading. The file may be empty.
 
     Raises:
-        OSError: the file is not readable, or is not a regular file; `strerror` names the kind.
+        OSError: the file is not readable, or not a regular file. `strerror` then says what it is, such as a FIFO.
     """
     descriptor = os.open(path, LOOK_AT)
     try:
@@ -69,7 +70,7 @@ def open_file(path: Path | str) -> BufferedReader:
 
 
 def describe_missing(path: Path) -> str:
-    """Why a path is not a regular file, to follow its name: "does not exist", "is a FIFO, not a file"."""
+    """Text to follow a path in messages: why it is not a readable file, such as "is a FIFO, not a file"."""
     try:
         problem = _find_problem(path.stat().st_mode)
         return f"is {problem}" if problem else "cannot be read"
@@ -78,7 +79,7 @@ def describe_missing(path: Path) -> str:
 
 
 def _find_problem(mode: int) -> str:
-    """The kind of a file that is not regular; empty for a regular file."""
+    """Text such as "a FIFO, not a file" if the mode is not that of a regular file; else empty."""
     return "" if stat.S_ISREG(mode) else f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 
@@ -86,7 +87,7 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
     """The content of a regular file.
 
     Raises:
-        OSError: the reasons of `found_file`, or the file has more than `max_bytes`.
+        OSError: the file is missing, empty, unreadable, not a regular file, or larger than `max_bytes`.
     """
     with found_file(path) as found, open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
         content = file.read(max_bytes + 1)

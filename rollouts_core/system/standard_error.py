@@ -1,6 +1,6 @@
-"""Write to standard error even if its reader is gone, as after `| head`, a killed `tee` or a closed terminal.
+"""Make writing to standard error safe if its reader has ended, as after `| head`, a killed `tee` or a closed terminal.
 
-Also handles processes started without standard streams, as by some schedulers and daemons.
+This also handles processes that start without standard streams, as from some schedulers and daemons.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import TextIO, cast
 
 
 def open_standard_streams() -> None:
-    """Open missing standard streams on /dev/null; otherwise the next opened files would get their numbers.
+    """Open missing standard streams on /dev/null.
 
-    A subprocess could then write its errors into a database.
+    Otherwise the next opened files would get the descriptors 0 to 2 of the standard streams. A subprocess could then
+    write its error messages into a database file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's
+            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: that of the missing stream
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def standard_error() -> TextIO:
-    """A stream that writes to standard error; if standard error is closed, text is dropped without an error.
+    """A stream that writes to standard error, but drops the text without an error if standard error is closed.
 
-    `sys.stderr` is looked up at each write, because progress bars and tests replace it.
+    Each write looks up `sys.stderr`, because progress bars and tests replace it.
     """
     return cast(TextIO, _StandardError())
 
@@ -57,5 +58,8 @@ class _StandardError(io.TextIOBase):
 
 
 def _stream() -> TextIO:
-    """Standard error itself, even while a progress bar of rich redirects it and writes through this module."""
+    """Standard error itself, even while a progress bar of rich replaces `sys.stderr`.
+
+    The bar writes through this module, so using the replacement would recurse.
+    """
     return cast(TextIO, getattr(sys.stderr, "rich_proxied_file", sys.stderr))

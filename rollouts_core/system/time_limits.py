@@ -1,12 +1,12 @@
-"""End a call of a user's function at its deadline, even if the function never awaits.
+"""Enforce time limits for calls of a user's functions, even for functions that never await.
 
-A function that never awaits blocks the event loop, so the loop's timers cannot end it. If the loop runs in the main
-thread, as in every job, a signal interrupts the function, or the part of a coroutine between two awaits. This costs a
-few microseconds per call, and keeps functions in the main thread, which libraries with their own signals need. In
-another thread a plain function runs in a new thread, which is abandoned at the deadline.
+A function that never awaits blocks the event loop, so the loop's timers cannot end the function. Jobs run the event
+loop in the main thread. There a signal interrupts the function, or the part of a coroutine between two awaits. This
+costs a few microseconds per call, and functions stay in the main thread, as libraries with signal handlers require. If
+the event loop runs in another thread, a plain function runs in a new thread, which is abandoned at the deadline.
 
     call of grade ── waits for its turn ── runs a program ── returns
-    its time      |    paused (take_turn)    |---------------|
+    time that counts |    paused (take_turn)   |-------------|
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ import anyio
 ResultT = TypeVar("ResultT")
 MIN_TIMER_S = 0.001
 INSIST_S = 1.0
-"""Pause before the interrupt is repeated, in case the interrupted code swallowed it."""
+"""Seconds until the interrupt is repeated, in case the interrupted code caught the exception and continued."""
 
 CLEAN_UP_S = 5.0
-"""Time for a part of a coroutine between two awaits after the coroutine was cancelled at its deadline."""
+"""After a coroutine was cancelled at its deadline, its cleanup code may run this many seconds between two awaits."""
 
 
 class OutOfTimeError(TimeoutError):
-    """A call was given up at its deadline. A TimeoutError that the call itself raises is not of this class."""
+    """The time limit of a call ended it. A TimeoutError that the call itself raises has another class."""
 
 
 class BlockedError(OutOfTimeError):
-    """A function took too long without awaiting, and was interrupted; the message says in which line."""
+    """A function did not return or await within its time limit, and was interrupted. The message has the line."""
 
 
 class _Interrupt(BaseException):
-    """Not an Exception, because a function that continues after every exception would continue after this one too."""
+    """Raised by the signal handler. Not an Exception, because `except Exception` in a function would catch it."""
 
 
 class _Clock:
-    """The remaining time of a call that awaits; paused while the call waits for its turn.
+    """The remaining time of a call. The clock is paused while the call waits for its turn (`uncounted`).
 
     Args:
-        outer: the clock of the enclosing call.
+        outer: the clock of the enclosing call with a time limit, if any.
     """
 
     def __init__(self, timeout_s: float, outer: _Clock | None) -> None:
         self.outer = outer
         self.scope = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
-        """Cancels the call's awaits."""
+        """Cancels the call at its next await when the time is over."""
         self._deadline = monotonic() + timeout_s
         self._left_s = timeout_s
-        """The remaining time while the clock is paused."""
+        """Remaining seconds, valid while the clock is paused."""
         self._num_waits = 0
 
     @property
     def left_s(self) -> float:
-        """The call's remaining time."""
+        """The call's remaining seconds."""
         return self._left_s if self._num_waits else self._deadline - monotonic()
 
     def stop(self) -> None:
-        """Pause the clock until `go_on` was called as often as `stop`."""
+        """Pause the clock until `go_on` has been called as often as `stop`."""
         self._left_s = self.left_s
         self.scope.deadline = math.inf
         self._num_waits += 1
 
     def go_on(self) -> None:
-        """Let the clock run again."""
+        """End one pause. The clock runs again when all pauses have ended."""
         self._num_waits -= 1
         if not self._num_waits:
             self._deadline = monotonic() + self._left_s
@@ -84,20 +84,23 @@ class _Clock:
 
 
 _current_clock: ContextVar[_Clock | None] = ContextVar("current_clock", default=None)
-"""The clock of the innermost call of each task."""
+"""The clock of the innermost call with a time limit in the current task."""
 
 
 async def call_within(
     timeout_s: float | None, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """The result of a plain or coroutine function. The time limit runs from now, except inside `uncounted`.
+    """Call a plain or coroutine function with a time limit. Returns its result.
 
-    Not limited: code that waits inside C without checking signals, tasks that a coroutine starts, and, if the event
-    loop is not in the main thread, a part of a coroutine that never awaits.
+    Time inside `uncounted` does not count. Some code cannot be ended at the limit: C code that does not check signals,
+    tasks that a coroutine started and, outside of the main thread, the part of a coroutine between two awaits.
+
+    Args:
+        timeout_s: the time limit; None sets no limit.
 
     Raises:
         OutOfTimeError: the call did not return in time.
-        BlockedError: the call did not return in time and did not await, so it blocked everything else.
+        BlockedError: the call did not return in time and did not await, so that it blocked the event loop.
     """
     if timeout_s is None:
         outcome = function(*arguments)
@@ -123,9 +126,9 @@ async def call_within(
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Exclude the block's time from the limits of the enclosing calls.
+    """Exclude the time of the `with` block from the time limits of all enclosing calls.
 
-    Use this for a wait whose length does not depend on the call and that has its own limit: for a turn, or an answer.
+    Use this for waiting that has its own limit and does not depend on the call, for example for a free slot.
     """
     clock, clocks = _current_clock.get(), list[_Clock]()
     while clock is not None:
@@ -142,7 +145,7 @@ def uncounted() -> Iterator[None]:
 
 @asynccontextmanager
 async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
-    """Hold one of the limiter's places during the block. The wait for the place is `uncounted`."""
+    """Hold a slot of the limiter during the `async with` block. Waiting for the slot does not count (`uncounted`)."""
     with uncounted():
         await limiter.acquire()
     try:
@@ -152,7 +155,7 @@ async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
 
 
 def can_interrupt() -> bool:
-    """Whether `interrupt_after` has an effect: only in the main thread of systems with the signal."""
+    """Whether `interrupt_after` has an effect: only in the main thread, on systems with the signal SIGALRM."""
     return threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
 
 
@@ -160,13 +163,13 @@ def can_interrupt() -> bool:
 def interrupt_after(
     timeout_s: float, *, left_s: float | None = None, is_over: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Raise BlockedError in the block if the block takes longer than `timeout_s`, even if it never awaits.
+    """Raise BlockedError inside the `with` block if it takes longer than `timeout_s`, even if it never awaits.
 
-    Uses a signal, so there is a limit only in the main thread, and only on systems with that signal.
+    This uses the signal SIGALRM, so the limit works only in the main thread and on systems with this signal.
 
     Args:
-        left_s: the rest of `timeout_s`, if a part is already spent.
-        is_over: called at the deadline and every second afterwards; the block continues until it returns true.
+        left_s: the remaining part of `timeout_s`, if a part is already used up.
+        is_over: called at the deadline and every second afterwards. The block is interrupted when it returns True.
     """
     if not can_interrupt():
         yield
@@ -175,9 +178,9 @@ def interrupt_after(
     hook = sys.unraisablehook
 
     def insist(unraisable: sys.UnraisableHookArgs) -> None:
-        """Repeat an interrupt at once if it hit a finalizer or a callback of the garbage collector.
+        """Repeat an interrupt at once if it was raised in a finalizer or a callback of the garbage collector.
 
-        Python drops exceptions there.
+        Python drops exceptions that are raised there.
         """
         nonlocal place
         if not issubclass(unraisable.exc_type, _Interrupt):
@@ -203,7 +206,7 @@ def interrupt_after(
         raise BlockedError(_say_late(timeout_s) + place) from None
     finally:
         is_inside = False
-        # A timer that was set before gets its remaining time back.
+        # A timer that was already set before the block continues with its remaining time.
         remaining_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -213,9 +216,9 @@ def interrupt_after(
 
 @contextmanager
 def interrupt_after_computing(limit_s: float) -> Iterator[None]:
-    """Raise BlockedError in the block after `limit_s` of its thread's CPU time.
+    """Raise BlockedError inside the `with` block after its thread has used `limit_s` seconds of CPU time.
 
-    The load of the machine does not matter. In all other respects this equals `interrupt_after`.
+    Unlike with `interrupt_after`, the load of the machine does not matter.
     """
     began = thread_time()
     with interrupt_after(limit_s, is_over=lambda: thread_time() - began >= limit_s):
@@ -234,7 +237,7 @@ def _describe(frame: FrameType | None) -> str:
 
 
 class _InterruptedSteps:
-    """An awaitable that is interrupted at the deadline in each part between two awaits."""
+    """Wraps an awaitable, so that a part between two awaits is interrupted when the time limit is over."""
 
     def __init__(self, awaitable: Awaitable[Any], timeout_s: float, clock: _Clock) -> None:  # Any: a user's
         self._awaitable = awaitable
@@ -254,7 +257,7 @@ class _InterruptedSteps:
             thrown = None
             try:
                 yield waited_for
-            except BaseException as error:  # noqa: BLE001 - the coroutine must also see a cancellation
+            except BaseException as error:  # noqa: BLE001 - cancellations are also passed on to the coroutine
                 thrown = error
 
 
@@ -265,9 +268,9 @@ async def _wait_for(awaitable: Awaitable[ResultT]) -> ResultT:
 async def _call_in_thread(
     timeout_s: float, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """The result of the function in a new thread. A thread cannot be ended, so at the deadline it is abandoned.
+    """Run a function in a new thread, and await its result.
 
-    It is a daemon thread, so the process can exit.
+    A thread cannot be ended, so it is abandoned after the timeout. It is a daemon thread, so that the process can exit.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()  # Any: a user's function made it

@@ -1,1 +1,1 @@
-"""Code of the user that settings name: how it is found, which files belong to it, and how its errors are described."""
+"""Find and import the user's own code that settings name, list its files, and describe its errors."""

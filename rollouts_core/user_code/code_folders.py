@@ -1,7 +1,7 @@
-"""Folders, besides those on PYTHONPATH, from which the user's modules can be imported.
+"""Add folders to the import path, from which the user's modules can be imported, in this process and in its jobs.
 
-These folders come last on sys.path, in this process and in jobs that it starts, so that a file named like an installed
-package does not hide the package. PYTHONPATH would put them before the standard library.
+The folders come last on sys.path, so that a user's file with the name of an installed package does not hide the
+package. PYTHONPATH would put the folders before the standard library.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "ROLLOUTS_CODE_PATH"
-"""Environment variable with these folders for the processes that this process starts."""
+"""Environment variable that passes these folders on to child processes."""
 
 
 def add_code_folders(folders: Iterable[str | Path]) -> None:
-    """Make modules in these folders importable. These folders come before folders that were added earlier."""
+    """Make modules in folders importable. The new folders are searched before folders that were added earlier."""
     known = _listed()
     first = list(dict.fromkeys(str(Path(each).resolve()) for each in folders))
     os.environ[VARIABLE] = os.pathsep.join([*first, *(each for each in known if each not in first)])
@@ -25,7 +25,7 @@ def add_code_folders(folders: Iterable[str | Path]) -> None:
 
 
 def use_code_folders() -> None:
-    """Add the folders of the environment variable to this process's import path."""
+    """Add the folders in the environment variable ROLLOUTS_CODE_PATH to this process's import path."""
     first = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     last = [each for each in _listed() if each not in first]
     if not last or sys.path[-len(last) :] == last:

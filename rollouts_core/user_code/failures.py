@@ -1,4 +1,4 @@
-"""Describe an error of the user's code, with its place in the user's files."""
+"""Describe errors of the user's code for messages, with file and line in the user's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def describe_raised(error: BaseException) -> str:
-    """`raised KeyError: 'x' (my_rewards.py, line 6)`: type and first line of an error, and its place in user code."""
+    """Text such as "raised KeyError: 'x' (my_rewards.py, line 6)", with the error's place in the user's files."""
     return f"raised {type(error).__name__}: {first_line(error)}{find_user_place(error)}"
 
 
@@ -30,7 +30,7 @@ def failed_function_error(
     group: Sequence[Sample],
     error: Exception,
 ) -> RewardError:
-    """The error for a user's function that raised or took too long; names the function and the prompt."""
+    """Convert an exception of a user's function, or its timeout, to a RewardError that names function and prompt."""
     where = f"{kind} function {name_of_function(function)} on prompt {group[0].metadata.get('prompt_id', '?')!r}"
     return RewardError(
         f"{where}: {error}" if isinstance(error, OutOfTimeError) else f"{where} {describe_raised(error)}"
@@ -42,10 +42,14 @@ def check_generated(
     function: Callable[..., Any],  # Any: a user's function made it
     pending: Sequence[Sample],
 ) -> list[Sample]:
-    """Check that the result of a generation function has samples for each place of some groups, and for no other place.
+    """Check the result of a user's generation function. It must have a sample for each pending sample, and no others.
+
+    Args:
+        generated: the result of the function.
+        pending: the samples to complete, which the function got.
 
     Raises:
-        RewardError: the result is wrong; names the function and the first prompt.
+        RewardError: the result is wrong. The message names the function and the first prompt.
     """
     if problem := _find_problem(generated, pending):
         prompt = pending[0].metadata.get("prompt_id", "?")
@@ -85,9 +89,9 @@ def _describe_type(value: object) -> str:
 
 
 def find_user_place(error: BaseException) -> str:
-    """` (file, line n)` of the innermost frame in the user's files; empty without such a frame.
+    """Text " (FILE, line N)" with the innermost frame of the traceback in the user's files. Empty without such a frame.
 
-    The message of a syntax error already has the place.
+    Also empty for syntax errors, because their messages already have file and line.
     """
     if isinstance(error, SyntaxError):
         return ""
@@ -97,13 +101,13 @@ def find_user_place(error: BaseException) -> str:
 
 
 def is_raised_by_user_code(error: BaseException) -> bool:
-    """True if the error or one of its causes was raised in the user's code, so that the traceback helps the user."""
+    """True if a cause of the error was raised in the user's code, so that the traceback helps the user."""
     cause = error.__cause__
     return cause is not None and (bool(find_user_place(cause)) or is_raised_by_user_code(cause))
 
 
 def _is_users(file: str) -> bool:
-    """True for a file outside this project, Python and installed packages; `<frozen ...>` is not a file."""
+    """True for a file of the user: outside of this project, Python and installed packages."""
     path = Path(file)
     is_installed = not INSTALLED_FOLDERS.isdisjoint(path.parts) or path.is_relative_to(STANDARD_LIBRARY)
     return not (file.startswith("<") or is_installed or path.is_relative_to(PACKAGE_FOLDER))

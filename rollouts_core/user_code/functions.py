@@ -1,4 +1,4 @@
-"""Resolve the function names of a configuration."""
+"""Find the functions that settings name, either built-in or in the user's modules (`package.module:function`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user function
 
 
 def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, setting: str) -> FunctionT:
-    """The function with this name: a key of `known`, or `package.module:function`.
-
-    Args:
-        setting: the configuration key, for messages.
+    """Find the function that a setting names: a key of `known`, or `package.module:function`, which is imported.
 
     Raises:
         ConfigError: the name, module or function does not exist.
@@ -64,11 +61,14 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
 
 
 def find_foreign_home(found: object, module: ModuleType) -> str:
-    """The module that defines the object, if it belongs to another package than `module`, else "".
+    """The module that defines an object, if that module belongs to another package than `module`, else "".
 
-    Without this check, trust in a package would include everything that it imports, such as `os.abort`. Objects and
-    inner functions that the package built from parts of another package are its own, unless they are also names of the
-    other package. Single modules of this project are trusted, not the whole package.
+    Without this check, trusting a package would mean trusting everything that the package imports, such as `os.abort`.
+    An object or inner function that another package's code created for this package counts as this package's own,
+    unless the other package also has a name for it. In this project, modules are trusted one by one.
+
+    Args:
+        module: the module through which the object was found.
     """
     is_defined = inspect.isroutine(found) or inspect.isclass(found)
     home = str(getattr(found if is_defined else type(found), "__module__", None) or "builtins")

@@ -1,14 +1,15 @@
 """Find the files of the user's own code that settings name as `package.module:function`.
 
-These files are part of a stage's identity (fingerprint.py) and are copied to other machines (tasks/upload_inputs.py).
+The content of these files enters the fingerprint of a stage (fingerprint.py). The files are copied to other machines
+(tasks/upload_inputs.py).
 
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files
                                                                └── a single file
     imports in these files are looked up in the same way, recursively
 
-Installed packages are left out, except those that add entry points for us (plugins.py). Import statements are parsed;
-the code is not executed here.
+Installed packages are left out, except packages with entry points for this project (plugins.py). The import statements
+are parsed, so no code is executed here.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OF_PROJECT = (__name__.partition(".")[0], "rollouts")
-"""This project's packages are not searched: rollouts_core is sent separately, and jobs import no other package of the
-project."""
+"""Packages of this project, which are not searched. rollouts_core is uploaded separately, and jobs import no other."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -38,25 +38,27 @@ _VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """A package, a folder without __init__.py, or a single file, importable by its top-level name."""
+    """Code of the user with one top-level name: a package, a folder without __init__.py, or a single file."""
 
     name: str
+    """The top-level name, as in `import NAME`."""
     package: Path | None = None
-    """The folder with __init__.py: all files below it belong to the code, except hidden files and keys."""
+    """A folder with __init__.py. All its files belong to the code, except hidden files and private keys."""
     folders: tuple[Path, ...] = ()
-    """Folders without __init__.py: only Python files belong to the code, because data may lie there too."""
+    """Folders without __init__.py. Only their Python files belong to the code, because the folders may contain data."""
     file: Path | None = None
+    """A single Python file."""
     about: Mapping[str, Path] = field(default_factory=dict)
-    """For an installed package with entry points for us: the metadata files that declare them."""
+    """Metadata files of an installed package that declare entry points for this project."""
 
     @property
     def sent(self) -> dict[str, Path]:
-        """All files that another machine needs to import the code and to find its entry points."""
+        """The files to copy to another machine, by their names there: the code, and metadata with entry points."""
         return {**self.files, **self.about}
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files of the code, by their names below the folder that will be on sys.path on another machine."""
+        """The files of the code, by their names relative to the folder on sys.path."""
         if self.file is not None:
             return {self.file.name: self.file.resolve()}
         if self.package is not None:
@@ -66,7 +68,7 @@ class OwnCode:
 
 
 def find_code(name: str) -> OwnCode | None:
-    """The code that Python would import by a top-level name; None if it does not exist or has no files."""
+    """Find the code that Python would import for a top-level name. None if it does not exist or has no files."""
     use_code_folders()
     try:
         spec = importlib.util.find_spec(name)
@@ -85,9 +87,9 @@ def find_code(name: str) -> OwnCode | None:
 
 
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
-    """The user's code in these modules, and all user code that it imports, sorted by name.
+    """Find the user's code with these modules, and all user code that it imports. Sorted by name.
 
-    This project, and installed packages without entry points for us, are neither returned nor searched.
+    This project, and installed packages without entry points for it, are neither returned nor searched for imports.
     """
     found: dict[str, OwnCode] = {}
     pending = deque(sorted({module.partition(".")[0] for module in modules}))
@@ -113,7 +115,7 @@ def _is_installed(code: OwnCode) -> bool:
 
 
 def _imports_of_file(path: Path) -> frozenset[str]:
-    """Top-level names that a file imports anywhere in it; empty for a file that is not Python."""
+    """The top-level names in all import statements of a file. Empty for a file that is not Python."""
     if path.suffix != ".py":
         return frozenset()
     try:
@@ -125,7 +127,7 @@ def _imports_of_file(path: Path) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
-    """Cached by modification time and size; see `_imports_of_file`."""
+    """Parse a file for `_imports_of_file`. The result is cached by modification time and size of the file."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -140,7 +142,7 @@ def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
 
 
 def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that may be copied to another machine, by their names under the folder's name."""
+    """Yield the files below a folder that may be copied to another machine, with their names there."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         if _VIRTUAL_ENVIRONMENT in files:
             folders.clear()
@@ -157,10 +159,10 @@ def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
 
 
 def _is_followed(folder: Path, top: Path) -> bool:
-    """False for a link without importable code, such as a link to data, or a link back to an enclosing folder.
+    """False for a symlink to a folder without Python files, such as data, and for a symlink to an enclosing folder.
 
     Args:
-        top: the outermost folder of the search.
+        top: the folder in which the search started.
     """
     if not folder.is_symlink():
         return True
@@ -170,5 +172,5 @@ def _is_followed(folder: Path, top: Path) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """True for the names of hidden files, such as .env, and private keys, which stay on this machine."""
+    """True for names of hidden files, such as .env, and of private keys. These files are never copied elsewhere."""
     return name.startswith((".", *_KEY_NAMES)) or name.endswith(_KEY_ENDINGS)

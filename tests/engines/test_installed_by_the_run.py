@@ -36,7 +36,7 @@ def test_a_run_installs_vllm_for_the_cpu_and_trains_with_it(
     code, output = process.wait(2000), rollouts.said()
     assert code == 0, output
     assert "rollout.engine: the run installs vLLM 0.32.0 by pip" in output
-    assert "asks vLLM for a completion of a tiny model" in output
+    assert "tests vLLM with a prompt for a tiny model" in output
     [engine] = rollouts.store.glob("engines/vllm-0.32.0-*")
     assert json.loads((engine / "trial/result.json").read_text())["num_tokens"] == 8
     (rl,) = rollouts.store.glob("stages/rl-*")

@@ -246,7 +246,7 @@ def leave_adapters(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (shutil.rmtree, "base_model is not a folder: give that of a Hugging Face checkpoint"),
+        (shutil.rmtree, "base_model is not a folder: give the folder of a Hugging Face checkpoint"),
         (delete("tokenizer.json"), "base_model has no tokenizer (tokenizer.json or"),
         (delete("config.json"), "base_model has no configuration (config.json)"),
         (
@@ -254,8 +254,8 @@ def leave_adapters(model: Path) -> None:
             "base_model/config.json cannot be used: Field 'hidden_size' expected int, got",
         ),
         (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
-        (cut_weights, "model.safetensors was cut or is damaged"),
-        (clone_without_lfs, "model.safetensors is a pointer of Git LFS in place of the weights: fetch them"),
+        (cut_weights, "model.safetensors is truncated or damaged"),
+        (clone_without_lfs, "model.safetensors is a Git LFS pointer instead of the weights: download them"),
         (lose_a_shard, "base_model lacks model-00001-of-00002.safetensors of the 2 weight files listed in model.safe"),
         (break_the_index, "model.safetensors.index.json cannot be read ("),
         (pickle_weights, "are pickled (pytorch_model.bin)"),

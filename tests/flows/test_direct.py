@@ -59,7 +59,7 @@ def test_a_model_goes_from_the_store_to_the_node_and_back_again(
         code, output = rollouts.run("run", str(config))
     assert code == 0, output
     assert digest_of_the_run(rollouts) == usual
-    assert f"base_model: the node fetched 0.1 MB from s3://{bucket}/models/base_model itself" in output
+    assert f"base_model: the node itself downloaded 0.1 MB from s3://{bucket}/models/base_model" in output
     assert keys_of(cuttable, "GET", by_node=True) == {f"models/base_model/{name}" for name in names}
 
     published = json.loads(s3_server.contents(bucket, "team/small/")["team/small/publication.json"])
@@ -73,6 +73,6 @@ def test_a_model_goes_from_the_store_to_the_node_and_back_again(
     assert keys_of(cuttable, "PUT", by_node=False) & sizes.keys() == {manifest}
     assert {s3_server.num_writes(bucket)[key] for key in sizes} == {1}
     num_megabytes = (sum(sizes.values()) - sizes[manifest]) / 1e6
-    assert f"the node sent {num_megabytes:.1f} MB to s3://{bucket}/team/small itself" in output
+    assert f"the node itself uploaded {num_megabytes:.1f} MB to s3://{bucket}/team/small" in output
     written = [path for root in (rollouts.store, tmp_path / "node") for path in root.rglob("*") if path.is_file()]
     assert not [path for path in written if SECRET in path.read_bytes()] and SECRET.decode() not in output

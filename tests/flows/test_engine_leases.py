@@ -56,7 +56,7 @@ def test_an_engine_that_lapsed_while_the_run_stood_still_is_named_and_started_ag
     rollouts: Rollouts, tmp_path: Path
 ) -> None:
     output = stand_still(rollouts, write(tmp_path, loads_s=LONGER_THAN_A_LEASE_S + 30))
-    assert "ended: its lease was not renewed for 60 s, because this run or its machine stood still. " in output
+    assert "ended: its lease was not renewed for 60 s, because this run or its machine was suspended. " in output
     assert [each["lease_expired"] for each in attempts(rollouts.store, "engine")] == [True, False]
     assert len(attempts(rollouts.store, "rl")) == 1
 
@@ -68,7 +68,7 @@ def test_an_rl_that_gave_up_on_an_engine_that_lapsed_is_started_again_with_it(
     output = stand_still(
         rollouts, write(tmp_path, loads_s=LONGER_THAN_A_LEASE_S - 10, start_timeout_s=20.0), still_s=120
     )
-    assert "ended: its lease was not renewed for 60 s, because this run or its machine stood still. " in output
+    assert "ended: its lease was not renewed for 60 s, because this run or its machine was suspended. " in output
     assert [each["code"] for each in attempts(rollouts.store, "rl")] == [1, 0]
 
 

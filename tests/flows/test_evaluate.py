@@ -143,7 +143,7 @@ def refused(config: Path, *arguments: str) -> str:
     ("arguments", "words"),
     [
         ((), "evaluate.model is missing: name a model, rollouts evaluate"),
-        (("production",), "no model is production: `rollouts models`"),
+        (("production",), "no model has the alias production: `rollouts models`"),
         (("base", "--data", "/nowhere/rows.jsonl"), "evaluate.data: /nowhere/rows.jsonl does not exist"),
         (("base", "--against", "./nowhere"), "there is no model /"),
     ],
@@ -164,7 +164,7 @@ def test_a_wrong_name_of_a_model_hides_no_mistake_of_the_rows(folder: Path) -> N
     arguments = ["evaluate", str(write_config(folder)), "production", "--data", str(rows)]
     outcome = CliRunner().invoke(app, [*arguments, "--store", str(folder / "store")])
     assert outcome.exit_code == 2, outcome.output
-    assert "no model is production" in outcome.stderr and "has no `answer`" in outcome.stderr
+    assert "no model has the alias production" in outcome.stderr and "has no `answer`" in outcome.stderr
 
 
 def test_a_table_in_the_configuration_names_the_models(folder: Path) -> None:

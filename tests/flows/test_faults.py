@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run
 
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert "rl             goes on from step " in output
+    assert "rl             resumes from step " in output
     assert_resumed(rl, attempt=2)
 
 

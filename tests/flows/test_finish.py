@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_n
     process, early, said = finish_in_the_middle(rollouts, config, stage)
     assert f"{early.name} ends after the step under way, and the run goes on with its best checkpoint" in said
     assert process.wait(240) == 0, rollouts.said()
-    assert f"{stage:<14} asked to finish after the step under way" in rollouts.said()
+    assert f"{stage:<14} asked the job to finish after its current step" in rollouts.said()
     record = json.loads((early / "result.json").read_text())
     run = last_run(rollouts)
     step = record["finished_early"]["step"]
@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_n
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
     (rest,) = set(rollouts.store.glob(f"stages/{stage}-*")) - {early}
-    assert f"{stage:<14} goes on from step {step}" in output
+    assert f"{stage:<14} resumes from step {step}" in output
     assert [event["step"] for event in events_of(rest, "resumed")] == [step]
     assert last_run(rollouts)["stages"][0]["how"] == "ran"
     assert digests_of(early) == kept

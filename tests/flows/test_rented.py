@@ -133,7 +133,7 @@ def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
     code, output = rollouts.run("run", str(write_small_pipeline(tmp_path / "small", node=node, **SHORT)))
     assert code == 0, output
     assert f"runpod:{mine} is yours and costs 2.99 USD/h: it keeps running after this run" in output
-    assert f"runpod:{mine} is yours, and keeps running" in output and "gave back" not in output
+    assert f"runpod:{mine} was rented by you, and keeps running" in output and "gave back" not in output
     assert [each.id for each in fake.alive()] == [mine]
     assert rows(rollouts) == [] and list((tmp_path / "machine").glob("stages/sft-*/result.json"))
     [run] = (rollouts.store / "runs").iterdir()

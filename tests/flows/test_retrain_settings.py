@@ -140,14 +140,14 @@ def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("retrain", "words"),
     [
-        ({"margin": 1.0}, "retrain.margin 1 lets no model into production"),
+        ({"margin": 1.0}, "retrain.margin 1 would never promote a model"),
         pytest.param({"max_p_value": 0.00001}, "retrain.max_p_value 1e-05 accepts no result", marks=pytest.mark.matrix),
         pytest.param(
             {"sources": ["nowhere"]},
             "nowhere, which is watched for new data, does not exist",
             marks=pytest.mark.matrix,
         ),
-        ({"sources": ["."]}, "/small, which is watched for new data, has the store"),
+        ({"sources": ["."]}, "/small, which is watched for new data, contains the store"),
     ],
 )
 def test_what_can_never_promote_is_refused(folder: Path, retrain: dict[str, float], words: str) -> None:

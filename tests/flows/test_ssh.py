@@ -118,7 +118,7 @@ def test_a_run_on_a_node_is_cancelled_saves_its_last_step_there_and_goes_on_from
 
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert f"goes on from step {ended['saved_step']}" in output
+    assert f"resumes from step {ended['saved_step']}" in output
     assert [line["step"] for line in read_metrics(there / "metrics.jsonl")] == list(range(1, 401))
 
 

@@ -50,7 +50,7 @@ def test_ctrl_c_saves_the_last_step_and_the_next_run_goes_on_there(
 
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert f"goes on from step {step:.0f}" in output
+    assert f"resumes from step {step:.0f}" in output
     assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == list(
         range(1, RARE[f"training__{mode}__num_steps"] + 1)
     )

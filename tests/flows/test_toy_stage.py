@@ -83,7 +83,7 @@ def test_the_stage_is_checked_interrupted_resumed_reused_and_reported(
 
     code_of, output = rollouts.run("run", str(config))
     assert code_of == 0, output
-    assert f"goes on from step {saved}" in output
+    assert f"resumes from step {saved}" in output
     run = next(each for each in (rollouts.store / "runs").iterdir() if (each / "run.json").exists())
     record = json.loads((run / "run.json").read_text())
     assert [(stage["stage"], stage["how"]) for stage in record["stages"]] == [

@@ -82,7 +82,7 @@ def test_everything_from_the_first_harmed_checkpoint_on_is_set_aside(
 def test_a_checkpoint_that_is_whole_but_not_the_listed_one_is_set_aside_too(stage: Stage) -> None:
     directory = RunDirectory(Path(stage.run_dir))
     replace_by_another(directory.checkpoints / "step_000040")
-    assert "is not the checkpoint" in set_damage_aside(stage)
+    assert "does not have the digest" in set_damage_aside(stage)
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step_000020"]
 
 

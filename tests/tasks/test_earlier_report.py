@@ -53,7 +53,7 @@ def test_files_of_an_older_version_make_the_report_without_what_they_lack(tmp_pa
 def test_a_report_that_would_lose_something_is_kept(tmp_path: Path, place: str) -> None:
     folder = write_stored_run(tmp_path, RUN)
     shutil.rmtree(tmp_path / place)
-    with pytest.raises(InputError, match=f"{RUN} cannot be rendered again: .*{place} is gone"):
+    with pytest.raises(InputError, match=f"report of {RUN} cannot be rendered again, because .*{place} no longer"):
         render_again(tmp_path, RUN)
     assert (folder / "report.html").read_text() == "<html>the first report</html>"
 

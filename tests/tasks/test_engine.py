@@ -74,7 +74,7 @@ def test_no_engine_is_launched_for_an_rl_that_another_run_does_elsewhere(
 ) -> None:
     with Ledger(scope.ledger_path) as ledger:
         ledger.add_lease(f"/elsewhere/stages/{Path(rl.run_dir).name}", "run-b", "elsewhere")
-    with pytest.raises(PermanentInfraError, match="rl is being done on elsewhere for another run"):
+    with pytest.raises(PermanentInfraError, match="rl is running on elsewhere for another run"):
         engine.launch_engine.fn(rl, 0, scope, node)
     assert processes_of(Path(scope.store)) == []
 

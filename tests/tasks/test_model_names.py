@@ -87,10 +87,10 @@ def test_every_kind_of_name_finds_its_model(config: Config, store: Path, monkeyp
 
 
 def test_a_name_that_means_nothing_or_too_much_is_one_sentence(config: Config, store: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no model productoin; did you mean production\? name base"):
+    with pytest.raises(ConfigError, match=r"there is no model productoin; did you mean production\? give base"):
         found("productoin", config, store)
     register(store, 1)
-    with pytest.raises(ConfigError, match="no model is production: `rollouts models` shows what there is"):
+    with pytest.raises(ConfigError, match="no model has the alias production: `rollouts models` lists"):
         found("production", config, store)
     register(store, 1, "large")
     with pytest.raises(

@@ -155,7 +155,7 @@ def test_jax_is_not_installed_by_a_run_unless_a_file_lists_its_build(tmp_path: P
     file = write_requirements(tmp_path, "jax==0.7.2")
     check_sent_packages(SSHNode(**SSH, requirements=file), config)
     with pytest.raises(
-        PermanentInfraError, match="lists JAX's build for the CPU, which would train there at the price"
+        PermanentInfraError, match="lists the CPU build of JAX, which would leave the rented GPU unused"
     ):
         check_sent_packages(RentedNode(max_usd=1.0, install="uv", requirements=file), config)
     for lines in (["jax[cuda12]==0.7.2"], ["jax==0.7.2", "jax-cuda12-plugin==0.7.2"]):

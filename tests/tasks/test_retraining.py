@@ -132,7 +132,7 @@ def test_a_start_model_that_is_better_stays(world: World) -> None:
 
 def test_force_trains_on_unchanged_data(world: World) -> None:
     world.look("1")
-    assert world.look("2", force=True).sentence == "promoted small-1: it is in production already"
+    assert world.look("2", force=True).sentence == "promoted small-1: it is already the production model"
     assert world.num_trainings == 2
 
 
@@ -193,7 +193,7 @@ def test_a_person_is_asked_once_and_the_answer_counts(world: World) -> None:
         world.look("1", needs_approval=True)
     assert world.production == ""
     assert world.look("2", needs_approval=True).sentence.endswith(
-        "which waits for approval: Resume on its page, or Retry where it was cancelled"
+        "which waits for approval: Resume on its page, or Retry if it was cancelled"
     )
     world.answer = Answer(approved=True, by="Ada", comment="looks right")
     assert world.look("1", needs_approval=True).sentence == "promoted small-1: 0.5 to 0.1; Ada: looks right"

@@ -98,7 +98,7 @@ def test_of_two_runs_with_a_machine_each_one_does_a_stage_and_the_other_hears_of
         shell_jobs.touch()
     [going] = placing
     refused = [str(each.exception()) for each in runs if each.exception() is not None]
-    assert refused == [f"sft is being done on {going} for another run: wait for it, or end that run"]
+    assert refused == [f"sft is running on {going} for another run: wait until it has finished, or end that run"]
     assert [each.result() for each in runs if each.exception() is None] == ["ran"]
     assert len((tmp_path / "pids").read_text().split()) == 1
 
@@ -239,7 +239,7 @@ def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_
         shell_jobs.touch()
         assert followed.result() == "ran"
     assert given_back == [
-        f"left the job in {shared.run_dir}: a run of another store follows it",
-        f"left the job in {engine}, which ends when no run needs it",
+        f"left the job in {shared.run_dir} running: a run of another store follows it",
+        f"left the job in {engine} running; it ends when no run needs it",
         "gave back local node local",
     ]

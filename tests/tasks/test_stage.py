@@ -186,7 +186,7 @@ def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(
         finally:
             (tmp_path / "end").touch()
             following.join()
-    assert said.getvalue().splitlines()[1].startswith("sft            has its GPUs, after")
+    assert said.getvalue().splitlines()[1].startswith("sft            got its GPUs after")
 
 
 def test_the_progress_of_a_stage_has_the_warnings_of_its_attempt(tmp_path: Path) -> None:

@@ -85,5 +85,5 @@ def test_a_machine_that_cannot_send_the_checkpoint_leaves_that_to_the_publicatio
     model = ModelConfig(path=f"{scope.store}/stages/sft-0123456789abcdef/checkpoints/step_000020")
     send_from_machine.fn(InputModel(name="step_000020", model=model, digest="0"), checkpoint, gone, scope)
     said = capsys.readouterr().err
-    assert f"sent from here, because the node cannot send it to s3://{bucket}/team/small (" in said
+    assert f"uploaded from here, because the node cannot upload it to s3://{bucket}/team/small (" in said
     assert_published(publish_results.fn(checkpoint, scope), scope)

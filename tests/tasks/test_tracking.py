@@ -119,7 +119,7 @@ def test_a_tracker_that_is_disabled_says_that_nothing_is_kept(
     write_steps(stage, range(1, 4))
     with tracked(stage, scope_of(tmp_path, "wandb"), said.append):
         pass
-    assert "wandb: metrics nowhere, because WANDB_MODE is disabled" in said and not list(tmp_path.glob("wandb/*run-*"))
+    assert "wandb: no metrics, because WANDB_MODE is disabled" in said and not list(tmp_path.glob("wandb/*run-*"))
 
 
 def test_every_step_is_shown_once_while_and_after_a_training_is_resumed(
@@ -298,7 +298,9 @@ def test_a_tracker_that_is_not_installed_or_has_no_key_is_named_before_anything_
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"^run\.report_to: W&B has no key here: set WANDB_API_KEY, or run `wandb"):
+    with pytest.raises(
+        ConfigError, match=r"^run\.report_to: W&B has no API key here: set WANDB_API_KEY, or run `wandb"
+    ):
         check_trackers(["wandb"])
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     check_trackers(["wandb"])

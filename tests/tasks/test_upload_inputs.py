@@ -266,7 +266,7 @@ def test_what_is_edited_while_it_is_sent_does_not_stay_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(upload_inputs, "publish_files", edit_and_send)
-        with pytest.raises(TransientInfraError, match="was edited while it was sent"):
+        with pytest.raises(TransientInfraError, match="was edited during its upload"):
             inputs.place_file(planned)
     rows.write_bytes(content)
     assert Path(inputs.place_file(planned).path).read_bytes() == content
@@ -470,7 +470,7 @@ def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
     assert found.stdout.decode().split() == ["1.0", f"{folder}/graders_of_a_test.py"]
     [sentence] = said
     assert sentence.endswith(", graders_of_a_test (1 file, 0 kB), rubrics_of_a_test (1 file, 0 kB)")
-    assert sentence.startswith("sends code: rollouts_core (")
+    assert sentence.startswith("uploads code: rollouts_core (")
     assert place_code(session, node, config.rollout.modules_named, say=said.append) == folder and len(said) == 1
 
 
@@ -486,7 +486,7 @@ def test_code_that_is_edited_while_it_is_sent_is_not_taken_for_what_it_was_befor
     def edit(_: str) -> None:
         module.write_text("def score(*_): return 0.25\n")
 
-    with pytest.raises(TransientInfraError, match="was edited while it was sent"):
+    with pytest.raises(TransientInfraError, match="was edited during its upload"):
         place_code(session, node, modules, say=edit)
     module.write_text("def score(*_): return 1.0\n")
     folder = place_code(session, node, modules)
@@ -527,7 +527,7 @@ def test_what_a_url_named_the_node_fetches_itself(
     said: list[str] = []
     placed = place_stage(session, stage, node, say=said.append)
     assert_on_node(placed, node)
-    assert said == [f"small: the node fetched 0.1 MB from {url} itself"]
+    assert said == [f"small: the node itself downloaded 0.1 MB from {url}"]
     assert weights_on_node(placed) == WEIGHTS and WEIGHTS not in session.sent
     assert place_stage(session, stage, node, say=said.append) == placed and len(said) == 1
 
@@ -558,7 +558,7 @@ def test_a_node_without_a_way_to_the_store_gets_it_from_here(
     placed = place_stage(cut_off, stage, node, say=said.append)
     assert weights_on_node(placed) == WEIGHTS and WEIGHTS in cut_off.sent
     [sentence] = said
-    assert sentence.startswith(f"small: sent from here, because the node cannot fetch it from {url} (127.0.0.1:")
+    assert sentence.startswith(f"small: uploaded from here, because the node cannot download it from {url} (127.0.0.1:")
     assert "cannot be reached: [Errno 111] Connection refused" in sentence
 
 

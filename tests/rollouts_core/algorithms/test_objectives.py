@@ -107,7 +107,7 @@ def test_every_check_and_warning_asks_the_row(monkeypatch: pytest.MonkeyPatch) -
     assert rl.with_reference and not rl.needs_rollout_logprobs and not rl.corrects_for_age
     assert has_gradient(make_sample([1, 2]), 0.0, rl), "a completion without an advantage is trained on"
     [stale] = warn_of_uncorrected_age(config)
-    assert stale.startswith("rollout.max_staleness 2 trains on completions of other weights")
+    assert stale.startswith("rollout.max_staleness 2 trains on completions that were sampled with other weights")
     assert [sentence.split()[0].rpartition(".")[2] for sentence in find_settings_without_effect(config)] == [
         "clip_low",
         "dual_clip",

@@ -36,9 +36,9 @@ def test_adapters_are_sent_as_adapters_by_default(kind: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"rollout": {"engine": {"kind": "vllm", "weight_transfer": "gloo"}}}, "sends weights alone"),
-        ({"rollout": {"engine": {"kind": "sglang"}, "in_flight": "continue"}}, "cannot change their adapters"),
-        ({"rollout": {"engine": {"kind": "sglang", "router_url": "http://127.0.0.1:1"}}}, "name no adapters"),
+        ({"rollout": {"engine": {"kind": "vllm", "weight_transfer": "gloo"}}}, "sends only merged weights"),
+        ({"rollout": {"engine": {"kind": "sglang"}, "in_flight": "continue"}}, "cannot switch to another adapter"),
+        ({"rollout": {"engine": {"kind": "sglang", "router_url": "http://127.0.0.1:1"}}}, "cannot name an adapter"),
         ({"rollout": {"engine": {"kind": "vllm"}}, "rank": 600}, "up to rank 512"),
     ],
 )
@@ -59,7 +59,7 @@ def test_the_embedded_engine_takes_adapters_in_every_way() -> None:
 def test_a_model_of_another_family_gets_merged_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
     [said] = describe_adapter_form(config_of(tmp_path, rollout={"engine": {"kind": "vllm"}}))
-    assert "vLLM is not known to take adapters of MixtralForCausalLM" in said
+    assert "vLLM is not known to support adapters for MixtralForCausalLM" in said
 
 
 def test_nothing_is_said_without_adapters() -> None:

@@ -102,7 +102,7 @@ def test_demonstrations_that_say_the_same_are_the_same_whatever_else_their_rows_
 
 def test_a_margin_that_rewards_cannot_differ_by_is_refused_only_where_that_is_known(tmp_path: Path) -> None:
     assert check_promotion(with_heldout_rows(tmp_path, 50), margin=0.99, max_p_value=0.01)
-    with pytest.raises(ConfigError, match=r"retrain\.margin 1 lets no model into production: rewards are between 0"):
+    with pytest.raises(ConfigError, match=r"retrain\.margin 1 would never promote a model: rewards are between 0"):
         check_promotion(with_heldout_rows(tmp_path, 50), margin=1.0, max_p_value=0.01)
     for rewards in ({"reward_fn": "my.module:reward"}, {"rewards": [{"weight": 5.0}]}, {"environment": "my:World"}):
         assert check_promotion(with_heldout_rows(tmp_path, 50, **rewards), margin=1.0, max_p_value=0.01) == []

@@ -57,7 +57,7 @@ def test_how_far_it_is_is_said_while_many_rows_are_read(
 def test_rows_that_will_be_left_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * n} for n in (15, 30, 15, 15)])
     findings = check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
-    assert findings[0] == f"{path}: 3 demonstrations, 48 trained tokens, 1 left out for their length"
+    assert findings[0] == f"{path}: 3 demonstrations, 48 trained tokens, 1 left out because they are too long"
 
 
 def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

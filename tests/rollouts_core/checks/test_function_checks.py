@@ -30,7 +30,7 @@ def test_a_reward_that_fails_for_a_usual_completion_is_found_before_the_run(
     answer: str, tried: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompt = replace(make_prompts(1)[0], answer=answer)
-    with pytest.raises(RewardError, match=rf"raised ValueError: .*; it was given the completion '{tried}'$"):
+    with pytest.raises(RewardError, match=rf"raised ValueError: .*; it graded the completion '{tried}'$"):
         check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), [prompt], tokenizer)
 
 
@@ -59,7 +59,7 @@ def test_that_an_evaluation_needs_scores_which_rl_does_without_is_warned_of(toke
     rl = config.training.rl.model_copy(update={"advantage": excluding})
     config = config.model_copy(update={"mode": "rl", "training": config.training.model_copy(update={"rl": rl})})
     [warning] = [said for said in check_functions(config, make_prompts(1), tokenizer) if isinstance(said, Caution)]
-    assert "they end an evaluation on data.selection or data.heldout" in warning
+    assert "an evaluation on data.selection or data.heldout fails" in warning
 
 
 def reads_the_level(sample: Sample) -> float:
@@ -138,7 +138,7 @@ def test_a_reward_that_does_not_tell_right_from_wrong_is_warned_of(
     prompts = [replace(p, answer=answer, metadata={"numbers": [1], "target": 1}) for p in make_prompts(2)]
     said = check_functions(with_rollout(**rollout), prompts, tokenizer)
     cautions = [each for each in said if isinstance(each, Caution)]
-    assert ["gave every tried completion the reward of an empty one" in each for each in cautions] == (
+    assert ["gave every test completion the reward of an empty completion" in each for each in cautions] == (
         [True] * is_warned
     )
 

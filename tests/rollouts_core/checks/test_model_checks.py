@@ -133,7 +133,10 @@ def test_a_model_that_an_engine_is_to_serve_and_that_is_no_folder_is_downloaded_
     config = Config.model_validate({"mode": "sft", "model": {"path": path}, "data": data})
     with pytest.raises(ConfigError) as refused:
         check_model_files(config)
-    assert str(refused.value) == f"model.path: {path} is not a folder: give that of a Hugging Face checkpoint{advice}"
+    assert (
+        str(refused.value)
+        == f"model.path: {path} is not a folder: give the folder of a Hugging Face checkpoint{advice}"
+    )
 
 
 def test_a_model_that_is_a_file_is_not_looked_for_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +365,7 @@ def test_experts_that_transformers_puts_together_are_of_their_config_json(
     [
         (2, {}, ""),
         (14, {}, ""),
-        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: use 2 GPUs per engine,"),
+        (4, {}, r"share the 14 heads .* \(2 key-value heads\) evenly: use 2 GPUs per engine,"),
         (7, {}, "7 GPUs of an engine cannot"),
         (4, {"mode": "sft"}, "4 GPUs of an engine cannot"),
         (4, {"mode": "sft", "evaluation": {"engine": "embedded"}}, ""),
@@ -438,7 +441,7 @@ def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_
         return
     told = [sentence for sentence in check_demonstrations(config, tokenizer) if "positions" in sentence]
     assert [sentence.partition(":")[2].strip() for sentence in told] == [
-        f"{found} was made for 16: tokens beyond them teach it little; set training.sft.max_length to 17 or less"
+        f"{found} was made for 16: tokens beyond that teach it little; set training.sft.max_length to 17 or less"
     ] * (max_length > 17 and family in ("llama", "jamba"))
 
 

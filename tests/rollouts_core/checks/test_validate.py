@@ -402,7 +402,7 @@ def test_every_name_that_a_refusal_may_list_may_be_allowed_to_change(tmp_path: P
         ({"rollout": {"engine": {"kind": "vllm"}}}, ""),
         (
             {"rollout": {"engine": {"kind": "vllm"}}, "evaluation": {"engine": "embedded"}},
-            r'GemmaFor.*: leave evaluation\.engine = "embedded" out',
+            r'GemmaFor.*: remove evaluation\.engine = "embedded"',
         ),
         (
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}},

@@ -175,7 +175,7 @@ def test_where_nothing_is_left_to_lower_the_user_is_told_what_was_tried_and_what
         ", also after the run set training.sft.micro_batch_size = 2 and training.sft.micro_batch_size = 1 and "
         "training.sft.policy.activation_checkpointing = true: lower training.sft.max_length, train adapters"
     )
-    stopped = "1.20 GiB is free): lower training.sft.micro_batch_size (the same step), "
+    stopped = "1.20 GiB is free): lower training.sft.micro_batch_size (the result stays the same), "
     assert (tried if answer == "use_less" else stopped) in failed
     assert (run / "log.txt").read_text().splitlines()[-1] == f"rollouts: {failed}"
 

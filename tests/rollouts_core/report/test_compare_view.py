@@ -63,7 +63,7 @@ def test_the_overview_has_scores_tests_and_settings_that_differ(open_view: Open)
 
 def test_curves_are_overlaid_at_their_own_steps_and_a_run_can_be_hidden(open_view: Open) -> None:
     page = open_view("curves")
-    figure = page.get_by_role("figure").filter(has_text="Mean over the step's rollouts")
+    figure = page.get_by_role("figure").filter(has_text="Mean over the step's completions")
     figure.locator("canvas").wait_for()
     legend = figure.locator(".legend")
     assert legend.inner_text().split("\n")[0].startswith("A 0.025 → 0.75")
@@ -94,7 +94,7 @@ def test_curves_are_zoomed_together(open_view: Open) -> None:
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40, steps=4)
     page.mouse.up()
-    other = page.get_by_role("figure").filter(has_text="Mean over the step's rollouts")
+    other = page.get_by_role("figure").filter(has_text="Mean over the step's completions")
     other.scroll_into_view_if_needed()
     box = other.locator(".u-over").bounding_box()
     assert box is not None

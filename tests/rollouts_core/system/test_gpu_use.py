@@ -86,7 +86,7 @@ def test_a_driver_that_fails_is_said_once_and_its_return_is_seen(
         use.write_text("0, 40, 1024, 2048\n")
         wait_for_samples(path, 1)
     [message] = caplog.messages
-    assert message.startswith("the use of GPUs 0 is not known:")
+    assert message.startswith("the load of GPUs 0 cannot be read:")
 
 
 @pytest.mark.parametrize(
