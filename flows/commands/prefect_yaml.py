@@ -1,11 +1,11 @@
-"""`rollouts prefect-yaml`: the deployments of a shared Prefect server, in the file that `prefect deploy` reads.
+"""`rollouts prefect-yaml`: print the file from which `prefect deploy` creates deployments on a shared Prefect server.
 
-Not here: what a deployment says (deployments.py), a server and deployments for one person (up.py).
+Not here: the content of a deployment (deployments.py), a server and deployments for one user (up.py).
 
     my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
 
-The workers import the flows from their own installation of this package, so nothing is downloaded. Workers import
-modules that the settings name from the configuration's folder and the current folder, if they have these folders.
+The workers import the flows from their own installation of this package, and download no code. They import the user's
+modules, which the settings name, from the configuration's folder and the current folder, if these folders exist there.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ ENTRYPOINTS = {
 
 
 def prefect_yaml(
-    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="Configurations to offer.")],
-    pool: Annotated[str, typer.Option(help="Work pool whose workers run them.")],
-    store: Annotated[Path, typer.Option(help="Folder of the workers' machine that keeps everything.")],
-    queue: Annotated[str, typer.Option(help="Queue of the pool; its default one otherwise.")] = "",
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="Configurations to deploy.")],
+    pool: Annotated[str, typer.Option(help="Work pool whose workers execute the runs.")],
+    store: Annotated[Path, typer.Option(help="Store: a folder on the workers' machine.")],
+    queue: Annotated[str, typer.Option(help="Queue of the pool; default: the pool's default queue.")] = "",
     job_variable: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A variable of the pool's jobs, such as image=...; repeatable."),
     ] = None,
 ) -> None:
-    """Print a prefect.yaml with these configurations, for a Prefect server that several people share.
+    """Print a prefect.yaml that deploys these configurations to a shared Prefect server.
 
     rollouts prefect-yaml my.toml --pool gpu --store /data/rollouts > prefect.yaml; prefect deploy --all
     """

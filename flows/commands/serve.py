@@ -82,7 +82,7 @@ def serve(
         check_loopback()
 
     def announce(url: str) -> None:
-        console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)
+        console.print(f"serving {model_dir} at {url} (Ctrl-C stops it)", markup=False)
         console.print(render_examples(url, model, model_dir, has_key=bool(api_key)), markup=False)
 
     if is_embedded:

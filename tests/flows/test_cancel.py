@@ -63,7 +63,7 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert f"{name}: cancelled" in other.said()
     assert process.wait(120) == 130, rollouts.said()
     assert (
-        "rollouts: the run was cancelled in Prefect, or set to an ended state there. Finished work is"
+        "rollouts: the run was cancelled in Prefect, or a final state was set there. Finished work is"
         in rollouts.said()
     )
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]

@@ -142,7 +142,7 @@ def refused(config: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "evaluate.model is missing: name a model, rollouts evaluate"),
+        ((), "evaluate.model is missing: name a model: rollouts evaluate"),
         (("production",), "no model is production: `rollouts models`"),
         (("base", "--data", "/nowhere/rows.jsonl"), "evaluate.data: /nowhere/rows.jsonl does not exist"),
         (("base", "--against", "./nowhere"), "there is no model /"),

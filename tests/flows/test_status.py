@@ -207,4 +207,4 @@ def test_a_store_that_is_a_file_or_none_is_told_apart(tmp_path: Path, capsys: py
     (tmp_path / "file").touch()
     for name, said in (("file", "is a file"), ("none", "does not exist")):
         status(tmp_path / name)
-        assert f"store        {tmp_path / name} {said}: nothing was run in it" in capsys.readouterr().out
+        assert f"store        {tmp_path / name} {said}: it has no runs yet" in capsys.readouterr().out
