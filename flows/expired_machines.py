@@ -99,7 +99,7 @@ def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
     try:
         said = run_with_credentials(name, __spec__.name, [str(store), *([SPARE] if spare else [])])
     except (ConfigError, TransientInfraError) as error:
-        return ReapReport(failures=[f"machines that were rented with the credentials {name} cannot be checked: {error}"])
+        return ReapReport(failures=[f"machines rented with the credentials {name} cannot be checked: {error}"])
     return ReapReport(**json.loads(said))
 
 

@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "down": "Stop the Prefect server and the runs of `rollouts up`. The training jobs of these runs go on.",
         "ui": "Serve Prefect's UI with the runs of the store, until Ctrl-C.",
         "watch": "Serve web pages with the curves and samples of the store's runs, until Ctrl-C.",
-        "notify": "Have Prefect send a message when runs end, fail or wait for approval. Without NAME, list the "
+        "notify": "Make Prefect send a message when runs end, fail or wait for approval. Without NAME, list the "
         "receivers and their states.",
         "credentials": "Save API keys in Prefect, for runs with run.credentials = NAME. Without NAME, list the saved "
         "credentials.",

@@ -347,7 +347,7 @@ def ssh(
         if rental is None:
             raise InputError(UNKNOWN_MACHINE.format(name=name))
         if not rental.instance_id:
-            raise InputError(f"{name} is {rental.state}: the provider has not confirmed that it created the machine")
+            raise InputError(f"{name} is {rental.state}: the provider has not confirmed the machine")
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             found = look_up(cloud, rental.instance_id, rental.name)
         if found is None or not found.has_address:
@@ -417,9 +417,7 @@ def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> 
         report.failures += problems
         return report
     except ConfigError as error:
-        return ReapReport(
-            failures=[f"machines that were rented with the credentials {credentials} cannot be checked: {error}"]
-        )
+        return ReapReport(failures=[f"machines rented with the credentials {credentials} cannot be checked: {error}"])
 
 
 def open_ledger(store: Path, *, nothing: str = "it has rented nothing") -> Ledger:

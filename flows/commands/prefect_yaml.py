@@ -74,9 +74,7 @@ def render_prefect_yaml(
             placeholder of prefect.yaml.
     """
     if not store.is_absolute():
-        raise ConfigError(
-            f"--store {store} is relative: name the folder of the workers' machine in full, as /data/runs"
-        )
+        raise ConfigError(f"--store {store} is relative: give an absolute path on the workers' machine, as /data/runs")
     check_names(deployments)
     work_pool: dict[str, Any] = {"name": pool}  # Any: names, and what the pool's type takes
     if queue:
@@ -93,7 +91,7 @@ _HEADER = "# Written by `rollouts prefect-yaml`; `prefect deploy --all` makes th
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes texts of several lines as blocks, and repeated values in full, because aliases are hard to read."""
+    """Writes text with line breaks as blocks, and repeated values without YAML aliases, which are hard to read."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -125,7 +123,7 @@ def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) ->
         described |= yaml_schedule_options(deployment)
     if "{{" in json.dumps(described):
         raise ConfigError(
-            f"{deployment.name}: a setting has {{{{, which prefect.yaml takes for a placeholder: reword it"
+            f"{deployment.name}: a setting contains {{{{, which begins a placeholder in prefect.yaml: change it"
         )
     return described
 

@@ -71,10 +71,10 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert_nothing_is_left(rollouts)
     code, output = rollouts.run("cancel", name)
     assert code == 2
-    assert "is Cancelled and holds nothing: there is nothing to cancel" in output
+    assert "is Cancelled and holds no jobs or machines: there is nothing to cancel" in output
     code, output = rollouts.run("cancel", "smaller")
     assert code == 2
-    _, explained, others = output.partition("there is no run smaller: the runs that can be cancelled are ")
+    _, explained, others = output.partition("there is no run smaller; runs that can be cancelled: ")
     assert explained and name not in others
 
 
@@ -235,5 +235,5 @@ def wait_for_request(run_dir: Path, asking: subprocess.Popen[bytes], command: Ro
 def test_a_store_without_runs_stays_none(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["cancel", "small", "--store", str(tmp_path / "nothing")])
     assert outcome.exit_code == 2
-    assert "nothing was trained in it" in outcome.stderr
+    assert "no run has used it" in outcome.stderr
     assert not (tmp_path / "nothing").exists()

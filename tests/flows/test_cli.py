@@ -482,7 +482,7 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
         (["chat", "--engine", "vllm", "--engine-install", "never"], r"has no vllm, which this --engine needs"),
         (["chat", "--engine", "vllm", "--engine-install", "conda"], r"--engine vllm: install.*auto.*never"),
         (["chat", "--engine", "vllm", "--engine-python", "python9"], r"--engine-python is '/\S+/python9', which"),
-        (["chat", "--engine", "vllm", "--engine-args", "'--a"], r"--engine-args cannot be read as in a shell"),
+        (["chat", "--engine", "vllm", "--engine-args", "'--a"], r"--engine-args is not a valid shell command line"),
         (["chat", "--engine", "vllm", "--engine-args", "--api-key k"], r"--engine-args contains a key, .*: set ROLL"),
     ],
 )

@@ -194,7 +194,7 @@ def test_nobody_is_logged_in_on_a_machine_that_was_asked_for_and_has_not_appeare
     with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
         [lost] = [rental for rental in open_rentals(ledger) if not rental.instance_id]
     said = call("nodes", "ssh", lost.name, "--store", str(tmp_path / "store"))
-    assert said.exit_code == 2 and f"{lost.name} is intended: the provider has not confirmed that it created the machine" in said.stderr
+    assert said.exit_code == 2 and f"{lost.name} is intended: the provider has not confirmed the machine" in said.stderr
 
 
 @pytest.mark.slow

@@ -69,9 +69,9 @@ def test_a_job_that_waits_for_a_gpu_says_for_whom(
         (
             "http://team:4200/api",
             "",
-            "its runs shown, at http://team:4200/api: export PREFECT_API_URL=http://team:4200",
+            "its deployments and runs are at the Prefect server http://team:4200/api: export PREFECT_API_URL=http://team:4200",
         ),
-        ("", "http://team:4200/api/", "at a server of its own, and PREFECT_API_URL names another: unset"),
+        ("", "http://team:4200/api/", "at the store's own Prefect server, not at PREFECT_API_URL: unset"),
     ],
 )
 def test_commands_say_at_which_other_server_the_deployments_are_served(
