@@ -6,7 +6,7 @@ Not here: the stage that scores, also used by `sft-rl` (tasks/stage_tasks.py), w
     check -> inputs: names become checkpoints -> provision -> bootstrap -> evaluate -> release -> report
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from collections.abc import Mapping
 from functools import partial

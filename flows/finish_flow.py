@@ -3,7 +3,7 @@
 Not here: how a training ends early, and the command that does the same (commands/finish.py).
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from pathlib import Path
 from typing import Any

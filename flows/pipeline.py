@@ -13,7 +13,7 @@ failed run keeps its rented node for `keep_on_failure_minutes`. When a run's pro
 jobs and its node stay, and the next start attaches to them.
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 import time
 from collections.abc import Callable, Iterator

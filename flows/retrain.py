@@ -9,7 +9,7 @@ A run that waits for approval has no process and no machine. The answer starts t
 finished stages. Retry does the same.
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from collections.abc import Mapping
 from functools import partial
