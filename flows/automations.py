@@ -90,7 +90,7 @@ def render_automation(after_minutes: int) -> Automation:
     """The automation for missing heartbeats, as JSON for Prefect's API."""
     return {
         "name": NAME,
-        "description": f"Made by `rollouts watch`: marks runs Crashed after {after_minutes} minutes without a heartbeat.",
+        "description": f"Made by `rollouts watch`: marks runs Crashed that are silent for {after_minutes} minutes.",
         "tags": [TAG],
         "trigger": {
             **EACH_RUN_OF_OURS,
@@ -104,7 +104,7 @@ def render_automation(after_minutes: int) -> Automation:
                 "type": "change-flow-run-state",
                 "state": "CRASHED",
                 "name": "Crashed",
-                "message": f"{SILENT} {after_minutes} minutes; jobs of the run that still exist go on, and Retry attaches to them",
+                "message": f"{SILENT} {after_minutes} minutes; the run's jobs, if any, go on; Retry attaches to them",
             }
         ],
     }

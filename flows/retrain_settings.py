@@ -39,7 +39,8 @@ class RetrainConfig(Record):
     """The new model's mean score must exceed the mean score of the model in production by more than this. A negative
     margin accepts a slightly worse model that was trained on newer data."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
-    """Promote a candidate only if the p-value of its comparison with production is at most this (1: promote every candidate)."""
+    """Highest p-value of the comparison with production at which a candidate is promoted (1: promote every
+    candidate)."""
     approval: bool = False
     """Ask for approval in Prefect's UI before a better candidate goes into production."""
     force: bool = False

@@ -94,8 +94,8 @@ def sft_rl_short(
         str,
         shown(
             "algorithm",
-            """Algorithm of RL. It sets training.rl as another system does, except for settings in More settings.
-            Empty: use only More settings and the defaults.""",
+            """Algorithm of RL, as another system defines it. It fills in settings of training.rl that More settings
+            omits. Empty: use only More settings and the defaults.""",
             enum=list(get_args(AlgorithmName)),
         ),
     ] = "",

@@ -247,7 +247,7 @@ def test_modules_that_grade_are_those_of_the_named_graders() -> None:
     ],
 )
 def test_credentials_carry_nothing_that_steers_a_process(variable: str) -> None:
-    with pytest.raises(ConfigError, match="the credentials team may not carry"):
+    with pytest.raises(ConfigError, match="the credentials team may not contain"):
         check_carried("team", variable)
 
 
@@ -259,5 +259,5 @@ def test_credentials_carry_keys(variable: str) -> None:
 def test_a_block_that_steers_a_process_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     block = {"more": {"JUDGE_KEY": "k", "ROLLOUTS_TRUSTED_CODE": "os"}}
     monkeypatch.setattr("rollouts.flows.credentials.find_credentials", lambda: {"team": variables_in(block)})
-    with pytest.raises(ConfigError, match="the credentials team may not carry 'ROLLOUTS_TRUSTED_CODE'"):
+    with pytest.raises(ConfigError, match="the credentials team may not contain 'ROLLOUTS_TRUSTED_CODE'"):
         variables_of("team")

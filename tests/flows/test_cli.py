@@ -221,8 +221,8 @@ def test_validate_warns_of_a_training_that_older_code_finished(folder: Path, tmp
     outcome = CliRunner().invoke(app, ["validate", str(folder / "small.toml"), "--store", str(tmp_path / "store")])
     assert outcome.exit_code == 0, outcome.output
     assert next(line for line in outcome.stderr.splitlines() if line.startswith("warn  ")) == (
-        f"warn  sft: {name} has the same settings and data, but an older version of rollouts trained it: results "
-        "changed since, so a run trains again"
+        f"warn  sft: {name} has the same settings and data, but an older version of rollouts trained it: the "
+        "current version gives other results, so the run trains again"
     )
 
 
