@@ -125,7 +125,7 @@ def test_a_machine_runs_nothing_that_is_not_trusted(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "me@box,true")
     with pytest.raises(
-        ConfigError, match=f"^{setting} is .*which a run that is asked for through Prefect may not name"
+        ConfigError, match=f"^{setting} is .*which is not trusted in a run that was requested through Prefect"
     ):
         check(node)
 
@@ -207,7 +207,7 @@ def test_an_object_or_inner_function_of_another_package_is_not_ones_own(
 )
 def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> None:
     for settings in ({"reward_fn": name}, {"environment": name}, {"filters": [{"name": name, "settings": {"a": 1}}]}):
-        with pytest.raises(ConfigError, match="may not name here"):
+        with pytest.raises(ConfigError, match="is not trusted in a run"):
             check(**settings)
 
 

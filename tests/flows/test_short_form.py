@@ -263,5 +263,5 @@ def test_tags_tell_forms_and_upkeep_apart(folder: Path) -> None:
 def test_a_configuration_with_the_name_of_anothers_short_form_is_refused(folder: Path, tmp_path: Path) -> None:
     save_deployments(tmp_path, deployments_of(folder / "small.toml"))
     other = (folder / "small.toml").rename(folder / "small-form.toml")
-    with pytest.raises(ConfigError, match=r"small-form is the name of an existing deployment .* rename the configuration"):
+    with pytest.raises(ConfigError, match=r"small-form is the name of an existing .* rename the configuration"):
         save_deployments(tmp_path, deployments_of(other))

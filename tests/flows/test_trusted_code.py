@@ -66,7 +66,7 @@ def test_what_the_environment_lists_may_be_named(
 def test_a_name_that_only_begins_like_a_trusted_one_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "team.rewards")
     for name in ("team.rewards_of_others:score", "team:score", "team.games:play"):
-        with pytest.raises(ConfigError, match="may not name here"):
+        with pytest.raises(ConfigError, match="is not trusted in a run"):
             check(reward_fn=name)
     check(reward_fn="team.rewards.strict:score")
 
