@@ -1,5 +1,4 @@
-"""The Prefect server of each store: started when a command needs it, ended when nothing uses it.
+"""The Prefect server of each store. It starts when a command needs it, and stops when no process uses it.
 
-Everything here works around a property of Prefect's server or of a machine with one user. A project that only uses a
-team's server could delete this folder.
+A project that uses only a team's server (PREFECT_API_URL) could delete this folder.
 """
