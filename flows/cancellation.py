@@ -61,8 +61,8 @@ from rollouts_core.errors import ConfigError
 LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
-"""Seconds that a cancelled run waits for its serving process to end it, before it ends itself. The serving process
-needs time to poll, and kills the run 30 s after its SIGTERM."""
+"""Seconds after which a cancelled run ends itself if its serving process did not end the run. The serving process needs
+time to poll, and kills the run 30 s after its SIGTERM."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
 """Ids of runs of this process that ended because a user set their state in Prefect."""

@@ -2,7 +2,7 @@
 
 Each state change of a run is an event, which refers to the event of the previous state. A restarted server no longer
 knows the previous event, and its automations wait up to 15 minutes for it. Therefore this module sends events with the
-ids of the run's earlier events. They have another name and resource, so that they do not trigger automations.
+ids of the run's earlier events. Automations ignore these events, because their name and resource are different.
 
     Crashed ── the server restarts ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
                                             the id of Crashed is sent again ──> the waiting events are handled

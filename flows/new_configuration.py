@@ -397,7 +397,7 @@ def _text_length(value: object) -> int:
 
 
 def check_choice(value: str, choices: Sequence[str], *, option: str) -> str:
-    """Check that the value is one of the choices, and return it.
+    """Return the value if it is one of the choices.
 
     Raises:
         InputError: the value is not one of the choices.

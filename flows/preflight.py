@@ -84,7 +84,7 @@ PROBE_BYTES = 1 << 20
 
 
 def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
-    """Read a configuration file. If it has invalid settings, also check the data files that other settings name.
+    """Read a configuration file. If the file has invalid settings, also check the data files in its other settings.
 
     Args:
         assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
@@ -521,8 +521,8 @@ def check_engine_ports(config: Config, node: Node, store: Path) -> None:
 
 
 def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> list[str]:
-    """Check the engine on each machine. Returns a sentence per engine that the run will install, and a warning per GPU
-    that other programs use.
+    """Check the engine on each machine. Returns a sentence per engine to install, and a warning per GPU that other
+    programs use.
 
     Raises:
         ConfigError: a machine has no engine, and the run cannot install it.

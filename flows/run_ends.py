@@ -4,7 +4,7 @@ A run's process reports its final state to Prefect as its last step. If the serv
 Prefect's client retries, the run would stay Running forever, or become Crashed although it completed. lost_runs.py
 then sets the saved state.
 
-Not here: killed processes. They save nothing, and are found by the locks that they released (infra/ledger.py).
+Not here: killed processes, which save nothing. A released lock shows that a process is gone (infra/ledger.py).
 """
 
 # No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.

@@ -114,7 +114,7 @@ async def _serve(store: Path) -> None:
     from rollouts.flows.credentials import Credentials
 
     home = store / "prefect"
-    # Tools have their own runner, so that a run of `finish` is not queued behind the run that it should end.
+    # Tools have their own runner, so that a run of `finish` is not queued behind the run to be finished.
     runner = Runner(name="rollouts", query_seconds=POLL_S, limit=load_gpu_slots(home))
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Collect the help of every setting: text, type, default, range, the stage that reads it, names in other systems.
+"""Collect the help of every setting: text, type, default, range, reading stage, names in other systems.
 
 Not here: the values of one configuration (shown_settings.py), the definitions of settings (rollouts_core/config/).
 """

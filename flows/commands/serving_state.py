@@ -1,4 +1,4 @@
-"""The state of a store's serving process: whether it runs, its deployments, and the Prefect server that it uses.
+"""The state of a store's serving process: whether the process runs, its deployments, and its Prefect server.
 
 Not here: starting and ending this process (up.py), its code (serving.py).
 """

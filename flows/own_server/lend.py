@@ -1,4 +1,4 @@
-"""Start the Prefect server of a store for the first process that uses it, and stop it after the last one ended.
+"""Start the Prefect server of a store for the first process that needs a server, and stop it after the last process.
 
 A process that uses the server is called a user process here. The keeper is the process of the server itself.
 
@@ -6,8 +6,8 @@ A process that uses the server is called a user process here. The keeper is the 
     user process B -- shared flock -- <store>/prefect/users.lock     the kernel releases it, also after kill -9
                                        ^
                                        |  twice a second: if it is free, stop the server and exit
-    keeper (server_process.py): it has its own session, so that Ctrl-C in a terminal does not reach it. User processes
-             check once a second that it lives, and start another keeper if it was killed
+    keeper (server_process.py): runs in its own session, so that Ctrl-C in a terminal does not reach the keeper. User
+             processes check once a second that the keeper lives, and start another keeper after a kill
 
     start.lock   held by a user process while it looks for or starts the keeper, and by the keeper from its decision
                  to stop until its process is gone, so that no process joins a server that is stopping
@@ -72,7 +72,7 @@ SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
 )
 """Program of the keeper. It adds the package's folder to sys.path, because the package may not be installed. The folder
-is the last entry, so that it hides no other module."""
+is the last entry, so that no other module is hidden."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
 """Loggers whose INFO lines inside a flow or a task Prefect stores with the run."""
@@ -445,8 +445,8 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
 
 
 def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
-    """Start the keeper. It inherits the lock and the listening socket, so that no other process can take them
-    meanwhile."""
+    """Start the keeper. It inherits the lock and the listening socket, so that no other process can take the lock or
+    the port meanwhile."""
     known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
