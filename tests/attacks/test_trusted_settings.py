@@ -228,7 +228,7 @@ def test_a_function_that_prepares_data_and_a_mirror_need_trust(monkeypatch: pyte
 
 def test_a_taskset_that_rows_name_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "math-tasks")
-    with pytest.raises(ConfigError, match=r"rollout\.tasksets\.1 is evil, which a run that is asked for through"):
+    with pytest.raises(ConfigError, match=r"rollout\.tasksets\.1 is evil, which is not trusted in a run"):
         check(environment="verifiers", tasksets=["math-tasks", "evil"])
     check(environment="verifiers", tasksets=["math-tasks"])
 

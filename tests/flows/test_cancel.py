@@ -93,7 +93,9 @@ def test_pause_changes_nothing_and_delete_on_the_page_of_a_run_cancels_it(rollou
         assert ask(address, "GET", page)["state"]["message"] == NOT_PAUSED
         ask(address, "DELETE", page)
         assert process.wait(60) == 1, rollouts.said()
-    ending = "rollouts: the run was deleted in Prefect, and ended\nFinished work is kept: the same command continues"
+    ending = (
+        "rollouts: the run was deleted in Prefect: its process ended\nFinished work is kept: the same command continues"
+    )
     assert f"{ending} from there.\n" in rollouts.said()
     assert "Traceback" not in rollouts.said()
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]

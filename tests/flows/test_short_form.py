@@ -174,8 +174,8 @@ def test_a_key_in_a_changed_field_and_in_the_toml_is_an_error_that_names_both(va
     with pytest.raises(ConfigError) as error:
         check_doubled(posted, lambda: values)
     assert str(error.value).splitlines() == [
-        'the form: data.sft is "a" in the field Data and "b" in More settings: remove it from More settings, or give '
-        "the field its former value",
+        'the form: data.sft is "a" in the field Data and "b" in More settings: remove it from More settings, or '
+        "restore the field's former value",
         "the form: training.rl.num_steps is 9 in the field RL steps and 7 in More settings: remove it from More "
         "settings, or restore the field's former value",
     ]

@@ -101,4 +101,4 @@ def test_the_short_form_is_filled_in_submitted_and_mended(
         asked = api(served, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
         assert expected in message_of(served, asked["id"])
     code, output = served.run("run", "--deployment", "small-form")
-    assert (code, "rollouts run --deployment small takes every setting" in output) == (2, True), output
+    assert (code, "rollouts run --deployment small accepts every setting" in output) == (2, True), output
