@@ -214,7 +214,7 @@ def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> Non
 def test_a_function_that_prepares_data_and_a_mirror_need_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"prepare": {"name": "evil_prepare:main"}}
     config = Config.model_validate({"model": {"path": "/m"}, "data": data})
-    with pytest.raises(ConfigError, match=r"data\.prepare\.name names code of evil_prepare, which a run"):
+    with pytest.raises(ConfigError, match=r"data\.prepare\.name names code of evil_prepare, which is not trusted"):
         check_trusted(config)
     monkeypatch.setenv(VARIABLE, "evil_prepare")
     check_trusted(config)
