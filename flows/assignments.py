@@ -1,6 +1,6 @@
-"""Settings as `key=value`, as the command line gives them: how they enter the tables of a configuration.
+"""Settings on the command line, such as training.rl.num_steps=10: parse them, and set them in a configuration's tables.
 
-Not here: reading a file (form.py), deployments, whose parameters they replace (deployments.py).
+Not here: reading a file (form.py), replacing parameters of a deployment (deployments.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def is_assignment(text: str) -> bool:
-    """True if an argument begins with a setting and an equals sign; a path with such a start needs `./`."""
+    """True if an argument begins with a name and an equals sign. A path with such a name must begin with `./`."""
     return ASSIGNMENT.match(text) is not None
 
 
 def check_assignments(given: Sequence[str]) -> None:
-    """Raise ConfigError for an argument after a configuration that sets nothing."""
+    """Raise ConfigError if an argument after the configuration is not of the form key=value."""
     if others := [each for each in given if not is_assignment(each)]:
         raise ConfigError(f"expected settings as key=value after the configuration, found {others[0]}: leave it out")
 
@@ -43,13 +43,14 @@ def assign(
     *,
     resolve: Resolve = dict,
 ) -> None:
-    """Set one setting, `key=value` with a dotted key, in the tables of a configuration.
+    """Set one setting in the tables of a configuration.
 
     Args:
-        resolve: makes paths in the tables of one setting absolute.
+        assignment: `key=value`, with the setting's dotted name as the key.
+        resolve: makes paths in the given tables absolute. The tables contain only this setting.
 
     Raises:
-        ConfigError: the assignment has another form, or its key has a part that is not a table.
+        ConfigError: the assignment has another form, or a section in its key is a value, not a table.
     """
     key, separator, text = assignment.partition("=")
     if not separator or not key:
@@ -73,7 +74,7 @@ def assign(
 
 
 def assigned_value(text: str) -> Any:  # Any: JSON
-    """The value of the right side of `key=value`: TOML or JSON if it can be read as such, text otherwise."""
+    """Parse the value of `key=value` as TOML, else as JSON, else as text."""
     try:
         table = tomllib.loads(f"value = {text}")
     except ValueError:
@@ -87,7 +88,7 @@ def assigned_value(text: str) -> Any:  # Any: JSON
 
 
 def forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON
-    """Remove all settings that algorithms fill in, because a mixture of two algorithms would be neither of them."""
+    """Remove all settings that any algorithm fills in, so that settings of two algorithms are never mixed."""
     rl = settings.get("training", {}).get("rl", {})
     for name in {name for preset in ALGORITHMS.values() for name in preset.settings}:
         rl.pop(name, None)

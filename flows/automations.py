@@ -1,6 +1,6 @@
-"""Manage this project's automations on a Prefect server, such as the one that marks runs without heartbeats Crashed.
+"""Manage automations on a Prefect server: create, find and delete them, and mark runs without heartbeats Crashed.
 
-Not here: notifications (commands/notify.py), and runs whose process died while their machine lives (lost_runs.py).
+Not here: notifications (commands/notify.py), and runs whose process died on a machine that still works (lost_runs.py).
 If a whole machine dies, only the Prefect server can notice that heartbeats are missing:
 
     a run's process ── heartbeat every three minutes ──> server: no heartbeat for SILENT_MINUTES ──> Crashed
@@ -27,14 +27,15 @@ EACH_RUN_OF_OURS: Automation = {
     "for_each": ["prefect.resource.id"],
     "threshold": 1,
 }
-"""Common part of the triggers: match the events of this project's flow runs, and count them per flow run."""
+"""Common part of all triggers: match the events of this project's flow runs, and count the events of each run
+separately."""
 
 
 def find_automations(address: ServerAddress, tag: str, *, name: str = "") -> list[Automation]:
     """The automations with this tag and, if `name` is given, with this name.
 
     Raises:
-        ServerError: the server cannot be asked.
+        ServerError: the server does not answer.
     """
     found = ask(address, "POST", "/automations/filter", {"automations": {"tags": {"all_": [tag]}}})
     return [each for each in found if not name or each["name"] == name]
@@ -44,7 +45,7 @@ def put_automation(address: ServerAddress, automation: Automation) -> None:
     """Create an automation, then delete the earlier automations with the same name and first tag.
 
     Raises:
-        ServerError: the server cannot be asked.
+        ServerError: the server does not answer.
     """
     previous = find_automations(address, automation["tags"][0], name=automation["name"])
     ask(address, "POST", "/automations/", automation)
@@ -56,7 +57,7 @@ def delete_automation(address: ServerAddress, automation: Automation) -> None:
     """Delete an automation that `find_automations` returned.
 
     Raises:
-        ServerError: the server cannot be asked.
+        ServerError: the server does not answer.
     """
     ask(address, "DELETE", f"/automations/{automation['id']}")
 
@@ -67,7 +68,7 @@ SILENT = "nothing was heard of its process for"
 """Beginning of the state message of a flow run that the automation marked Crashed."""
 SILENT_MINUTES = 10
 LEAST_MINUTES = 5
-"""Lowest accepted number of minutes: a living run sends a heartbeat every three minutes
+"""Lowest accepted value of `after_minutes`. A run sends a heartbeat every three minutes
 (PREFECT_FLOWS_HEARTBEAT_FREQUENCY), and a heartbeat may be late."""
 
 
@@ -75,21 +76,21 @@ def mark_silent_runs(address: ServerAddress, *, after_minutes: int = SILENT_MINU
     """Create or replace the automation that marks flow runs Crashed after `after_minutes` without a heartbeat.
 
     Raises:
-        ServerError: the server cannot be asked.
+        ServerError: the server does not answer.
     """
     put_automation(address, render_automation(after_minutes))
 
 
 def was_silent(state: State) -> bool:
-    """Whether the automation marked a run Crashed because no heartbeat of the run's process arrived."""
+    """Whether the state is Crashed because the automation for missing heartbeats set it."""
     return bool(state.is_crashed() and (state.message or "").startswith(SILENT))
 
 
 def render_automation(after_minutes: int) -> Automation:
-    """The automation as JSON for Prefect's API."""
+    """The automation for missing heartbeats, as JSON for Prefect's API."""
     return {
         "name": NAME,
-        "description": f"Made by `rollouts watch`: marks runs Crashed without a heartbeat for {after_minutes} minutes.",
+        "description": f"Made by `rollouts watch`: marks runs Crashed that are silent for {after_minutes} minutes.",
         "tags": [TAG],
         "trigger": {
             **EACH_RUN_OF_OURS,
@@ -103,7 +104,7 @@ def render_automation(after_minutes: int) -> Automation:
                 "type": "change-flow-run-state",
                 "state": "CRASHED",
                 "name": "Crashed",
-                "message": f"{SILENT} {after_minutes} minutes; its jobs, if any, go on, and Retry attaches to them",
+                "message": f"{SILENT} {after_minutes} minutes; the run's jobs, if any, go on; Retry attaches to them",
             }
         ],
     }

@@ -1,21 +1,21 @@
-"""Release what a cancelled run holds: its leases on jobs, the jobs that no other run wants, and its node.
+"""Release the resources of a cancelled run: its leases on jobs, the jobs that no other run uses, and its node.
 
 Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in Prefect's UI or through its API:
 
-    state Cancelling ──> the serving process ──SIGTERM──> the flow: reads its state, releases what it holds
-                                   └── after the flow ended, or was killed after 30 s: releases what the run still holds
+    state Cancelling ──> the serving process ──SIGTERM──> the flow: reads its state, releases its resources
+                                   └── after the flow ended, or was killed after 30 s: releases the remaining resources
 
-A SIGTERM in any other state does not cancel a run: its jobs go on, and the run's next start attaches to the jobs. Each
-run's process also polls its own state, for two reasons. A run of `rollouts run` has no serving process, and treats
-Cancel as Ctrl-C. A serving process stops polling for good after the server refused it for some seconds, so its runs
-end themselves.
+A SIGTERM in any other state does not cancel a run: its jobs go on, and the run's next start attaches to the jobs.
 
-A user or a program may also set another state while the process lives. Prefect does not notify the process, which
-finds the state by polling:
+Each run's process also polls its own state, for two reasons. A run of `rollouts run` has no serving process, so Cancel
+must have the effect of Ctrl-C. A serving process stops polling permanently after the server refused it for some
+seconds, so its runs must end themselves.
 
-    Cancelled, Failed, Completed  ──> the process releases what it holds and ends; the state stays
+A user or a program may also set another state while the run's process is alive. The process learns it by polling:
+
+    Cancelled, Failed, Completed  ──> the process releases its resources and ends; the state stays
     Crashed                       ──> the process ends, and its jobs go on
-    Crashed by automations.py     ──> Running: the process lives, only its heartbeats did not arrive
+    Crashed by automations.py     ──> the process sets Running again, because only its heartbeats were lost
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ from rollouts_core.errors import ConfigError
 LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
-"""How long a served run waits for its serving process to end it. The serving process polls, and kills the run 30 s
-after its SIGTERM."""
+"""Seconds after which a cancelled run ends itself if its serving process did not end the run. The serving process needs
+time to poll, and kills the run 30 s after its SIGTERM."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
-"""Ids of the runs that this process ended because of their state in Prefect."""
+"""Ids of runs of this process that ended because a user set their state in Prefect."""
 NOT_PAUSED = (
     "runs cannot be paused: this run goes on. Cancel saves a checkpoint, from which a new run with the same settings "
     "resumes"
 )
-"""Message for a run that a user paused. Prefect only records the pause, and some minutes later a failure, without
-notifying the run's process."""
-NOT_SILENT = "its process lives, and its heartbeats arrive again"
+"""State message for a run that a user paused. Prefect does not notify the run's process of a pause, and would mark the
+run Failed some minutes later."""
+NOT_SILENT = "the run's process is alive, and its heartbeats arrive again"
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
 
 
 class HeldByRun(BaseModel):
-    """Settings of a run whose process is gone, with which everything that the run holds can be released."""
+    """The settings of a run that are needed to release its jobs and machines after its process is gone."""
 
     run_id: str
     run_name: str
@@ -87,23 +87,23 @@ class HeldByRun(BaseModel):
 
 
 class Wish(Enum):
-    """The action that a run's state in Prefect asks of its living process."""
+    """The action that a run's state in Prefect requests from the run's process."""
 
     GO_ON = "go on"
-    END_UNLESS_ENDED = "give back everything and end, unless the serving process sees to that"
-    END = "give back everything and end"
-    LEAVE = "end, and leave the jobs to the next start"
+    END_UNLESS_ENDED = "release everything and end, unless the serving process does it"
+    END = "release everything and end"
+    LEAVE = "end, and leave the jobs to the next start of the run"
 
 
 def read_wish(run_id: str) -> Wish:
-    """Read the run's state in Prefect, and return the action that it asks for (GO_ON if the server does not answer)."""
+    """Read the run's state in Prefect, and return the requested action (GO_ON if the server does not answer)."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state
     except ObjectNotFound as error:
         return Wish.END_UNLESS_ENDED if is_of_deleted_run(error) else Wish.GO_ON
     except (httpx.HTTPError, PrefectException):
-        return Wish.GO_ON  # a failing server must not end runs
+        return Wish.GO_ON  # an unreachable server must not end runs
     if state is None or was_silent(state):
         return Wish.GO_ON
     if state.is_cancelling():
@@ -119,20 +119,19 @@ def is_cancelled(run_id: str) -> bool:
 
 
 def was_ended_by_state() -> bool:
-    """Whether the state of a run in Prefect, and not the user's Ctrl-C, has ended a run of this process."""
+    """Whether a run of this process ended because of its state in Prefect, and not because of Ctrl-C."""
     return bool(_ended_by_themselves)
 
 
 def is_of_deleted_run(error: Exception) -> bool:
-    """Whether Prefect's server answered that it has no such run. A proxy without a server answers 404 in other
-    words."""
+    """Whether the error means that the run was deleted in Prefect. A 404 of a proxy has another message."""
     return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)
 
 
 def call_running(run_id: str) -> None:
-    """Set a run back to Running if a user paused it, or if it was marked Crashed for missing heartbeats.
+    """Set a run back to Running if a user paused it, or if it was marked Crashed because of missing heartbeats.
 
-    The state stays if the server does not answer, or if a retraining waits for approval, whose pause has a form.
+    A retraining that waits for approval stays paused. If the server does not answer, nothing is changed.
     """
     with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(run_id))
@@ -147,7 +146,7 @@ def call_running(run_id: str) -> None:
 
 @contextmanager
 def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
-    """While the block runs, end this process when the state of the run in Prefect asks for it."""
+    """While the block runs, poll the run's state in Prefect, and end this process if the state requests it."""
     patience_s = SERVED_END_S if is_served else 0.0
     asked_at: float | None = None
     is_told = False
@@ -175,11 +174,11 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
 
 
 def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
-    """Prefect's hook for Crashed: if a process ended because of its run's state, set that state again."""
+    """Hook for Crashed: if the run's process ended because a user set a state, set this state again."""
     if flow_run.deployment_id is not None:
         if str(flow_run.id) not in _ended_by_themselves:
             return  # the serving process sets the state
-        release_after_cancellation(flow, flow_run, state)  # releases what earlier attempts held, too
+        release_after_cancellation(flow, flow_run, state)  # also releases resources of earlier attempts
     with get_client(sync_client=True) as client:
         before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]
         asked = max(before, key=lambda each: each.timestamp, default=None)
@@ -191,14 +190,14 @@ def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # 
 
 
 def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
-    """Prefect's hook for Cancelled: release what the run still holds because its process was killed."""
+    """Hook for Cancelled: release resources that the run still holds because its process was killed."""
     flow_run_logger(flow_run, flow).info("cancelled: %s", release_for(flow_run))
 
 
 def release_for(flow_run: FlowRun) -> str:
-    """Release what the run holds, with the run's credentials, and return a sentence about what was done."""
+    """Release the run's jobs and machines, with the run's credentials, and return a sentence about the actions."""
     tables = held_tables(flow_run.parameters)
-    if "node" not in tables:  # the run of a tool holds nothing
+    if "node" not in tables:  # the run of a tool has no jobs or machines
         return "nothing was left to give back"
     options = with_store(tables.get("run", {}))
     held = HeldByRun(
@@ -217,7 +216,7 @@ def release_for(flow_run: FlowRun) -> str:
 
 
 def release_leases(held: HeldByRun) -> str:
-    """End the jobs that only this run wants, release the run's node, and return a sentence about what was done."""
+    """End the jobs that only this run uses, release the run's node, and return a sentence about the actions."""
     scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store, stop_timeout_s=held.stop_timeout_s)
     settings = held.node
     try:
@@ -232,7 +231,7 @@ def release_leases(held: HeldByRun) -> str:
 
 
 def release_beside(settings: NodeSettings, scope: RunScope) -> None:
-    """Start a process that releases what the run holds after the run's jobs have saved their checkpoints."""
+    """Start a process that waits until the run's jobs have saved their checkpoints, then releases jobs and machines."""
     held = HeldByRun(
         run_id=scope.run_id,
         run_name=scope.run_name,
@@ -252,9 +251,9 @@ def release_beside(settings: NodeSettings, scope: RunScope) -> None:
 
 
 def release_without_settings(run_id: str, store: Path) -> str:
-    """Release the local jobs and the rented machines of a run whose settings are lost, and return a sentence about it.
+    """Release the local jobs and the rented machines of a run whose settings are lost.
 
-    The run's leases on other machines stay.
+    The run's leases on jobs of other machines stay. Returns a sentence about the actions.
     """
     scope = RunScope(run_id=run_id, run_name=run_id, store=str(store))
     here = provision_node(LocalNode(), store)
@@ -273,8 +272,10 @@ def release_without_settings(run_id: str, store: Path) -> str:
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
-    """Release the machines of an ended run, and return a sentence per action. If further machines are unreachable, only
-    the leader is released."""
+    """Release the machines of an ended run, and return a sentence per action.
+
+    If the run's further machines are unreachable, only its leader is released.
+    """
     store = Path(scope.store)
     try:
         return give_back(provision_node(settings, store), scope)
@@ -301,7 +302,7 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
 
 
 def main() -> None:
-    """Release what the run on the command line holds, and mark the run as alive meanwhile."""
+    """Release the jobs and machines of the run on the command line. Meanwhile the run counts as alive."""
     held = HeldByRun.model_validate_json(sys.argv[1])
     with Ledger(Path(held.store) / LEDGER_FILE) as ledger, ledger.living_run(held.run_id):
         sys.stdout.write(release_leases(held))

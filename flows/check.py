@@ -1,11 +1,11 @@
-"""The first stage of a run that Prefect starts: find mistakes in its settings before a machine is rented.
+"""Check the settings of a run that Prefect starts, before its first stage and before a machine is rented.
 
-Not here: the checks (preflight.py), runs of the command line, which are checked before their flow run exists (cli.py).
+Not here: the checks (preflight.py). `rollouts run` checks its settings before it creates the flow run (cli.py).
 
-    settings ──stdin──> python -m rollouts.flows.check ──> progress lines of long checks, then findings;
+    settings ──stdin──> python -m rollouts.flows.check ──> progress of long checks, then the findings;
                                                            exit code 2 and a line per mistake
 
-The checks load torch and transformers. Therefore the checks run in a child process, and the run's process stays small.
+The checks load torch and transformers. They run in a child process, so that the run's process needs little memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.findings import count_cautions, split_findings
 
 CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, TransientInfraError: 4}
-"""The checking process's exit code for each kind of failure."""
+"""Exit code of the child process for each type of exception that the checks raise."""
 
 
 @task(name="check", **TRIED_AGAIN)
@@ -51,8 +51,8 @@ def check_settings(
     """Check everything that can be checked without training or, for an evaluation, without scoring.
 
     Raises:
-        InputError: a setting is wrong, or names code that is not trusted on this machine.
-        InfraError: the node or its provider fails, or does not answer.
+        InputError: a setting is wrong, or names code that this machine does not trust.
+        InfraError: the node or its provider fails or does not answer.
     """
     check_trusted(config, evaluate, Path(run.store), node)
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
@@ -83,7 +83,7 @@ def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> 
 
 
 def _error_of(exit_code: int, said: str) -> Exception:
-    """The exception for the exit code and the message of the checking process."""
+    """The exception that the checks raised in the child process, from its exit code and message."""
     for kind, code in CODES.items():
         if exit_code == code:
             return kind(said)
@@ -91,7 +91,7 @@ def _error_of(exit_code: int, said: str) -> Exception:
 
 
 def main() -> None:
-    """Check the settings that standard input holds as JSON, and print the findings."""
+    """Read the settings as JSON from standard input, check them, and print the findings."""
     settings = json.load(sys.stdin)
     pipeline = Pipeline(
         config=Config.model_validate(settings["config"]),

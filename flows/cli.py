@@ -1,8 +1,8 @@
-"""The `rollouts` command: run a pipeline, try the quickstart, check a configuration, open the UI, serve a model.
+"""The `rollouts` command: its subcommands, and the functions of those that run or check a pipeline.
 
-Not here: what a pipeline does (pipeline.py), the Prefect server (own_server/), the form of a configuration (form.py).
+Not here: the stages of a pipeline (pipeline.py), the Prefect server (own_server/), reading a configuration (form.py).
 
-Exit codes: 0 done, 1 failed, 2 something that the user must change, 3 RL did not improve, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the user must change something, 3 RL did not improve the model, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ ConfiguredStore = Annotated[
     typer.Option(
         envvar=STORE_VARIABLE,
         callback=from_home,
-        help="Folder that keeps everything; the configuration's own otherwise.",
+        help="Folder for checkpoints, results and the database; default: run.store of the configuration.",
     ),
 ]
 RunArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [KEY=VALUE]...",
-        help="TOML, JSON or Python file that describes the run, and settings that replace its own, as "
-        "training.rl.num_steps=10. With --preset or --deployment: only such settings.",
+        help="TOML, JSON or Python file that describes the run, and settings that replace settings of the file, as in "
+        "training.rl.num_steps=10. With --preset or --deployment: only settings.",
         autocompletion=complete_setting,
     ),
 ]
@@ -115,7 +115,7 @@ PresetName = Annotated[
     typer.Option(
         "--preset",
         metavar="NAME",
-        help="Take this preset of `rollouts preset` as the configuration.",
+        help="Use this preset as the configuration; `rollouts preset` lists the presets.",
         autocompletion=complete_preset,
     ),
 ]
@@ -129,8 +129,10 @@ def run(
     arguments: RunArguments = None,
     store: ConfiguredStore = None,
     preset: PresetName = "",
-    deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
-    name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
+    deployment: Annotated[
+        str, typer.Option(help="Start a run of this deployment of `rollouts up`, in the background.")
+    ] = "",
+    name: Annotated[str, typer.Option(help="Name of the run; default: run.name of the configuration.")] = "",
     fresh: Annotated[
         list[str] | None, typer.Option(help=f"Run this stage again: {', '.join(STAGE_NAMES)}. Repeatable.")
     ] = None,
@@ -138,20 +140,22 @@ def run(
 ) -> None:
     """Run the pipeline that CONFIG describes.
 
-    The run reuses a stage that an earlier run finished with the same settings and data, attaches to a stage that is
-    under way, and resumes a stopped stage from its last checkpoint.
+    The run reuses the results of stages that an earlier run finished with the same settings and data. It attaches to
+    a stage that another run is executing, and resumes a stopped stage from its last checkpoint.
 
-    Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve,
+    Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve the model,
     130 interrupted or cancelled.
     """
     if deployment:
         if arguments and not is_assignment(arguments[0]):
             raise InputError(
-                f"--deployment {deployment} has a configuration already, found {arguments[0]}: give only settings as "
-                "key=value, or leave --deployment out"
+                f"--deployment {deployment} has its own configuration, but found {arguments[0]}: give only "
+                "settings as key=value, or leave --deployment out"
             )
         if port:
-            raise InputError("--port goes with CONFIG: a deployment runs at the server of `rollouts up`")
+            raise InputError(
+                "--port cannot be used with --deployment: runs of a deployment use the server of `rollouts up`"
+            )
         of_run = [f"run.{key}={json.dumps(value)}" for key, value in (("name", name), ("fresh", fresh)) if value]
         link = trigger_run(store or Path(RunOptions().store), deployment, [*(arguments or []), *of_run])
         console.print(f"follow it at   {link}", markup=False)
@@ -166,7 +170,7 @@ def run(
 def load_chosen(
     context: typer.Context, arguments: list[str] | None, preset: str, *, reads_rows: bool = False
 ) -> Pipeline:
-    """The pipeline of the given configuration, or of a preset with the given settings.
+    """Load the pipeline of a configuration file or of a preset, with the settings on the command line.
 
     Args:
         reads_rows: as in `load_checkable`.
@@ -189,18 +193,18 @@ def evaluate(
         typer.Argument(
             metavar="[MODEL] [KEY=VALUE]...",
             help="MODEL: base, production, candidate, a registered model, a run or stage of the store, a folder, or a "
-            "URL; default: the model in the table evaluate of CONFIG. Settings as key=value replace those of CONFIG.",
+            "URL; default: evaluate.model of CONFIG. Settings as key=value replace settings of CONFIG.",
             autocompletion=complete_setting,
         ),
     ] = None,
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
-    data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; data.heldout otherwise.")] = "",
+    data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; default: data.heldout.")] = "",
     store: ConfiguredStore = None,
     name: Annotated[str, typer.Option(help="Name of the evaluation; default: the run's name and -evaluate.")] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Score again although the same was scored.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Score again even if the same scores exist.")] = False,
     port: Port = 0,
 ) -> None:
-    """Score a model on held-out rows with the settings of CONFIG, as its run does at its end.
+    """Score a model on held-out rows with the settings of CONFIG, as a run of CONFIG does at its end.
 
     Earlier scores with the same settings and rows are reused.
     """
@@ -211,7 +215,7 @@ def evaluate(
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}
     own = pipeline.evaluate.model_dump() if pipeline.evaluate else {}
     if not (own | given).get("model"):
-        raise InputError(f"{config}: evaluate.model is missing: name a model, rollouts evaluate {config} production")
+        raise InputError(f"{config}: evaluate.model is missing: name a model: rollouts evaluate {config} production")
     chosen = parse_config(EvaluateConfig, own | given, source="command line", table="evaluate").beside(Path())
     options = {"store": str(store) if store else "", "name": name, "fresh": ("evaluate",) if fresh else ()}
     settings = evaluation_options(pipeline.run).model_dump() | {key: value for key, value in options.items() if value}
@@ -228,11 +232,11 @@ def evaluate(
 def quickstart(
     store: Store = DEFAULT_STORE,
     seed: Annotated[
-        int, typer.Option(min=0, max=MAX_INTEGER, help="Another seed makes other data and another start model.")
+        int, typer.Option(min=0, max=MAX_INTEGER, help="Random seed of the data and of the untrained model.")
     ] = 0,
     port: Port = 0,
 ) -> None:
-    """Make a small task, a tokenizer and a model, and run the whole pipeline on them: a few minutes on a CPU."""
+    """Generate a small task, a tokenizer and a model, and run the whole pipeline on them: a few minutes on a CPU."""
     check_writable(store)
     folder = quickstart_folder(store, seed=seed)
     write_quickstart(folder, seed=seed)
@@ -248,16 +252,17 @@ def validate(
     store: ConfiguredStore = None,
     preset: PresetName = "",
     show: Annotated[
-        int, typer.Option(min=0, max=1000, help="Print this many rows of each data file, as they are trained on.")
+        int, typer.Option(min=0, max=1000, help="Print this many rows of each data file, as training sees them.")
     ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object per finding or, with --show, per row without checks.")
+        bool,
+        typer.Option("--json", help="Print a JSON object per finding, or with --show only one per row."),
     ] = False,
 ) -> None:
     """Check everything about CONFIG that can be checked without training.
 
-    Prints facts, then warnings, which do not stop a run. With --show N it first prints rows, in which the text between
-    [[ and ]] enters the loss.
+    Prints facts, then warnings. Warnings do not stop a run. With --show N it first prints N rows of each file; [[ and
+    ]] enclose the text that the loss is computed on.
     """
     pipeline = load_chosen(context, arguments, preset, reads_rows=True)
     place = store or Path(pipeline.run.store)
@@ -273,7 +278,7 @@ def validate(
 
 
 def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> None:
-    """Print the first rows of each data file as they are trained on."""
+    """Print the first rows of each data file, with the text that enters the loss marked."""
     from rollouts_core.checks.shown import show_rows  # loads torch and transformers
     from rollouts_core.data.shown_rows import describe_row
 
@@ -288,10 +293,10 @@ def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> 
 
 
 def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
-    """Serve Prefect's UI over the store's database until Ctrl-C."""
+    """Serve Prefect's UI with the runs of the store, until Ctrl-C."""
     check_writable(store)
     with local_server(store, port=port) as address:
-        console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
+        console.print(f"Prefect UI at {address.ui_url} (Ctrl-C stops it)")
         if address.password:
             console.print(f"log in with {address.password}", markup=False)
         with suppress(KeyboardInterrupt):
@@ -306,40 +311,40 @@ def watch(
         typer.Option(
             min=LEAST_MINUTES,
             metavar="MINUTES",
-            help="With PREFECT_API_URL: that server marks a run Crashed after this time without a heartbeat. Runs send "
+            help="With PREFECT_API_URL: the server marks a run Crashed after this time without a heartbeat. Runs send "
             "a heartbeat every three minutes, or every PREFECT_FLOWS_HEARTBEAT_FREQUENCY seconds.",
         ),
     ] = SILENT_MINUTES,
 ) -> None:
-    """Serve pages with the curves and samples of runs that are under way, until Ctrl-C.
+    """Serve web pages with the curves and samples of the store's runs, until Ctrl-C.
 
-    With PREFECT_API_URL, also find runs of that server whose process on this machine was killed: they become Crashed,
-    and are restarted up to `run.restarts` times. Rented machines that have expired are ended, too.
+    With PREFECT_API_URL, the command also finds runs of the server there whose process on this machine was killed. It
+    marks these runs Crashed and restarts each of them up to `run.restarts` times. It also ends expired rented machines.
     """
     is_new = not store.exists()
     check_writable(store)
     if address := find_live_pages(store):
-        console.print(f"the runs of {store} can be watched already, at {address.url}", markup=False)
+        console.print(f"the pages about the runs of {store} are already served at {address.url}", markup=False)
         return
     if is_new:
-        console.print(f"{store} did not exist: its runs are shown here when they begin", markup=False)
+        console.print(f"{store} did not exist: the pages show its runs when they begin", markup=False)
     with served_live_pages(store) as address, suppress(KeyboardInterrupt):
-        console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
+        console.print(f"watch the runs of {store} at {address.url} (Ctrl-C stops it)", markup=False)
         user, _, password = own_password(store.resolve() / "prefect").partition(":")
         console.print(f"log in as {user} with the password {password}", markup=False)
         if named_url():
-            os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # show what `look_after` does
+            os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # show logs of `look_after`
             with local_server(store) as shared:
                 os.environ.update(prefect_environment(store, shared))
                 mark_silent_runs(shared, after_minutes=silent_after)
-                console.print(f"restarts runs of {shared.ui_url} whose process here was killed", markup=False)
+                console.print(f"restarts runs of {shared.ui_url} whose process on this machine died", markup=False)
                 asyncio.run(look_after(store.resolve()))
         while True:
             time.sleep(3600)
 
 
 def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
-    """Check the pipeline, run it against the store's Prefect server, and say where everything is."""
+    """Check the pipeline, run it at the store's Prefect server, and print the paths of its results."""
     result = run_checked(pipeline, check_pipeline, run_flow, port=port)
     console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}", markup=False)
     if result.published:
@@ -353,7 +358,7 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
 
 
 def run_evaluation(pipeline: Pipeline, *, port: int) -> None:
-    """Check the evaluation, run it against the store's Prefect server, and print what it found."""
+    """Check the evaluation, run it at the store's Prefect server, and print the scores."""
     result = run_checked(pipeline, check_evaluation, run_evaluation_flow, port=port)
     typer.echo(f"\n{result.summary}")
     console.print(f"Record:      {result.record}", markup=False)
@@ -366,7 +371,7 @@ def run_checked(
     *,
     port: int,
 ) -> ResultT:
-    """Check the settings, run the flow in this process against the store's server, and return its result."""
+    """Check the settings, run the flow in this process with the store's Prefect server, and return its result."""
     store = Path(pipeline.run.store).resolve()
     with with_credentials(pipeline.run.credentials, store, port=port):
         show_checks(lambda: check(pipeline, store), fact="checked        ", caution="warning        ")
@@ -378,13 +383,13 @@ def run_checked(
             except InputError:
                 raise
             except KeyboardInterrupt as interrupt:
-                from rollouts.flows.cancellation import was_ended_by_state  # the run has imported prefect
+                from rollouts.flows.cancellation import was_ended_by_state  # the run has already imported prefect
 
-                said = "the run was cancelled in Prefect, or set to an ended state there"
+                said = "the run was cancelled in Prefect, or a final state was set there"
                 raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
             except Exception as error:
-                console.print()  # Prefect's message about a refusing server has no final line break
-                check_writable(store)  # checked first: on a full disk, errors of Prefect or jobs do not name the disk
+                console.print()  # Prefect's message about a server that refuses connections lacks a line break
+                check_writable(store)  # raises if the disk is full, which errors of Prefect and jobs do not mention
                 expected = explain_server(error, address)
                 note_what_next(expected or error)
                 if expected:
@@ -393,34 +398,34 @@ def run_checked(
 
 
 def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | None:
-    """The error to show if the run was deleted in Prefect or its server is gone (None for any other error)."""
+    """The error to show if the run was deleted in Prefect, or if the Prefect server is gone (else None)."""
     import httpx
 
-    from rollouts.flows.cancellation import is_of_deleted_run  # the run has imported prefect
+    from rollouts.flows.cancellation import is_of_deleted_run  # the run has already imported prefect
 
     if is_of_deleted_run(error):
-        return RolloutsError("the run was deleted in Prefect, and ended")
+        return RolloutsError("the run was deleted in Prefect: its process ended")
     if not isinstance(error, httpx.TransportError | httpx.HTTPStatusError):
         return None
     is_refusal = isinstance(error, httpx.HTTPStatusError) and not error.response.is_server_error
     if is_refusal or not str(error.request.url).startswith(address.api_url):
         return None
     return RolloutsError(
-        f"the Prefect server at {address.api_url} does not answer any more, so that the run ended ({error}): start "
-        "that server again"
+        f"the Prefect server at {address.api_url} no longer answers, and the run ended ({error}): start "
+        "the server again"
     )
 
 
 def own_command() -> str:
-    """The command to print for the user: `rollouts` if the shell finds this program by that name, else its path."""
+    """The command to print in hints: `rollouts` if the shell finds this program by that name, else its path."""
     found = shutil.which("rollouts")
     is_on_path = found is not None and Path(found).resolve() == Path(sys.argv[0]).resolve()
     return "rollouts" if is_on_path else sys.argv[0]
 
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
-    """Run the pipeline in this process, and print the link of the run's page first."""
-    from rollouts.flows.pipeline import sft_rl  # importing prefect reads the environment set before
+    """Run the pipeline in this process. When the run starts, print the link of its page."""
+    from rollouts.flows.pipeline import sft_rl  # imports prefect, which reads the environment set above
 
     announced = sft_rl.with_options(on_running=[announce_at(address)])
     # The flow returns a state. Prefect gives the caller the result of this state.
@@ -428,8 +433,8 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
 
 def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:
-    """Run the evaluation in this process, and print the link of the run's page first."""
-    from rollouts.flows.evaluate import evaluate_model  # importing prefect reads the environment set before
+    """Run the evaluation in this process. When the run starts, print the link of its page."""
+    from rollouts.flows.evaluate import evaluate_model  # imports prefect, which reads the environment set above
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])
@@ -438,7 +443,7 @@ def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> Evaluatio
 
 
 def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of every kind
-    """A Prefect hook that prints the URL of a run's page when the run starts."""
+    """A Prefect hook that prints the URL of a run's page in the UI when the run starts."""
 
     def announce(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # Any: any result
         console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
@@ -454,7 +459,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, chat, pull, prune, plugins, completion),
 }
-"""The commands of each panel of the help. `models`, `gpus`, `nodes` and `reap` are added below."""
+"""The commands in each panel of `rollouts --help`. `models`, `gpus`, `nodes` and `reap` are added below."""
 for panel, functions in PANELS.items():
     for function in functions:
         app.command(rich_help_panel=panel)(explained(function))
@@ -466,14 +471,14 @@ def main() -> None:
     """Entry point of the `rollouts` command."""
     ensure_utf8()
     logging.raiseExceptions = False  # no traceback on the terminal if a log line cannot be sent to a lost server
-    gc.set_threshold(50_000, 20, 100)  # imports allocate objects that stay: this saves one second of three
-    is_asked = ASKED_BY in os.environ  # by a shell, for the words that may follow
+    gc.set_threshold(50_000, 20, 100)  # fewer garbage collections during the imports: saves one second of three
+    is_asked = ASKED_BY in os.environ  # True if a shell asks for completions
     if is_asked:
         completion_init()
     try:
         app(prog_name="rollouts" if is_asked else None)
     finally:
-        gc.freeze()  # otherwise the collection at the process's end takes another second
+        gc.freeze()  # otherwise the garbage collection at exit takes another second
 
 
 if __name__ == "__main__":

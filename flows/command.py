@@ -1,6 +1,6 @@
-"""Start the `rollouts` command, without a traceback if Ctrl-C comes during the imports, which take a second.
+"""Start the `rollouts` command. Ctrl-C during its imports, which take a second, prints no traceback.
 
-The help of the whole command needs none of these imports (overview.py).
+`rollouts --help` starts without these imports (overview.py).
 
 Not here: the commands (cli.py).
 """
@@ -20,7 +20,7 @@ NO_IMPROVEMENT_CODE = 3
 
 
 def run_status() -> None:
-    """Run `rollouts status` without the other commands, whose imports take a second."""
+    """Run `rollouts status` without importing the other commands, which would take a second."""
     import logging
 
     from rollouts.flows.commands.explained import explained
@@ -29,7 +29,7 @@ def run_status() -> None:
     from rollouts_core.system.utf8 import ensure_utf8
 
     ensure_utf8()
-    logging.raiseExceptions = False  # as for every command (cli.py)
+    logging.raiseExceptions = False  # as in cli.py, for all other commands
     app = create_app()
     app.command()(explained(status))
     app()
@@ -52,6 +52,6 @@ def main() -> None:
             run_status()  # exits
         from rollouts.flows.cli import main as run_command
     except KeyboardInterrupt:
-        sys.stderr.write("\nrollouts: interrupted before it began.\n")
+        sys.stderr.write("\nrollouts: interrupted before the command began.\n")
         sys.exit(INTERRUPTED_CODE)
     run_command()

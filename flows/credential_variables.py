@@ -1,7 +1,7 @@
-"""Restrict the variables in credentials to keys: a variable must not change which code a process runs.
+"""Restrict the environment variables in credentials to keys and tokens, to prevent code injection.
 
-Every user with the server's password may write credentials, and the processes of a run get their variables. PYTHONPATH,
-LD_PRELOAD or ROLLOUTS_TRUSTED_CODE in credentials could run any code there.
+Every user with the server's password may write credentials, and the processes of a run get these variables.
+PYTHONPATH, LD_PRELOAD or ROLLOUTS_TRUSTED_CODE in credentials could make these processes run any code.
 
 Not here: the blocks (credentials.py), the readers of the keys.
 """
@@ -32,16 +32,21 @@ OWNERS = (
     "NODE_",
     "GCONV",
 )
-"""Prefixes of variables that control programs. Variables with these prefixes are refused even if they match
+"""Prefixes of variables that control other programs. Variables with these prefixes are refused, even if they match
 KEY_SHAPE."""
 
 
 def check_carried(name: str, variable: str) -> None:
-    """Raise ConfigError if the credentials of this name may not carry the variable."""
+    """Raise ConfigError if credentials may not contain the variable.
+
+    Args:
+        name: name of the credentials, for the message.
+        variable: name of the environment variable.
+    """
     if variable in CARRIED or (KEY_SHAPE.fullmatch(variable) and not variable.startswith(OWNERS)):
         return
     raise ConfigError(
-        f"the credentials {name} may not carry {variable!r}: they hold keys, in variables whose names end in KEY, "
-        "TOKEN, SECRET or PASSWORD (as JUDGE_KEY) and do not belong to Python, Prefect or rollouts: rename it, or "
-        "export it where runs are served"
+        f"the credentials {name} may not contain {variable!r}: expected a name that ends in KEY, TOKEN, SECRET or "
+        "PASSWORD (as JUDGE_KEY) and does not belong to Python, Prefect or rollouts: rename it, or export it in the "
+        "environment of rollouts up"
     )

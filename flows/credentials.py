@@ -1,10 +1,10 @@
-"""Credentials as blocks of Prefect: their variables are set in the process of a run that names the block.
+"""Credentials as blocks of Prefect: environment variables for the process of each run that names the block.
 
     Blocks in the UI, or `rollouts credentials` ──> block rollouts-credentials/team, encrypted
     run.credentials = "team" ──> environment of the run's process ──> readers of RUNPOD_API_KEY, AWS_..., and so on
 
-Values are never parameters, so they are not shown, logged or stored with the run. Another process that acts for a run,
-for instance to end its machine, is started with the same credentials. Not here: the readers of the variables
+Values are never parameters of a run, so they are not shown, logged or stored with the run. Another process that acts
+for a run, for example to end its machine, is started with the same credentials. Not here: the readers of the variables
 (infra/providers/clouds.py, infra/ssh/login_keys.py, infra/stores/object_store.py, rollouts_core/keys.py).
 """
 
@@ -34,8 +34,8 @@ TYPE_NAME, TYPE_SLUG = "Rollouts credentials", "rollouts-credentials"
 NOTHING = SecretStr("")
 
 
-def _key_fields() -> dict[str, Any]:  # Any: as pydantic takes fields
-    """A field for the key of each provider with an API."""
+def _key_fields() -> dict[str, Any]:  # Any: arguments of pydantic
+    """The fields of the block for API keys, one per provider with an API."""
     endpoints = [find_cloud(name).endpoint for name in cloud_names()]
     return {
         endpoint.key_variable.lower(): (SecretStr, Field(NOTHING, title=f"{endpoint.title} API key"))
@@ -45,36 +45,38 @@ def _key_fields() -> dict[str, Any]:  # Any: as pydantic takes fields
 
 
 class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields())):  # type: ignore[misc]  # made from rows
-    """Keys that runs may use by name: `run.credentials`. Leave fields empty that runs do not need."""
+    """API keys for runs with `run.credentials`. Leave unneeded fields empty."""
 
     _block_type_name = TYPE_NAME
     _block_type_slug = TYPE_SLUG
-    _description = "Keys of providers, machines and stores that pipelines of rollouts use by name."
+    _description = "API keys of providers, machines and object stores for runs of rollouts."
 
     rollouts_ssh_key: SecretStr = Field(
         NOTHING,
         title="SSH private key",
-        description="Without passphrase, from -----BEGIN to END-----. Machines use it where node.key_variable is "
+        description="Without passphrase, from -----BEGIN to END-----. Used by runs with node.key_variable = "
         "ROLLOUTS_SSH_KEY.",
     )
     hf_token: SecretStr = Field(NOTHING, title="Hugging Face token", description="For datasets and models of the hub.")
     aws_access_key_id: SecretStr = Field(NOTHING, title="S3 access key", description="For s3:// URLs.")
     aws_secret_access_key: SecretStr = Field(NOTHING, title="S3 secret key")
-    aws_endpoint_url: SecretStr = Field(NOTHING, title="S3 address", description="Of another service than Amazon's.")
+    aws_endpoint_url: SecretStr = Field(
+        NOTHING, title="S3 endpoint URL", description="For a service other than Amazon S3."
+    )
     aws_default_region: SecretStr = Field(NOTHING, title="S3 region")
     more: SecretDict = Field(
         SecretDict({}),
         title="More variables",
-        description='Variables that an api_key_variable names, such as {"JUDGE_KEY": "..."}.',
+        description='Other variables, for settings such as api_key_variable: {"JUDGE_KEY": "..."}.',
     )
 
 
 FIELDS = {name.upper(): name for name, field in Credentials.model_fields.items() if field.annotation is SecretStr}
-"""The block's field for each environment variable."""
+"""The block's field by the name of its environment variable."""
 
 
 def take_credentials(name: str) -> None:
-    """Put the variables of the credentials into the environment of this process. An empty name changes nothing.
+    """Set the variables of the credentials in the environment of this process. An empty name changes nothing.
 
     Raises:
         ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
@@ -85,7 +87,7 @@ def take_credentials(name: str) -> None:
 
 
 def variables_of(name: str) -> dict[str, str]:
-    """The variables of the credentials, and CREDENTIALS_VARIABLE with their name.
+    """The environment variables in the credentials, and CREDENTIALS_VARIABLE with the name of the credentials.
 
     Raises:
         ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
@@ -101,9 +103,9 @@ def variables_of(name: str) -> dict[str, str]:
 
 
 def find_credentials() -> dict[str, dict[str, str]]:
-    """The variables of all credentials, by their names.
+    """The environment variables in all saved credentials, by the names of the credentials.
 
-    Blocks are not loaded as objects: Prefect would send an event for each, even if the command ends at once.
+    Blocks are read as JSON, because Prefect would send an event for each loaded block object.
 
     Raises:
         TransientInfraError: Prefect does not answer.
@@ -114,20 +116,22 @@ def find_credentials() -> dict[str, dict[str, str]]:
     except PrefectHTTPStatusError as error:
         if error.response.status_code == httpx.codes.NOT_FOUND:
             return {}  # this server never had credentials
-        raise TransientInfraError(f"Prefect does not show its credentials: {error.response.status_code}") from error
+        raise TransientInfraError(
+            f"Prefect refused to return the credentials: status {error.response.status_code}"
+        ) from error
     except httpx.HTTPError as error:
         raise TransientInfraError(f"Prefect does not answer: {error}") from error
     return {each.name: variables_in(each.data) for each in found if each.name}
 
 
 def variables_in(content: dict[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The variables of a block that are not empty."""
+    """The nonempty environment variables in the content of a block."""
     held = {variable: content.get(name) for variable, name in FIELDS.items()} | (content.get("more") or {})
     return {name: str(value) for name, value in held.items() if value}
 
 
 def block_of(variables: Mapping[str, str]) -> Credentials:
-    """The block that holds the variables."""
+    """Make a block with these environment variables."""
     fields = {name: SecretStr(variables.get(variable, "")) for variable, name in FIELDS.items()}
     more = {variable: value for variable, value in variables.items() if variable not in FIELDS}
     return Credentials(**fields, more=SecretDict(more))

@@ -1,10 +1,10 @@
 """The deployments of a store's Prefect server: the presets, and the configurations given to `rollouts up`.
 
-Not here: the process that runs them (serving.py), what a configuration may say (form.py).
+Not here: the process that starts their runs (serving.py), the settings of a configuration (form.py).
 
     presets/*.toml, my.toml ──> <store>/prefect/deployments/<name>.json ──> a deployment, and the defaults of its form
 
-This module does not import prefect: it runs before Prefect's environment is set.
+This module must not import prefect, because it runs before Prefect's environment variables are set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollouts_core.system.files import write_json
 
 PRESETS = Path(__file__).resolve().parent / "presets"
 TAGS = {FLOW: "train", RETRAIN_FLOW: "retrain", EVALUATE_FLOW: "evaluate"}
-"""The first tag of a flow's deployments. Deployments of all other flows are upkeep."""
+"""The first tag of a deployment in Prefect, by its flow. Deployments of all other flows have the tag upkeep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +54,20 @@ class Deployment:
     schedule: dict[str, Any] | None = None  # Any: JSON
     """Schedule of the deployment, as the fields of ScheduleConfig."""
     offered_at: float = 0.0
-    """When `rollouts up` last offered the deployment, in seconds since 1970. A later `up` registers the deployment
-    again, even if a user deleted it in Prefect."""
+    """When `rollouts up CONFIG` last wrote the deployment, in seconds since 1970. Each call changes the digest, so that
+    the deployment is registered again, even if a user deleted it in Prefect."""
     code_folders: tuple[str, ...] = ()
-    """Folders from which modules named in the configuration are imported: the file's folder, and the folder of the
-    caller."""
+    """Folders from which runs import the user's modules: the configuration's folder, and the current folder of
+    `rollouts up`."""
 
     @property
     def is_short(self) -> bool:
-        """Whether this is the short form of a configuration."""
+        """Whether the deployment's form in Prefect is the short form, with fields for only the usual settings."""
         return is_short(self.parameters)
 
     @property
     def python_flow(self) -> str:
-        """The flow function's key, which differs from the flow's name in Prefect for the short form."""
+        """The key of the flow function. It differs from the flow's name in Prefect only for the short form."""
         return SHORT_FORM if self.is_short else self.flow
 
     @property
@@ -78,12 +78,17 @@ class Deployment:
 
     @property
     def digest(self) -> str:
-        """A hash of all fields, which changes with every change of the deployment."""
+        """A hash of all fields, to notice a change of the deployment."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
-    """The deployments of the presets, with data files in `folder` and, for the preset quickstart, in `quickstart`."""
+    """The deployments of the presets.
+
+    Args:
+        folder: relative paths of data in the presets start here.
+        quickstart: the same for the preset quickstart.
+    """
     made = []
     for path in sorted(PRESETS.glob("*.toml")):
         place = quickstart if path.stem == "quickstart" else folder
@@ -94,7 +99,7 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
 
 
 def tool_deployments() -> list[Deployment]:
-    """The deployments of the tools, which train nothing."""
+    """The deployments of the tools, such as `finish` and `reap`, which train nothing."""
     return [
         Deployment(
             name=tool.name,
@@ -109,14 +114,14 @@ def tool_deployments() -> list[Deployment]:
 
 
 def deployments_of(path: Path) -> list[Deployment]:
-    """The deployments of the configuration in a file: its run by the full form, named after the file, its run by the
-    short form, its retraining, its evaluation.
+    """The deployments of a configuration file: a run with the full form, a run with the short form, a retraining (with
+    [retrain]), and an evaluation.
 
     Raises:
         ConfigError: the file cannot be read, a setting is invalid, or the file has the name of a tool.
     """
     if name_of(path) in TOOLS:
-        raise ConfigError(f"{path}: {name_of(path)} is the name of a deployment that there is already: rename the file")
+        raise ConfigError(f"{path}: {name_of(path)} is the name of a built-in deployment: rename the file")
     pipeline = load_pipeline(path)
     description = _leading_comment(path) or f"From {path.resolve()}."
     folders = tuple(str(folder.resolve()) for folder in (path.parent, Path.cwd()))
@@ -137,7 +142,7 @@ def deployments_of(path: Path) -> list[Deployment]:
 
 
 def check_names(deployments: Iterable[Deployment]) -> None:
-    """Raise ConfigError if two deployments have the same name, because the second would replace the first."""
+    """Raise ConfigError if two deployments have the same name. The second one would replace the first one."""
     names = [each.name for each in deployments]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
@@ -151,10 +156,9 @@ def retraining_name(name: str) -> str:
 
 
 def offered_name(store: Path, name: str) -> str:
-    """The name that the store's deployment `name` has in Prefect. At a server of PREFECT_API_URL, the store's id is
-    added.
+    """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is added.
 
-    Without the id, stores on the same server could have deployments with equal names, and would execute each other's
+    Without the id, two stores on one server could have deployments with equal names, and would execute each other's
     runs.
     """
     if not named_url():
@@ -169,14 +173,15 @@ def evaluation_name(name: str) -> str:
 
 
 def form_name(name: str) -> str:
-    """The name of the deployment that runs the configuration `name` by the short form."""
+    """The name of the deployment that runs the configuration `name` and has the short form."""
     return f"{name}-form"
 
 
 def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
-    """Write the deployments for the serving process. A preset does not replace a user's configuration of the same name.
+    """Write the deployments to files for the serving process. A preset never replaces a user's configuration with the
+    same name.
 
-    If a configuration no longer has [retrain], its earlier deployment that retrains stays, without a schedule.
+    If [retrain] was removed from a configuration, the earlier deployment for retraining stays, without a schedule.
 
     Raises:
         ConfigError: a deployment has the name of another configuration's retraining or evaluation.
@@ -189,7 +194,7 @@ def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
         other = known.get(each.name)
         if not each.is_preset and other is not None and other.python_flow != each.python_flow:
             raise ConfigError(
-                f"{each.name} is the name of a deployment that there is already, which does something else "
+                f"{each.name} is the name of an existing deployment of another kind "
                 f"({other.python_flow}): rename the configuration"
             )
     names = {each.name for each in given}
@@ -206,7 +211,7 @@ def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
 
 
 def load_deployments(home: Path) -> dict[str, Deployment]:
-    """The deployments to serve, by name.
+    """Read the saved deployments, by name.
 
     Raises:
         ConfigError: a file in the folder was not written by `save_deployments`.
@@ -216,7 +221,7 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
         try:
             content = json.loads(path.read_text())
             parameters = content["parameters"]
-            if "config" in parameters and "node" in parameters:  # an earlier version may have written the file
+            if "config" in parameters and "node" in parameters:  # an earlier version named some settings differently
                 parameters = {**parameters, "node": with_present_kind(parameters["node"])}
             folders = tuple(content.get("code_folders", ()))
             found[path.stem] = Deployment(**{**content, "parameters": parameters, "code_folders": folders})
@@ -228,7 +233,7 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
 def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
     """The folders from which runs of the deployment import the user's modules (() for a run without a deployment).
 
-    The deployment is looked up in the serving process's store, because a run's parameters may name another store.
+    The deployment is read from the store of the serving process, because a user may request a run for another store.
     """
     if offered is None or not (store := os.environ.get(STORE_VARIABLE)):
         return ()
@@ -237,7 +242,7 @@ def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
 
 
 def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """The parameters with the present path of this store, which may have been moved."""
+    """The parameters with the current path of the store. The store may have been moved since they were saved."""
     if is_short(parameters):
         return with_named_store(parameters, store.resolve())
     return {
@@ -247,7 +252,7 @@ def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 TABLES_OF_FLOWS = {"retrain": RETRAIN_FLOW, "evaluate": EVALUATE_FLOW, "schedule": ""}
-"""For each of these tables of a file, the flow that has the table among its parameters."""
+"""For each table that only one flow reads, this flow. No flow reads the table `schedule`."""
 _WHERE_ELSE = {
     "retrain": "but the deployment whose name ends with -retrain has",
     "evaluate": "but the deployment whose name ends with -evaluate has",
@@ -256,7 +261,7 @@ _WHERE_ELSE = {
 
 
 def check_table(flow: str, key: str) -> None:
-    """Raise ConfigError if a setting is in a table of a file that this flow does not read."""
+    """Raise ConfigError if this flow does not read the table of a setting."""
     if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
         raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")
 
@@ -266,11 +271,10 @@ def overridden(
     parameters: Mapping[str, Any],  # Any: JSON
     assignments: Iterable[str],
 ) -> dict[str, Any]:
-    """The parameters of a deployment with settings replaced by assignments `key=value`. The keys are dotted names of
-    settings, as in a file.
+    """Replace settings in the parameters of a deployment by assignments such as training.rl.num_steps=10.
 
-    A value is read as TOML or JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces
-    all settings of the former algorithm, even changed ones.
+    A value is read as TOML or JSON, otherwise as text. A new algorithm replaces all settings that the former algorithm
+    filled in, even settings that the user changed.
 
     Raises:
         ConfigError: a key is unknown, or a value does not fit.
@@ -288,7 +292,7 @@ def overridden(
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
-    """The parameters of the flow as JSON."""
+    """The parameters of a flow run with the settings of the pipeline, as JSON."""
     parts: dict[str, BaseModel] = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run}
     if pipeline.retrain is not None:
         parts["retrain"] = pipeline.retrain
@@ -303,9 +307,9 @@ def _deployment(name: str, pipeline: Pipeline, description: str, *, is_preset: b
 
 
 def _forms(once: Deployment, pipeline: Pipeline) -> list[Deployment]:
-    """The deployment with a field for every setting, and the deployment of the short form.
+    """Return two deployments: with a field for every setting, and with the short form.
 
-    A pipeline with null in a setting has no short form, because TOML lacks null.
+    A pipeline with null in a setting gets no short form, because the short form contains TOML, which lacks null.
     """
     try:
         values = form_values(pipeline)
@@ -317,16 +321,16 @@ def _forms(once: Deployment, pipeline: Pipeline) -> list[Deployment]:
         parameters=values,
         description=SHORT_DESCRIPTION.format(name=once.name, about=once.description),
     )
-    about = f"A field for every setting. `{short.name}` has the usual ones.\n\n{once.description}"
+    about = f"A field for every setting. `{short.name}` has fields for the usual settings.\n\n{once.description}"
     return [replace(once, description=about), short]
 
 
 SHORT_DESCRIPTION = """\
-Start a run by its usual settings.
+Start a run with the usual settings.
 
 - **Quick run** starts a run with these settings at once.
-- **Custom run** shows them as fields. *More settings* holds all others of the configuration as TOML: change them, or
-  add any key of a file.
+- **Custom run** shows the usual settings as fields. *More settings* holds the other settings as TOML: change them, or
+  add any setting of a configuration file.
 - The deployment `{name}` has a field for every setting.
 
 {about}"""
@@ -334,21 +338,22 @@ Start a run by its usual settings.
 
 
 def _evaluation(once: Deployment, pipeline: Pipeline) -> Deployment:
-    """The deployment that scores models with the settings of a run, as the run does at its end."""
+    """The deployment that evaluates a model with the settings of a run, as the run does at its end."""
     parameters = parameters_of(replace(pipeline, retrain=None, run=evaluation_options(pipeline.run)))
     name = evaluation_name(once.name)
-    said = f"Score a model, and compare it with another, as {once.name} does at its end.\n\n{once.description}"
+    said = f"Score a model and compare it with another model, as {once.name} does at its end.\n\n{once.description}"
     return replace(once, name=name, flow=EVALUATE_FLOW, parameters=parameters, description=said)
 
 
 def evaluation_options(run: RunOptions) -> RunOptions:
-    """The options of an evaluation. An evaluation makes no checkpoint, so nothing is published or registered."""
+    """The options of an evaluation: those of the run, but nothing is published or registered, because an evaluation
+    makes no checkpoint."""
     cleared = {"fresh": (), "report_to": (), "publish": "", "publish_checkpoints": False, "register_as": ""}
     return run.model_copy(update={"name": evaluation_name(run.name)[-64:].lstrip("._-"), **cleared})
 
 
 def _leading_comment(path: Path) -> str:
-    """The comment at the top of a TOML file, as a Markdown code block, which keeps columns."""
+    """The comment at the top of a TOML file, as a Markdown code block, which keeps the alignment of columns."""
     if path.suffix != ".toml":
         return ""
     lines = []

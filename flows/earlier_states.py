@@ -1,13 +1,13 @@
-"""Make a shared Prefect server that was restarted send a run's notifications without delay.
+"""Avoid delayed notifications after a restart of a shared Prefect server.
 
-The event of a state names the event of the previous state. A server that was restarted in between does not know the
-previous event, and its automations wait up to 15 minutes. Therefore this module sends the ids of a run's earlier events
-again. The repeated events have another name and resource, so that automations do not take them for states.
+Each state change of a run is an event, which refers to the event of the previous state. A restarted server no longer
+knows the previous event, and its automations wait up to 15 minutes for it. Therefore this module sends events with the
+ids of the run's earlier events. Automations ignore these events, because their name and resource are different.
 
     Crashed ── the server restarts ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
                                             the id of Crashed is sent again ──> the waiting events are handled
 
-Not here: a store's own server, which waits for seconds (own_server/server_process.py).
+Not here: a store's own server, which is configured to wait only seconds (own_server/server_process.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from rollouts.flows.own_server.lend import named_url
 
 EVENT = "rollouts.flow-run.earlier-state"
 MAX_STATES = 20
-"""Prefect's own limit of events that wait for each other."""
+"""Prefect limits the length of a chain of waiting events to this number."""
 
 
 def recall_states(run_id: str) -> None:
-    """Send the ids of a run's last states to a shared server, which ignores the ids that it knows.
+    """Send the ids of a run's last states to a shared server. The server ignores ids that it knows.
 
-    If the server does not answer, or has another version of Prefect, the notifications come later.
+    If the server does not answer, or has an incompatible version of Prefect, nothing is sent, and notifications may be
+    late.
     """
     if not named_url():
         return

@@ -1,12 +1,12 @@
-"""The `evaluate` flow: score a model on held-out rows, alone or beside another one.
+"""The `evaluate` flow: score a model on held-out rows, and optionally compare it with another model.
 
-Not here: the stage that scores, also used by `sft-rl` (tasks/stage_tasks.py), what names of models mean
+Not here: the evaluation stage, which `sft-rl` also uses (tasks/stage_tasks.py), the lookup of a model's name
 (tasks/model_names.py).
 
     check -> inputs: names become checkpoints -> provision -> bootstrap -> evaluate -> release -> report
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from collections.abc import Mapping
 from functools import partial
@@ -42,7 +42,7 @@ class EvaluationResult(BaseModel):
     record: str
     """Path of evaluation.json."""
     summary: str
-    """The scores and their comparison, as a terminal shows them."""
+    """The scores and their comparison, as text for a terminal."""
 
 
 @flow(
@@ -61,7 +61,7 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
     take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
-        if deployment.id is not None:  # `rollouts evaluate` has checked the settings
+        if deployment.id is not None:  # without a deployment, `rollouts evaluate` has checked the settings
             check_settings(config, node, run, evaluate)
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
@@ -81,5 +81,5 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
 def score_models(
     models: Mapping[str, InputModel], config: Config, scope: RunScope, machine: Node, run: RunStage
 ) -> StageRecord:
-    """Run the only stage of this flow."""
+    """Run the evaluation stage, the only stage of this flow."""
     return run(plan_evaluation(models, with_choice_of(config, machine), scope, machine))

@@ -1,6 +1,6 @@
-"""`evaluate`: the models and rows of an evaluation, beside the settings of the pipeline.
+"""The table [evaluate]: the models and the rows of an evaluation.
 
-Not here: the other settings (form.py, rollouts_core/config/), what a name stands for (tasks/model_names.py).
+Not here: the other settings (form.py, rollouts_core/config/), the lookup of a model's name (tasks/model_names.py).
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from rollouts_core.config import Record
 
 
 class EvaluateConfig(Record):
-    """The model to score, the model to compare with, and the rows."""
+    """The model to score, the model to compare it with, and the rows to score on."""
 
     model: str = Field(min_length=1)
-    """The model to score: `production` or `candidate` of the registry (small/production if there are several lines), a
-    registered model (small-3), a run or a checkpoint of the store (my-run-5793d50a,
-    sft-<fingerprint>/checkpoints/step_000100), `base` for the configuration's start model, a folder (./folder beside
+    """The model to score: `production` or `candidate` of the registry (small/production if the store has several lines
+    of models), a registered model (small-3), a run or a checkpoint of the store (my-run-5793d50a,
+    sft-<fingerprint>/checkpoints/step_000100), `base` for the configuration's base model, a folder (./folder next to
     the configuration), or a URL."""
     against: str = ""
-    """The model to compare with on the same rows, named like `model`. Empty: no comparison."""
+    """A second model to compare with on the same rows, named like `model`. Empty: no comparison."""
     data: str = ""
-    """File or URL with the rows. Empty: data.heldout."""
+    """File or URL with the rows to score on. Empty: data.heldout."""
 
     def beside(self, folder: Path) -> Self:
-        """These settings with absolute paths: `data`, and models that begin with a dot, are relative to the file's
-        folder."""
+        """These settings with absolute paths. `data`, and models that begin with a dot, are relative to `folder`."""
 
         def absolute(given: str) -> str:
             return given if is_url(given) or not given else str((folder / given).resolve())

@@ -1,8 +1,7 @@
-"""End rented machines whose hours or budget are used up, or whose keeping after a failure is over.
+"""End rented machines whose hours or budget are used up, or that a failed run no longer keeps.
 
-Not here: which machines are ended (infra/renting/reaper.py). The serving process checks machines every two minutes,
-like a timer with `rollouts reap --spare`. The deployment `reap` checks machines when a user or its schedule starts a
-run (reap.py).
+Not here: the choice of machines to end (infra/renting/reaper.py). The serving process checks machines every two
+minutes, with the same effect as `rollouts reap --spare`. The deployment `reap` also checks machines (reap.py).
 
 Machines that were rented with named credentials are checked by a child process with these credentials:
 
@@ -28,20 +27,20 @@ from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
-"""A machine that is not gone after a minute is checked again at the next look."""
+"""How long to wait for an ended machine to disappear at the provider. After that, the next check handles it."""
 LATE_S = 24 * 3600.0
-"""How long an abandoned request is followed, in case its machine appears after all."""
+"""Seconds for which the machine of an abandoned request is searched, because a provider may create it late."""
 SPARE = "--spare"
 
 logger = logging.getLogger(__name__)
 
 
 def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = False) -> ReapReport:
-    """End rented machines that no run of the store wants, and return what was ended, kept or failed.
+    """End rented machines that no run of the store uses, and return the ended machines, the kept machines and failures.
 
     Args:
-        spare: keep machines of killed runs for the runs' next start, until the machines expire. A machine that a
-            failed run keeps (node.keep_on_failure_minutes) is ended when that time is over, whatever `spare` is.
+        spare: keep machines of killed runs for a restart of the run, until the machines expire. A machine that a
+            failed run keeps (node.keep_on_failure_minutes) is ended after that time, with either value.
         everywhere: ask all providers whose keys are in the environment, even if the ledger has no machine there.
 
     Raises:
@@ -62,7 +61,7 @@ def end_expired(store: Path) -> list[str]:
     try:
         report = look_at_machines(store)
     except (PermanentInfraError, TransientInfraError) as error:
-        logger.warning("rented machines could not be looked at: %s", error)
+        logger.warning("rented machines could not be checked: %s", error)
         return []
     for line in report.ended:
         logger.warning("ended %s", line)
@@ -72,12 +71,12 @@ def end_expired(store: Path) -> list[str]:
 
 
 def looked_for(ledger: Ledger) -> list[Rental]:
-    """The machines that cost money, and the abandoned requests whose machine may still appear."""
+    """The machines that cost money, and abandoned requests whose machine the provider may still create."""
     return [*open_rentals(ledger), *given_up(ledger, time.time() - LATE_S)]
 
 
 def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
-    """End unwanted machines in the accounts whose keys this process has."""
+    """End machines that no run uses, in the accounts whose keys this process has."""
     own = credentials_in_use()
     with Ledger(store / LEDGER_FILE) as ledger:
         providers = {rental.provider for rental in looked_for(ledger) if rental.credentials == own}
@@ -91,7 +90,7 @@ def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
 
 
 def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
-    """End unwanted machines that were rented with other credentials."""
+    """End machines that no run uses and that were rented with the credentials `name`."""
     if not name:
         return ReapReport(failures=["machines that were rented without named credentials are not checked here"])
     from rollouts.flows.credentials import run_with_credentials  # importing prefect reads the environment
@@ -99,12 +98,12 @@ def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
     try:
         said = run_with_credentials(name, __spec__.name, [str(store), *([SPARE] if spare else [])])
     except (ConfigError, TransientInfraError) as error:
-        return ReapReport(failures=[f"machines of the credentials {name} cannot be looked at: {error}"])
+        return ReapReport(failures=[f"machines rented with the credentials {name} cannot be checked: {error}"])
     return ReapReport(**json.loads(said))
 
 
 def main() -> None:
-    """End unwanted machines in the accounts whose keys this process has, and print the report as JSON."""
+    """End machines that no run uses, in the accounts whose keys this process has, and print the report as JSON."""
     try:
         report = _look_at_own(Path(sys.argv[1]), spare=SPARE in sys.argv[2:], everywhere=False)
     except InfraError as error:

@@ -1,9 +1,9 @@
-"""The `finish` flow: end a run's training early from Prefect's UI, so that the run goes on with its best checkpoint.
+"""The `finish` flow: end a run's training early from Prefect's UI. The run continues with its best checkpoint.
 
-Not here: how a training ends early, and the command that does the same (commands/finish.py).
+Not here: ending the training, and the command `rollouts finish` (commands/finish.py).
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rollouts.flows.tools import FINISH_FLOW, FinishConfig
 @flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)
 @with_noted_end
 def finish_run(finish: FinishConfig) -> State[Any]:
-    """End the training of a run after the step under way. The run goes on with its best checkpoint so far.
+    """End the training of a run after the current step. The run continues with its best checkpoint so far.
 
     Raises:
         InputError, PermanentInfraError: the store or the run does not exist, or the run is not training.

@@ -1,8 +1,8 @@
-"""The settings of a pipeline run (core, node and run), and how a file or Prefect's form is read into them.
+"""Read a configuration file, or the values of Prefect's form, into the settings of a pipeline run.
 
-Not here: what the settings mean (rollouts_core/config/, infra/node.py).
+Not here: the definitions of most settings (rollouts_core/config/, infra/node.py).
 
-A file is the core's `Config` at its top level, with further tables:
+The top level of a file holds the settings of `Config`. Five further tables have their own records:
 
     mode = "sft+rl"        [model] [data] [training.sft] [rollout] ...     -> Config
     [node] kind = "local" | "ssh" | "instance" | "rented"             -> NodeSettings
@@ -61,14 +61,14 @@ from rollouts_core.user_code.functions import resolve_function
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
-"""Tables of a file that the core does not read."""
+"""Tables of a file that are not part of `Config`."""
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
-"""Settings of nodes that name files of this machine."""
+"""Settings of nodes whose values are paths of files on this machine."""
 FORMER_KEY, FORMER_KINDS = "provider", {"provision": "rented"}
-"""The former name of the setting `node.kind`, and the former names of kinds."""
+"""The former name of the setting `node.kind`, and former values of it with the current value."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
-"""Names that Prefect accepts for blocks, or an empty text for no credentials."""
+"""Matches names that Prefect accepts for blocks, and the empty text, which means no credentials."""
 if TYPE_CHECKING:
     StageName = str
 else:
@@ -76,7 +76,7 @@ else:
 
 
 def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked input
-    """The settings of a node with the present name of its kind, also if an earlier version wrote them."""
+    """The settings of a node with the current name and value of `kind`, even if an earlier version wrote them."""
     if FORMER_KEY not in node or "kind" in node:
         return node
     former = node[FORMER_KEY]
@@ -85,14 +85,15 @@ def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """The form's settings of a node, without leftovers from the tab of another kind.
+    """Remove values from a node's form that belong to the tab of another node kind.
 
-    The kinds share names of fields. A leftover is another kind's default value: an empty value, or a value posted
-    together with fields of the other kind only.
+    Several kinds have fields with the same name, and Prefect's form posts the fields of all tabs that were open. A
+    value is removed if it equals another kind's default, and either is empty or comes with fields that only the other
+    kind has.
     """
     if not isinstance(settings, dict):
         return settings
-    settings = {"kind": "local", **with_present_kind(settings)}  # an HTTP request may omit `kind`, as a file may
+    settings = {"kind": "local", **with_present_kind(settings)}  # an HTTP request may omit `kind`
     if settings["kind"] not in NODE_TYPES:
         return settings
     own = NODE_TYPES[settings["kind"]].model_fields
@@ -109,7 +110,11 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
 
 
 def node_in_sentences(settings: Any, validate: ValidatorFunctionWrapHandler) -> Any:  # Any: unchecked input
-    """Validate a posted node. Keys of all kinds are accepted, because the form also posts fields of its other tabs."""
+    """Validate a node that Prefect's form posted. Keys of all kinds are accepted, because the form has a tab per kind.
+
+    Raises:
+        ValueError: a sentence per mistake.
+    """
     known = {FORMER_KEY, *(key for node_type in NODE_TYPES.values() for key in node_type.model_fields)}
     unknown = {key: settings[key] for key in settings if key not in known} if isinstance(settings, dict) else {}
     try:
@@ -130,7 +135,11 @@ def in_sentences(
     settings: Any,  # Any: unchecked input
     validate: ValidatorFunctionWrapHandler,
 ) -> Any:  # Any: the record
-    """Validate settings as a record. A mistake becomes a sentence on the run's page, as for files."""
+    """Validate settings from Prefect's form as a record.
+
+    Raises:
+        ValueError: a sentence per mistake, with the same words as for a file.
+    """
     try:
         return validate(settings)
     except ValidationError as error:
@@ -152,44 +161,44 @@ OTHER_VERSION = (
 )
 
 HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
-"""The node settings of a run, which an earlier version may have started."""
+"""The node settings of an existing run. An earlier version may have written them."""
 FormNode = Annotated[HeldNode, WrapValidator(node_in_sentences)]
-"""A node's settings as Prefect's form posts them, possibly with leftovers. Settings of files must have no leftovers."""
+"""A node's settings from Prefect's form. They may contain values of other kinds, which a file must not contain."""
 FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
 class RunOptions(Record):
-    """Settings of the run itself."""
+    """Settings of the run as a whole: name, store, restarts, publication."""
 
     name: str = Field("pipeline", pattern=NAME_PATTERN)
     """The run's name in the UI, in the store and in the report."""
     store: str = ".rollouts"
-    """Folder that keeps everything: stages, runs, Prefect's database. A relative path starts in the folder from which
-    the command is called."""
+    """Folder for stages, runs, checkpoints and Prefect's database. A relative path starts in the current folder of the
+    command."""
     fresh: tuple[StageName, ...] = ()
     """Stages to run again, even if an earlier run finished the same stage."""
     report_to: tuple[TrackerName, ...] = ()
-    """Also show the metrics of SFT and RL, while they train, in TensorBoard or in Weights & Biases (`wandb`)."""
+    """Also send the metrics of SFT and RL to TensorBoard or to Weights & Biases (`wandb`), during training."""
     restarts: int = Field(2, ge=0, le=10)
-    """Number of automatic restarts of a run whose process was killed (by kill -9, or because its machine died), under
+    """Number of automatic restarts of a run whose process was killed (by kill -9, or because its machine died). Needs
     `rollouts up` or `rollouts watch`."""
     stop_timeout_s: float = Field(600.0, gt=0)
-    """Most seconds that a training gets to save its last step when the run is cancelled, interrupted or out of money.
-    The training takes 1.5 times its longest recent step and save, at least 30 s. On a rented machine it gets at most
-    half of the machine's remaining time."""
+    """Maximum seconds for a training to save its last step after the run was cancelled, interrupted or ran out of
+    money. A training gets 1.5 times its longest recent step and save, at least 30 s. On a rented machine it gets at
+    most half of the machine's remaining time."""
     publish: str = ""
-    """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
-    folder of the run's name. Empty publishes nothing."""
+    """URL in an object store, for example s3://bucket/folder. The final checkpoint and the report are uploaded to a
+    folder with the run's name there. Empty: nothing is uploaded."""
 
     publish_checkpoints: bool = False
-    """Publish checkpoints also during training, with everything that a resume needs. Published checkpoints are never
+    """Also upload checkpoints during training, with everything that a resume needs. Uploaded checkpoints are never
     removed."""
     credentials: str = Field("", pattern=CREDENTIALS_PATTERN)
-    """Name of the credentials, a block of Prefect's, whose keys of providers, machines and stores the run uses. Empty:
-    the environment variables of the process that serves the run."""
+    """Name of saved credentials (`rollouts credentials`) with API keys for providers, machines and object stores.
+    Empty: the environment variables of the process that starts the run."""
     register_as: str = Field("", pattern=LINE_PATTERN)
-    """Register the final checkpoint as a candidate under this name, for `rollouts models promote`. Empty: do not
-    register."""
+    """Name under which the final checkpoint is registered as a candidate, for `rollouts models promote`. Empty: the
+    checkpoint is not registered."""
 
     _find_store = model_validator(mode="before")(with_store)
 
@@ -200,7 +209,7 @@ class RunOptions(Record):
 
     def _broken_rules(self) -> Iterator[str]:
         if self.publish_checkpoints and not self.publish:
-            yield "publish_checkpoints needs publish, the URL to publish them at"
+            yield "publish_checkpoints needs publish, the URL to upload the checkpoints to"
 
 
 FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions, "run"))]
@@ -216,12 +225,12 @@ class Pipeline:
     node: NodeSettings
     run: RunOptions
     retrain: RetrainConfig | None = None
-    """The watched sources and the rules of promotion (None for a pipeline that is not retrained)."""
+    """The watched data and the rules for a promotion (None for a pipeline without [retrain])."""
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
     """The models to score (None for a pipeline without [evaluate])."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
-    """The file's content, whose order is the order of the mistakes in messages."""
+    """The file's content. Messages list mistakes in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,10 +255,10 @@ def load_pipeline(path: Path, assignments: Sequence[str] = ()) -> Pipeline:
     """The pipeline that a TOML, JSON or Python file describes. A Python file must define `config`.
 
     Args:
-        assignments: settings that replace those of the file, `key=value`; a later one wins.
+        assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
 
     Raises:
-        ConfigError: a line for each mistake, with the file, the key and what to do.
+        ConfigError: the file has mistakes. The message has a line for each, with the file, the key and the remedy.
     """
     mistakes = Mistakes(ConfigError, InputError)
     draft = read_draft(path, mistakes, assignments)
@@ -258,10 +267,11 @@ def load_pipeline(path: Path, assignments: Sequence[str] = ()) -> Pipeline:
 
 
 def read_draft(path: Path, mistakes: Mistakes, assignments: Sequence[str] = ()) -> Draft:
-    """Read a TOML, JSON or Python file, and note its settings that do not fit; assignments replace settings.
+    """Read a TOML, JSON or Python file, replace settings by the assignments, and collect invalid settings in
+    `mistakes`.
 
     Raises:
-        ConfigError: the file cannot be read, or an assignment has another form than `key=value`.
+        ConfigError: the file cannot be read, or an assignment does not have the form `key=value`.
     """
     add_code_folders([path.parent, Path.cwd()])
     if path.suffix != ".py":
@@ -298,13 +308,13 @@ def parse_pipeline(
     path: Path,
     assignments: Sequence[str] = (),
 ) -> Pipeline:
-    """The pipeline of a file's content. Paths of this machine are relative to the file's folder.
+    """The pipeline that a file's content describes. Relative paths start in the folder of `path`.
 
     Args:
         assignments: as in `load_pipeline`.
 
     Raises:
-        ConfigError: a line for each mistake, with the file, the key and what to do.
+        ConfigError: the settings have mistakes. The message has a line for each, with the file, the key and the remedy.
     """
     mistakes = Mistakes(ConfigError, InputError)
     draft = _read_tables(settings, path, mistakes, assignments)
@@ -313,7 +323,7 @@ def parse_pipeline(
 
 
 def _tables_of(given: Config | Pipeline) -> dict[str, Any]:  # Any: values of settings
-    """The content of a file that says the same as the records of a Python file; functions and objects stay."""
+    """Convert the records of a Python file to tables, as a TOML file has them. Functions and objects stay."""
 
     def table(record: BaseModel) -> dict[str, Any]:  # Any: values of settings
         values = {name: getattr(record, name) for name in type(record).model_fields if name in record.model_fields_set}
@@ -326,7 +336,7 @@ def _tables_of(given: Config | Pipeline) -> dict[str, Any]:  # Any: values of se
 
 
 def _resolve_tables(tables: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked input
-    """The tables with paths of this machine relative to the current folder, where the command line was written."""
+    """Make paths in settings of the command line absolute. They are relative to the current folder."""
     here = Path.cwd()
 
     def absolute(value: Any) -> Any:  # Any: unchecked input
@@ -350,7 +360,7 @@ def _read_tables(
     mistakes: Mistakes,
     assignments: Sequence[str] = (),
 ) -> Draft:
-    """The tables of a file's content, in which assignments replace settings."""
+    """Replace settings in a file's content by the assignments, and read the tables."""
     settings = _copied(given) if assignments else given
     for assignment in assignments:
         assign(settings, assignment, resolve=_resolve_tables)
@@ -361,7 +371,7 @@ def _read_tables(
 
 
 def _added(given: dict[str, Any], path: Sequence[str]) -> Iterator[str]:  # Any: unchecked file content
-    """The setting at this path, and the tables around it that the file does not have, by their dotted names."""
+    """The dotted names of the setting at this path, and of the tables around it that the file does not have."""
     section: object = given
     for depth, name in enumerate(path, start=1):
         section = section.get(name) if isinstance(section, dict) else None
@@ -370,7 +380,7 @@ def _added(given: dict[str, Any], path: Sequence[str]) -> Iterator[str]:  # Any:
 
 
 def _copied(tables: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked file content
-    """A copy of the tables whose values, which may be objects of a Python file, are the same."""
+    """Copy the tables, but not their values, which may be objects of a Python file."""
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in tables.items()}
 
 
@@ -412,7 +422,7 @@ def _read_settings(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> 
 
 
 def _check_retraining(draft: Draft, path: Path, mistakes: Mistakes) -> None:
-    """Note contradictions between [schedule], [retrain] and the data as mistakes of `schedule`."""
+    """Collect contradictions between [schedule], [retrain] and the data, as mistakes of the table `schedule`."""
     if draft.config is not None:
         with mistakes.at("schedule"):
             check_retraining(draft.config, draft.retrain, draft.schedule, source=str(path))
@@ -453,8 +463,11 @@ def _known_keys(
     *,
     hint: Callable[[str], str] = lambda _: "",
 ) -> dict[str, Any]:  # Any: unchecked file content
-    """The settings of a table that are fields of the table's record. Unknown keys are noted as mistakes, with a
-    suggestion, first that of `hint`."""
+    """The settings of a table that the table's record has. Unknown keys become mistakes with a suggestion.
+
+    Args:
+        hint: returns the suggestion for a key; if it is empty, the closest known key is suggested.
+    """
     for key in [key for key in settings if key not in model.model_fields]:
         said = hint(str(key)) or suggest_key([table, str(key)], list(model.model_fields), Config)
         mistakes.note(f"{table}.{key}", ConfigError(f"{path}: unknown key {table}.{key}{said}"), names_place=True)
@@ -463,14 +476,14 @@ def _known_keys(
 
 
 def _settings_beside() -> list[str]:
-    """The settings of a file that the core does not read, by their dotted names."""
+    """The dotted names of the settings in tables that are not part of `Config`."""
     records: list[tuple[str, type[BaseModel]]] = [("run", RunOptions), ("retrain", RetrainConfig)]
     records += [("schedule", ScheduleConfig), *(("node", each) for each in NODE_TYPES.values())]
     return list(dict.fromkeys(f"{table}.{name}" for table, record in records for name in record.model_fields))
 
 
 def _suggest_node_key(key: str, *, kind: str) -> str:
-    """A hint that an unknown key of a node is a setting of its query or of other kinds (otherwise empty)."""
+    """A hint if an unknown key of [node] is a setting of `node.query` or of another node kind (otherwise empty)."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
     if is_of_query and kind == "rented":
@@ -481,19 +494,22 @@ def _suggest_node_key(key: str, *, kind: str) -> str:
 
 
 def _expected_kind(given: object) -> str:
-    """The end of the message about an unknown `node.kind`: the choices, and a hint if the value is a provider."""
+    """The end of the error about an unknown `node.kind`: the valid kinds, and a hint if the value is a provider."""
     expected = f"expected one of {', '.join(NODE_TYPES)}{closest_choice(given, list(NODE_TYPES))}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
         return expected
     return (
-        f'{expected}; to have a machine rented there, set node.kind = "rented" and node.query.providers = '
-        f'["{cloud}"]; for one that you rented yourself, node.kind = "instance"'
+        f'{expected}; to let the run rent a machine there, set node.kind = "rented" and node.query.providers = '
+        f'["{cloud}"]; for a machine that you rented, set node.kind = "instance"'
     )
 
 
 def resolve_node_paths(node: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
-    """`node`, also of further machines, with the paths of files of this machine made absolute against `base`."""
+    """Make the paths of local files in a node's settings absolute, also in the settings of its further machines.
+
+    Relative paths start in `base`.
+    """
     resolved = dict(node)
     for key, value in node.items():
         if key in NODE_FILES and isinstance(value, str) and value and not value.startswith("~"):
@@ -503,7 +519,7 @@ def resolve_node_paths(node: dict[str, Any], base: Path) -> dict[str, Any]:  # A
     return resolved
 
 
-def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls config
+def _run_python_file(path: Path) -> Any:  # Any: the value of `config` in the user's file
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: give the path of a configuration")
     try:
@@ -518,15 +534,15 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
 
 
 def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
-    """A sentence per mistake in a record that a Python configuration makes."""
+    """A sentence for each mistake in a record that a Python configuration created."""
     for problem in error.errors():
         place = dotted([error.title, *map(str, problem["loc"])])
         yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 
 def _name_moved(error: BaseException) -> str:
-    """A hint with the new name of a module if a configuration imports a former name such as `infra.node` (empty
-    otherwise)."""
+    """A hint with the new name of a module, if a configuration imports its former name, such as `infra.node`
+    (otherwise empty)."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     return f": import from rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 
@@ -537,7 +553,7 @@ def name_of(path: Path) -> str:
 
 
 def _beside(config: Config, folder: Path) -> Config:
-    """The configuration with its paths relative to `folder` made absolute."""
+    """The configuration with absolute paths. Relative paths start in `folder`."""
     training, rewards = config.training, config.rollout.rewards
     given = {
         "model": config.model.model_dump(),
@@ -560,12 +576,12 @@ def _beside(config: Config, folder: Path) -> Config:
 
 
 def _node_beside(node: NodeSettings, folder: Path) -> NodeSettings:
-    """The node with the relative paths of its files made absolute against `folder`."""
+    """The node's settings with absolute paths of files. Relative paths start in `folder`."""
     return type(node).model_validate(resolve_node_paths(node.model_dump(exclude_unset=True), folder))
 
 
 def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
-    """Note functions that jobs could not import, because jobs are other processes."""
+    """Collect functions of the configuration that jobs cannot import. Jobs run in their own processes."""
     rollout = config.rollout
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
@@ -582,7 +598,7 @@ def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
             resolve_function(name_of_function(function), {}, setting=setting)
         except ConfigError as error:
             located = ConfigError(
-                f"{path}: {setting}: the jobs, processes of their own, cannot import {called}: put it into a "
+                f"{path}: {setting}: the jobs, which are other processes, cannot import {called}: put it into a "
                 'module beside the configuration and name it "module:function"'
             )
             located.__cause__ = error

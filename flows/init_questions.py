@@ -1,6 +1,6 @@
-"""The questions of `rollouts init`: what the options leave open is asked, and the result is written and validated.
+"""The work of `rollouts init`: ask for missing options, write the configuration, and validate it.
 
-Not here: the options (commands/init.py), the text of the configuration and files of rows (new_configuration.py), the
+Not here: the options (commands/init.py), the text of the configuration and of data files (new_configuration.py), the
 checks (preflight.py).
 """
 
@@ -38,10 +38,10 @@ from rollouts_core.system.files import write_atomically
 
 
 def write_first_configuration(options: InitOptions, store: Path) -> None:
-    """Ask for what the options leave open, write the configuration, and validate it.
+    """Ask for missing options, write the configuration, and validate it.
 
     Raises:
-        InputError: an answer does not fit, a file exists, rows have to be converted, or the checks refuse the result.
+        InputError: an answer is invalid, a file exists, rows must be converted first, or the checks find mistakes.
     """
     config = options.config
     _check_new(config, force=options.force)
@@ -70,15 +70,15 @@ def _check_new(path: Path, *, force: bool) -> None:
 
 
 def _answer(given: str, option: str, question: str, check: Callable[[str], str], default: str = "") -> str:
-    """The checked answer: the option's, else the terminal's, which is asked again after a wrong one.
+    """The value of an option or, if it is missing, the user's answer at the terminal. An invalid answer is asked again.
 
     Raises:
-        InputError: the option is wrong, or is missing without a default and without a terminal to ask.
+        InputError: the option is invalid, or it is missing, has no default, and there is no terminal.
     """
     if given or (default and not sys.stdin.isatty()):
         return check(given or default)
     if not sys.stdin.isatty():
-        raise InputError(f"{option} is missing ({question}): without a terminal every answer is an option")
+        raise InputError(f"{option} is missing ({question}): without a terminal, give every answer as an option")
     while True:
         try:
             return check(typer.prompt(question, default=default or None, err=True).strip())
@@ -97,7 +97,7 @@ def _check_model(value: str) -> str:
 
 
 def _ask_files(answers: Answers, given: Mapping[DataName, str]) -> dict[DataName, str]:
-    """The files of rows; an empty name for held-out rows that are to be split off."""
+    """The data files by setting. An empty path means that rows are to be split off from the training data."""
     found: dict[DataName, str] = {}
     for name in (*answers.trained, "selection", "heldout"):
 
@@ -117,7 +117,7 @@ def _ask_files(answers: Answers, given: Mapping[DataName, str]) -> dict[DataName
 
 
 def _ask_machine(answers: Answers, options: InitOptions) -> Answers:
-    """The answers with those about the machine."""
+    """Ask for the machine, and return the answers with it."""
     chosen = _answer(options.machine, "--machine", "Machine (this, rented, or user@host)", _check_machine, "this")
     if chosen == "rented":
         given = f"{options.max_usd:g}" if options.max_usd else ""
@@ -149,10 +149,11 @@ def _check_usd(value: str) -> str:
 def _bring_rows(
     answers: Answers, files: dict[DataName, DataFile], *, convert: bool, force: bool
 ) -> tuple[dict[DataName, str], dict[DataName, dict[str, str]]]:
-    """The files that the configuration names, with the types of their CSV columns; writes those that have to be.
+    """Write converted or split data files if necessary. Returns the paths of all data files, and the types of their CSV
+    columns.
 
     Raises:
-        InputError: rows have to be converted or split, and that is not wanted.
+        InputError: rows must be converted or split, but the user did not agree.
     """
     reasons = needs_writing(answers, files)
     if not reasons:
@@ -174,11 +175,11 @@ def _bring_rows(
 
 
 def _validate(config: Path, store: Path) -> None:
-    """Check the new configuration as `rollouts validate` does, and say so."""
+    """Check the new configuration as `rollouts validate` does, and print the result."""
     try:
         pipeline = load_checkable(config, reads_rows=True)
         show_checks(lambda: check_pipeline(pipeline, store), fact="ok    ", caution="warn  ")
     except (InputError, ConfigError) as error:
-        error.add_note(f"{config} is written: change it, then rollouts validate {config}")
+        error.add_note(f"{config} was written: change it, then run rollouts validate {config}")
         raise
     console.print(f"rollouts validate accepts {config}\n\nNext:        rollouts run {config}", markup=False)

@@ -1,14 +1,14 @@
-"""Live pages about the runs of a store: curves, samples, events, money.
+"""Live web pages about the runs of a store: curves, samples, events, costs.
 
-Not here: what a page shows (rollouts_core/report/live.py, live_blocks.py), which stages a run came to (store_runs.py).
+Not here: the content of a page (rollouts_core/report/live.py, live_blocks.py), the stages of a run (store_runs.py).
 
     GET /                           the runs, the latest first; /?q=small&state=running filters them
-    GET /runs/<run>                 a run; the page asks for itself again every few seconds
-    GET /runs/<run>/blocks/<name>   curves, and samples in pages of bounded size, as the page asks for them
-    GET /runs/<run>/report          the report, when there is one
+    GET /runs/<run>                 a run; the page reloads itself every few seconds
+    GET /runs/<run>/blocks/<name>   data that the page requests: curves, and samples in blocks of limited size
+    GET /runs/<run>/report          the report, after the run has written it
 
-Served on loopback, by what `rollouts up` started or by `rollouts watch`, with the password of the store's Prefect
-server. Nothing can be changed through it. The port is kept from one start to the next, so that links stay good.
+The serving process of `rollouts up`, or `rollouts watch`, serves the pages on loopback. They need the password of the
+store's Prefect server, and cannot change anything. The port stays the same after a restart, so that links stay valid.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "live.json"
 MAX_RUNS = 50
-"""Number of runs in the list. Older runs keep their pages, so that shared links stay valid."""
+"""Maximum number of runs in the list. Pages of older runs are still served, so that shared links stay valid."""
 END_S = 10.0
 MAX_LOOKS = 5
 POLICY_OF_LIST = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'; form-action 'self'; base-uri 'none'"
@@ -63,7 +63,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveAddress:
-    """The address of the live pages."""
+    """The port of the live pages, and the process that serves them."""
 
     port: int
     process: ProcessIdentity
@@ -73,13 +73,13 @@ class LiveAddress:
         return f"http://{LOOPBACK}:{self.port}"
 
     def run_url(self, run: str) -> str:
-        """The page of a run, by the name of its folder of results."""
+        """The URL of a run's page. `run` is the name of the run's folder of results."""
         return f"{self.url}/runs/{run}"
 
 
 @contextmanager
 def served_live_pages(store: Path) -> Iterator[LiveAddress]:
-    """Serve the pages as long as the block runs."""
+    """Serve the pages while the block runs."""
     import uvicorn
 
     home = store.resolve() / "prefect"
@@ -100,11 +100,11 @@ def served_live_pages(store: Path) -> Iterator[LiveAddress]:
 
 
 def find_live_pages(store: Path) -> LiveAddress | None:
-    """The address of the store's pages; None if no process of this machine, or container, serves them."""
+    """The address of the store's live pages (None if no process of this machine or container serves them)."""
     try:
         state = json.loads((store.resolve() / "prefect" / STATE_FILE).read_text())
         address = LiveAddress(port=state["port"], process=ProcessIdentity(**state["process"]))
-        if not address.process.is_here:  # its port may be another program's by now
+        if not address.process.is_here:  # another program may use the port now
             return None
         socket.create_connection((LOOPBACK, address.port), 1).close()
     except (OSError, ValueError, KeyError, TypeError):
@@ -113,7 +113,7 @@ def find_live_pages(store: Path) -> LiveAddress | None:
 
 
 def live_app(store: Path) -> Starlette:
-    """The pages of a store; every request must carry the password."""
+    """The web application with the pages of a store. Every request must contain the password."""
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
@@ -135,7 +135,7 @@ def live_app(store: Path) -> Starlette:
     def run(request: Request) -> Response:
         uses = find_run(store, request.path_params["run"])
         if uses is None:
-            return PlainTextResponse("there is no such run, or it has not come to a stage yet", 404)
+            return PlainTextResponse("there is no such run, or it has not begun a stage yet", 404)
         page = looked_again(lambda: render_live(load_run(store, uses), now=time.time()))
         return respond(page, policy_of_live)
 
@@ -153,7 +153,7 @@ def live_app(store: Path) -> Starlette:
         uses = find_run(store, request.path_params["run"])
         path = report_path(store, uses) if uses else None
         if path is None or not path.is_file():
-            return PlainTextResponse("there is no such run, or it has not come to its report yet", 404)
+            return PlainTextResponse("there is no such run, or it has no report yet", 404)
         page = path.read_text(encoding="utf-8", errors="replace")
         return respond(page, find_policy(page))
 
@@ -168,7 +168,7 @@ def live_app(store: Path) -> Starlette:
 
 
 def _guarded(handler: Callable[[Request], Response], wanted: str) -> Callable[[Request], Response]:
-    """The handler for requests with this header `Authorization`. Other requests are asked for the password."""
+    """Wrap a handler: a request without the header `Authorization: <wanted>` gets status 401."""
     from starlette.responses import PlainTextResponse
 
     def answer(request: Request) -> Response:
@@ -181,7 +181,7 @@ def _guarded(handler: Callable[[Request], Response], wanted: str) -> Callable[[R
 
 
 def looked_again(render: Callable[[], Made]) -> Made:
-    """Make a page or block. Try again if a file was removed meanwhile, because RL removes samples and prune stages."""
+    """Call `render`, and retry if a file vanished meanwhile. RL removes old samples, and `rollouts prune` stages."""
     for _ in range(MAX_LOOKS - 1):
         with suppress(FileNotFoundError):
             return render()
@@ -189,7 +189,10 @@ def looked_again(render: Callable[[], Made]) -> Made:
 
 
 def list_runs(store: Path, query: str = "", state: str = "") -> tuple[list[ListedRun], bool]:
-    """The lines of the latest runs with this in their names and in this state, and whether there are more."""
+    """The latest runs whose names contain `query` and whose state is `state`, and whether more runs match.
+
+    An empty `query` or `state` matches every run.
+    """
     living, found = living_runs(store), list[ListedRun]()
     for uses in runs_by_use(store):
         if query.casefold() not in uses[0].run.casefold():
@@ -204,7 +207,7 @@ def list_runs(store: Path, query: str = "", state: str = "") -> tuple[list[Liste
 
 
 def describe_run(store: Path, uses: Sequence[StageUse], living: Collection[str]) -> ListedRun:
-    """A run's line in the list; only what is known of one with files of another version."""
+    """A run's line in the list. If another version wrote the run's files, most fields stay empty."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(use.began_at for use in uses)))
     key, is_alive = uses[0].run, lives(uses, living)
     try:
@@ -230,13 +233,13 @@ def describe_run(store: Path, uses: Sequence[StageUse], living: Collection[str])
 
 
 def _listener(port: int) -> socket.socket:
-    """A socket on the port, or on any free port if it is taken."""
+    """A listening socket on the port or, if the port is in use, on any free port."""
     for candidate in (port, 0):
-        listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio holds each answer back for 40 ms
+        listener = socket.socket(proto=socket.IPPROTO_TCP)  # without the protocol, asyncio delays answers by 40 ms
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             listener.bind((LOOPBACK, candidate))
-            listener.listen()  # before the address is published
+            listener.listen()  # before other processes read the address
             return listener
         listener.close()
     raise OSError("no port is free on this machine")

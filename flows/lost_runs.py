@@ -1,17 +1,17 @@
-"""Find runs whose process is gone although Prefect shows them as alive, and restart runs whose process was killed.
+"""Find runs whose process is gone although Prefect shows them as running, and restart runs whose process was killed.
 
-Prefect does not notice that a process is gone if the serving process died too, or if the process could not report its
-end. The run then stays Running, and can be neither retried nor cancelled.
+Prefect does not notice that a run's process is gone if the serving process died, too, or if the run's process could not
+report its final state. The run then stays Running, and can be neither retried nor cancelled.
 
     Running    and no process     ->  Crashed; also if the process died before it took its run's lock
-    Pending    for minutes        ->  AwaitingRetry: the process that was to start the run is gone
-    Cancelling and no process     ->  its jobs end, Cancelled
-    Cancelled, Failed or Completed, set without a living process  ->  its jobs end
-    Crashed    by a signal        ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
+    Pending    for minutes        ->  AwaitingRetry, because the process that should start the run is gone
+    Cancelling and no process     ->  the run's jobs end; Cancelled
+    Cancelled, Failed or Completed, set while the run had no process  ->  the run's jobs end
+    Crashed    by a signal        ->  AwaitingRetry, at most `run.restarts` times; the run attaches to its jobs
     Crashed    by automations.py  ->  AwaitingRetry in the same way
-    Crashed    by a lost concurrency slot  ->  AwaitingRetry in the same way: its machine was suspended for minutes
-    AwaitingRetry  without a deployment  ->  Crashed: Prefect could not start the run
-    Running, Cancelling or Crashed, although the process noted another end  ->  that end (run_ends.py)
+    Crashed    by a lost concurrency slot  ->  AwaitingRetry in the same way; the machine was suspended for minutes
+    AwaitingRetry  without a deployment  ->  Crashed, because Prefect cannot start the run
+    Running, Cancelling or Crashed, but the process saved another final state  ->  that state (run_ends.py)
 """
 
 from __future__ import annotations
@@ -59,29 +59,30 @@ UNDER_WAY = FlowRunFilter(
     state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
 )
 PENDING_S = 300.0
-"""A run that is Pending for longer counts as lost: a new process imports for seconds, on a busy machine for a
-minute."""
+"""Seconds after which a Pending run counts as lost. A new process needs some seconds for its imports, and a minute on a
+busy machine."""
 UNBEGUN_S = 120.0
-"""A run that is Running without a lock for longer counts as lost: a new process takes its run's lock within seconds."""
+"""Seconds after which a Running run whose lock no process has taken counts as lost. A new process takes its run's lock
+within seconds."""
 GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
 GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
-"""State message of a run without a deployment, which Prefect cannot retry."""
+"""State message for a lost run without a deployment. Prefect cannot retry such a run."""
 BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
-"""Prefect's state message of a run whose process was ended by a signal."""
+"""Prefect's state message for a run whose process was ended by a signal."""
 AGAIN = "AwaitingRetry"
-NOT_BEGUN = "started again, because the process that was to start it was gone"
+NOT_BEGUN = "started again, because the process that should have started it was gone"
 AWAY = timedelta(days=1)
-"""Longest time that this machine may be down: runs that the server marks Crashed meanwhile are restarted afterwards."""
+"""Longest downtime of this machine after which runs that the server marked Crashed meanwhile are restarted."""
 STARTED_AGAIN = "started again, because its process was killed"
 LOST_SLOT = "Execution was cancelled by the runtime environment."
-"""Prefect's state message of a run whose concurrency slot expired because its lease was not renewed in time."""
+"""Prefect's state message for a run whose concurrency slot expired because its lease was not renewed in time."""
 NO_DEPLOYMENT = (
-    "its deployment was deleted, so nothing starts it again; rollouts cancel ends its jobs, if any, and a run with the "
-    "same settings attaches to them"
+    "its deployment was deleted, so it cannot be started again; rollouts cancel ends its jobs, if any, and a run with "
+    "the same settings attaches to them"
 )
 UNREPORTED_S = 90.0
-"""Seconds after which this module reports a noted end, because Prefect's client has given up its own retries by
-then."""
+"""Seconds after which this module reports a final state that a run's process saved. By then, Prefect's client in that
+process has ended its retries."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:
@@ -94,7 +95,7 @@ def crashed_since(moment: datetime) -> FlowRunFilter:
 
 
 class LostRuns:
-    """Finds and handles lost runs. A run counts as lost if two looks in a row find it in the same state.
+    """Finds and handles lost runs. A run counts as lost if two checks in a row find it in the same state.
 
     Args:
         deployments: ids of the deployments whose runs this process starts.
@@ -103,18 +104,18 @@ class LostRuns:
     def __init__(self, store: Path, deployments: Collection[UUID] = ()) -> None:
         self._deployments = deployments
         self._waiting_since: dict[tuple[UUID, UUID | None], float] = {}
-        """When a run that never had a process was first found in its present state: monotonic seconds by run and
-        state."""
+        """When a run that never had a process was first found in its current state: monotonic seconds, by run id and
+        state id."""
         self._store = store
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """States of ended runs whose jobs this object tried to end. There is no second attempt, so a user has to end
-        the rest."""
+        """Ids of states of ended runs whose jobs this object tried to end. The attempt is made only once: a user must
+        end the remaining jobs."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
-        """Mark runs that two looks in a row found lost, and restart killed runs."""
+        """Mark lost runs, restart killed runs, and end the jobs of runs that ended without a process."""
         try:
             async with get_client() as client:
                 runs = await client.read_flow_runs(flow_run_filter=UNDER_WAY, limit=200)
@@ -134,12 +135,12 @@ class LostRuns:
                     self._given_back.add(run.state_id)
                     await _tried(_give_back, client, run)
         except (httpx.HTTPError, PrefectException, TransientInfraError) as error:
-            logger.warning("lost runs could not be looked for: %s", error)
+            logger.warning("the search for lost runs failed, and will be retried: %s", error)
             return
         self._suspects = set(suspects)
 
     async def _never_begun(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs of this store that a serving process was to start long ago, and that still have no process."""
+        """Runs of this store that a serving process should have started long ago, and that still have no process."""
         if named_url() and not self._deployments:
             return []
         begun = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -165,7 +166,10 @@ class LostRuns:
         return [run for run in runs if not await has_deployment(client, run)]
 
     async def _unreported(self, client: PrefectClient) -> list[tuple[FlowRun, RunEnd]]:
-        """Runs whose noted end Prefect does not know, with that end. Noted ends that Prefect knows are deleted."""
+        """Runs whose process saved a final state that Prefect does not know, with this state.
+
+        Saved states that Prefect knows are deleted.
+        """
         ends = read_ends(self._store, older_than_s=UNREPORTED_S)
         if not ends:
             return []
@@ -182,17 +186,17 @@ class LostRuns:
         return found
 
     def _is_ours(self, run: FlowRun) -> bool:
-        """Whether the run's process died in this store, or the run's parameters name this store."""
+        """Whether the run belongs to this store: its process died here, or its parameters name the store."""
         options = held_tables(run.parameters).get("run")
         named = options.get("store", "") if isinstance(options, dict) else ""
         return self._is_lost(run) or (bool(named) and Path(named) == self._store)
 
     async def _ended_and_holding(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs without a process that a user set to an ended state, and that still hold jobs or machines.
+        """Runs without a process that a user set to a final state, and that still hold jobs or machines.
 
         If a user cancels a run that waits for a restart, Prefect sets it to Cancelled at once, without notifying a
-        process. A user may also set the run to Failed or Completed. A run in these two states keeps its rented machine
-        until the machine expires, because the run's settings may ask for that after a failure.
+        process. A user may also set a run to Failed or Completed. A Failed or Completed run keeps its rented machine
+        until the machine expires, because the run's settings may require this after a failure.
         """
         with Ledger(self._ledger_path) as ledger:
             renters = {rental.run_id for rental in open_rentals(ledger)}
@@ -214,7 +218,7 @@ class LostRuns:
         ]
 
     def _is_new(self, run: FlowRun) -> bool:
-        """Whether the run crashed after this object was made, or was marked Crashed for missing heartbeats."""
+        """Whether the run crashed after this object was created, or was marked Crashed for missing heartbeats."""
         crashed = run.end_time
         return (crashed is not None and crashed > self._began) or (run.state is not None and was_silent(run.state))
 
@@ -223,7 +227,7 @@ class LostRuns:
             return ledger.has_died(str(run.id))
 
     def _never_lived(self, run: FlowRun) -> bool:
-        """Whether a run that only this store starts has no process, and never had one."""
+        """Whether the run belongs to this store and never had a process."""
         with Ledger(self._ledger_path) as ledger:
             has_lived = ledger.is_alive(str(run.id)) or ledger.has_died(str(run.id))
         is_started_here = run.deployment_id in self._deployments or (
@@ -237,14 +241,14 @@ class LostRuns:
 
 
 async def _tried(act: Callable[[PrefectClient, FlowRun], Awaitable[None]], client: PrefectClient, run: FlowRun) -> None:
-    """Call `act` for a run. A failure is logged, so that other runs get their turn: the run may have been deleted."""
+    """Call `act` for a run. An exception is logged and not raised, so that the other runs are handled, too."""
     try:
         await asyncio.to_thread(recall_states, str(run.id))
         await act(client, run)
     except (httpx.HTTPError, PrefectException) as error:
-        logger.warning("run %s (%s) could not be marked, which is tried again: %s", run.name, run.id, error)
+        logger.warning("run %s (%s) could not be marked; retrying: %s", run.name, run.id, error)
     except Exception:
-        logger.exception("run %s (%s) could not be handled, which is tried again", run.name, run.id)
+        logger.exception("run %s (%s) could not be handled; retrying", run.name, run.id)
 
 
 async def _mark(client: PrefectClient, run: FlowRun) -> None:
@@ -266,12 +270,12 @@ async def _give_back(_: PrefectClient, run: FlowRun) -> None:
 
 
 def mark_of_gone(run: FlowRun) -> State:
-    """The state Crashed for a run whose process is gone, with a message about how the run can go on."""
+    """The state Crashed for a run whose process is gone. Its message tells how to continue the run."""
     return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
 
 
 async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
-    """Schedule a run again if the process that was to start it is gone. This does not count as a restart."""
+    """Schedule a run again that its serving process did not start. This does not count as a restart."""
     if not await has_deployment(client, run):
         await _give_up_retry(client, run)
         return
@@ -297,17 +301,17 @@ async def _give_up_retry(client: PrefectClient, run: FlowRun) -> None:
 
 
 async def _report(store: Path, end: RunEnd, client: PrefectClient, run: FlowRun) -> None:
-    """Set a run's state in Prefect to the end that the run's process could not report."""
+    """Set a run's state in Prefect to the final state that the run's process saved but could not report."""
     state = end.state()
     if run.state_type is StateType.CANCELLING:
         state = Cancelled(message=f"{await asyncio.to_thread(release_for, run)}; its process had ended: {state.name}")
     await client.set_flow_run_state(run.id, state, force=True)
     forget_end(store, str(run.id))
-    logger.warning("run %s (%s) is %s, which its process could not tell Prefect", run.name, run.id, state.name)
+    logger.warning("run %s (%s) is %s: its process could not report this to Prefect", run.name, run.id, state.name)
 
 
 async def _start_again(client: PrefectClient, run: FlowRun) -> None:
-    """Schedule a run again whose process was killed, unless its allowed restarts are used up."""
+    """Schedule a run again whose process was killed, unless it was restarted `run.restarts` times already."""
     if run.state is None or not was_killed(run.state):
         return
     if not await has_deployment(client, run):

@@ -1,6 +1,6 @@
-"""A first configuration from a few answers: the text of the TOML file, and the files of rows that it names.
+"""Create the files of `rollouts init`: the text of the TOML configuration, and converted data files.
 
-Not here: the questions (commands/init.py), shapes of rows (rollouts_core/data/foreign_rows.py).
+Not here: the questions (init_questions.py), formats of rows (rollouts_core/data/foreign_rows.py).
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ DataName = Literal["sft", "prompts", "selection", "heldout"]
 MODES: Mapping[Goal, str] = {"imitate": "sft", "reward": "rl", "both": "sft+rl"}
 CSV_SUFFIXES = (".csv", ".tsv")
 MAX_COUNTED = 100_000
-"""Most rows that are counted for the length of a training."""
+"""Maximum number of rows to read for an estimate of the number of training steps."""
 MAX_HELD_OUT = 200
-"""Most rows for selection, and for the report, of a file that is split."""
+"""Maximum number of rows to split off for data.selection, and for data.heldout."""
 HELD_OUT_SHARE = 10
-"""One row in so many is for selection, and another for the report."""
+"""One row in this many is split off for data.selection, and another one for data.heldout."""
 EPOCHS, MIN_STEPS = 3, 20
 CHARS_PER_TOKEN = 4
-"""For the length of a training before a tokenizer is loaded."""
+"""Estimate of the characters per token, used because no tokenizer is loaded here."""
 MAX_POSITIONS = 4096
-"""Longest text that is assumed of a model whose config.json is not here."""
+"""Assumed context length in tokens of a model whose config.json is not on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Everything that a first configuration is made from."""
+    """The user's answers to the questions of `rollouts init`."""
 
     path: Path
-    """The configuration."""
+    """Path of the configuration to write."""
     model: str
     goal: Goal
     files: Mapping[DataName, str]
-    """The given files of rows, relative to the current folder; `sft` may be a dataset of the hub."""
+    """The given data files, relative to the current folder. `sft` may be a dataset of the hub."""
     reward: str = ""
     """An environment, a reward, or `package.module:function`."""
     machine: str = "this"
     """this, rented, or user@host."""
     python: str = ""
-    """Interpreter on a machine that is reached over SSH."""
+    """Python interpreter on a machine that is reached by SSH."""
     gpu: str = ""
     max_usd: float = 0.0
 
     @property
     def trained(self) -> tuple[DataName, ...]:
-        """The settings of `data` for training that the goal needs."""
+        """The names of the training data in [data] that the goal needs."""
         names: dict[Goal, tuple[DataName, ...]] = {
             "imitate": ("sft",),
             "reward": ("prompts",),
@@ -75,39 +75,39 @@ class Answers:
 
     @property
     def missing(self) -> list[DataName]:
-        """The settings of `data` that name no file yet."""
+        """The names of the data in [data] for which no file was given."""
         return [name for name in (*self.trained, "selection", "heldout") if not self.files.get(name)]
 
     def is_for_rewards(self, name: DataName) -> bool:
-        """True if the rows of a file are prompts for rewards, and not demonstrations."""
+        """True if the rows of a file must be prompts for RL, False if they must be demonstrations."""
         return name != "sft" and self.goal != "imitate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A file of rows, as its first row shows it."""
+    """A data file and the format of its rows, as found in the first row."""
 
     path: str
     shape: RowShape | None
-    """None for rows of a dataset of the hub, which are not looked at."""
+    """Format of the rows. None for a dataset of the hub or a URL, which is not downloaded here."""
     columns: Mapping[str, str]
-    """Types of CSV columns."""
+    """Types of CSV columns that contain JSON, by column."""
     is_read: bool
-    """Training reads the rows as they are."""
+    """Whether training can read the rows without conversion."""
 
     def describe(self) -> str:
-        """The shape of the rows in a sentence."""
+        """Describe the format of the rows in a sentence."""
         if self.shape is None:
-            return f"{self.path}: not a local file, so its rows are not looked at"
+            return f"{self.path}: not a local file, so its rows are not checked"
         typed = f", with columns of JSON ({', '.join(self.columns)})" if self.columns else ""
         return f"{self.path}: {self.shape.name}{typed}, {'read as they are' if self.is_read else 'to be converted'}"
 
 
 def inspect_file(path: str, *, for_rewards: bool, needs_answer: bool) -> DataFile:
-    """Look at the first row of a file.
+    """Determine the format of a data file from its first row.
 
     Raises:
-        InputError: the file cannot be read, or its rows have no known shape or another purpose.
+        InputError: the file cannot be read, or its rows have an unknown format or the format of another purpose.
     """
     if "://" in path or (not Path(path).exists() and not for_rewards and path.count("/") == 1):
         return DataFile(path=path, shape=None, columns={}, is_read=True)
@@ -116,7 +116,7 @@ def inspect_file(path: str, *, for_rewards: bool, needs_answer: bool) -> DataFil
     shape = find_shape(with_json(row, columns), for_rewards=for_rewards)
     if shape is None:
         raise DataError(
-            f"{path}: the shape of the rows is unknown; expected messages, prompt with completion or answer, or text; "
+            f"{path}: the format of the rows is unknown; expected messages, prompt with completion or answer, or text; "
             f"found {describe_keys(row)}"
         )
     if not (shape.is_prompt if for_rewards else shape.is_demonstration):
@@ -128,7 +128,7 @@ def inspect_file(path: str, *, for_rewards: bool, needs_answer: bool) -> DataFil
 
 
 def inspect_files(answers: Answers) -> dict[DataName, DataFile]:
-    """The given files, as their first rows show them."""
+    """Determine the format of each given data file from its first row."""
     needs_answer = ":" not in answers.reward
     return {
         name: inspect_file(path, for_rewards=answers.is_for_rewards(name), needs_answer=needs_answer)
@@ -138,7 +138,7 @@ def inspect_files(answers: Answers) -> dict[DataName, DataFile]:
 
 
 def check_reward(name: str) -> str:
-    """The reward or environment, if there is one of this name.
+    """Check that a reward, an environment or a function has this name, and return the name.
 
     Raises:
         InputError: the name is unknown.
@@ -153,22 +153,22 @@ def check_reward(name: str) -> str:
 
 
 def data_folder(config: Path) -> Path:
-    """The folder for converted rows of a configuration."""
+    """The folder for the converted data files of a configuration."""
     return config.parent / f"{config.stem}-data"
 
 
 def needs_writing(answers: Answers, files: Mapping[DataName, DataFile]) -> list[str]:
-    """A reason for each file of rows that has to be written before a run can read it."""
+    """A phrase for each data file that must be converted or split off before a run can read it, with the reason."""
     reasons = [f"{each.path} has {each.shape.name}" for each in files.values() if each.shape and not each.is_read]
     missing = [name for name in answers.missing if name in ("selection", "heldout")]
-    return reasons + [f"data.{name} has no file, and can be split from the others" for name in missing]
+    return reasons + [f"data.{name} has no file, and can be split off from the training data" for name in missing]
 
 
 def write_rows(answers: Answers, files: Mapping[DataName, DataFile]) -> dict[DataName, str]:
-    """Write the rows of all files, converted and split, into `data_folder`; returns the new paths.
+    """Convert and split the rows of all data files, write them into `data_folder`, and return the new paths.
 
     Raises:
-        InputError: a row does not fit, or there are too few to split.
+        InputError: a row cannot be converted, or there are too few rows to split.
     """
     rows = {name: list(_converted(each, name, answers)) for name, each in files.items()}
     source: DataName = "sft" if answers.goal == "imitate" else "prompts"
@@ -188,7 +188,7 @@ def write_rows(answers: Answers, files: Mapping[DataName, DataFile]) -> dict[Dat
 
 
 def _converted(file: DataFile, name: DataName, answers: Answers) -> Iterator[Row]:
-    """The rows of a file as training reads them."""
+    """Yield the rows of a file in the format that training reads."""
     if file.shape is None:
         raise InputError(f"{file.path} is not a local file, so it cannot be converted or split: download it")
     for number, row in load_rows(file.path):
@@ -196,7 +196,7 @@ def _converted(file: DataFile, name: DataName, answers: Answers) -> Iterator[Row
         try:
             shape = find_shape(read, for_rewards=answers.is_for_rewards(name))
             if shape is None:
-                raise DataError(f"its shape is unknown; found {describe_keys(row)}")
+                raise DataError(f"its format is unknown; found {describe_keys(row)}")
             yield read if shape.convert is None else shape.convert(read)
         except DataError as error:
             raise DataError(f"{file.path}, row {number}: {error}") from error
@@ -205,7 +205,7 @@ def _converted(file: DataFile, name: DataName, answers: Answers) -> Iterator[Row
 def _split(
     rows: Sequence[Row], names: Sequence[DataName], taken: set[str], *, source: str
 ) -> tuple[list[Row], dict[DataName, list[Row]]]:
-    """The rows of training, and the held-out rows for each name; rows with one prompt stay together."""
+    """Split rows into training rows and held-out rows for each name. Rows with the same prompt stay together."""
     by_key: dict[str, list[Row]] = {}
     for row in rows:
         by_key.setdefault(_key_of(row), []).append(row)
@@ -214,7 +214,7 @@ def _split(
     size = min(MAX_HELD_OUT, max(1, len(keys) // HELD_OUT_SHARE))
     if len(keys) <= size * len(names):
         raise InputError(
-            f"{source} has {len(keys)} rows with different prompts, too few to split off {' and '.join(names)}: name "
+            f"{source} has {len(keys)} rows with different prompts, too few to split off {' and '.join(names)}: give "
             "files for them"
         )
     split: dict[DataName, list[Row]] = {}
@@ -224,7 +224,7 @@ def _split(
 
 
 def _key_of(row: Row) -> str:
-    """A key that rows with the same words of the user share."""
+    """A key that is equal for rows with the same messages of the user."""
     is_demonstration = any(row.get(name) is not None for name in ("messages", "text", *COMPLETION_KEYS))
     read = read_demonstration(row) if is_demonstration else build_prompt(row, 0, default_id="0")
     return read if isinstance(read, str) else key_of_turns(said_by_user(read.messages))
@@ -233,17 +233,17 @@ def _key_of(row: Row) -> str:
 def render_configuration(
     answers: Answers, paths: Mapping[DataName, str], columns: Mapping[DataName, Mapping[str, str]]
 ) -> str:
-    """The text of the configuration.
+    """The text of the TOML configuration.
 
     Args:
-        paths: the files of `data`, relative to the current folder.
-        columns: types of CSV columns.
+        paths: the data files by setting, relative to the current folder.
+        columns: types of CSV columns that contain JSON, by setting.
     """
     folder = answers.path.parent
     commands = {
-        f"rollouts validate {answers.path.name}": "all checks that need no training",
-        f"rollouts run {answers.path.name}": "the pipeline",
-        "rollouts explain training": "help and default of every setting",
+        f"rollouts validate {answers.path.name}": "check everything without training",
+        f"rollouts run {answers.path.name}": "run the pipeline",
+        "rollouts explain training": "show help and default of each setting",
     }
     parts = [
         [
@@ -273,7 +273,7 @@ def _text(value: str) -> str:
 
 
 def _beside(path: str, folder: Path) -> str:
-    """A path of the current folder as one relative to the configuration; hub ids and URLs stay."""
+    """Convert a path relative to the current folder to one relative to `folder`. Hub ids and URLs stay unchanged."""
     if "://" in path or not Path(path).exists():
         return path
     whole, base = Path(path).resolve(), folder.resolve()
@@ -282,9 +282,9 @@ def _beside(path: str, folder: Path) -> str:
 
 ABOUT_DATA: Mapping[DataName, str] = {
     "sft": "demonstrations to imitate",
-    "prompts": "prompts to learn from by rewards",
-    "selection": "choose between checkpoints",
-    "heldout": "for the report: no stage trains on them or selects by them",
+    "prompts": "prompts for RL",
+    "selection": "rows to choose the best checkpoint with",
+    "heldout": "rows for the final scores; never used for training or selection",
 }
 
 
@@ -332,7 +332,7 @@ def _policy(answers: Answers) -> list[str]:
 
 
 def _positions(model: str) -> int:
-    """The longest text of a local model in tokens; MAX_POSITIONS if it is unknown."""
+    """The context length of a local model in tokens (MAX_POSITIONS if it is unknown)."""
     try:
         about = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         found = {**about, **about.get("text_config", {})}.get("max_position_embeddings")
@@ -349,7 +349,7 @@ def _rollout(answers: Answers, paths: Mapping[DataName, str]) -> Iterator[list[s
     is_environment = answers.reward in ALL_ENVIRONMENTS
     setting = "environment" if is_environment else "reward_fn"
     lines = ["[rollout]", f"{setting} = {_text(answers.reward)}", f"batch_size = {size} # prompts in a step"]
-    lines.append("n_samples_per_prompt = 8 # completions of a prompt, whose rewards are compared")
+    lines.append("n_samples_per_prompt = 8 # completions per prompt; their rewards are compared")
     yield [*lines, f"max_prompt_tokens = {prompt}"]
     yield ["[rollout.sampling]", f"max_new_tokens = {completion} # of a completion"]
     engine = "embedded" if answers.machine == "this" else "auto"
@@ -370,7 +370,7 @@ def _node(answers: Answers) -> list[str]:
             "[node]",
             'kind = "rented" # keys of providers: docs/machines.md',
             f"query = {{ gpu_types = [{_text(answers.gpu)}] }} # rollouts gpus shows offers",
-            f"max_usd = {answers.max_usd:g} # the run gives the machine back before it costs more",
+            f"max_usd = {answers.max_usd:g} # the run releases the machine before it costs more",
         ]
     return [
         "[node]",
@@ -381,23 +381,26 @@ def _node(answers: Answers) -> list[str]:
 
 
 def _count(path: str) -> tuple[int, int]:
-    """The rows of a local file, at most MAX_COUNTED, and the length of their texts; 0 if they cannot be read here."""
+    """The number of rows of a local file (at most MAX_COUNTED), and the total length of their texts in characters.
+
+    Both are 0 if the file is not on this machine.
+    """
     lengths = [_text_length(row) for _, row in islice(load_rows(path), MAX_COUNTED)] if Path(path).exists() else []
     return len(lengths), sum(lengths)
 
 
 def _text_length(value: object) -> int:
-    """The characters of all texts in a value of JSON."""
+    """The number of characters of all texts in a JSON value."""
     if isinstance(value, Mapping):
         return sum(map(_text_length, value.values()))
     return sum(map(_text_length, value)) if isinstance(value, list) else len(str(value))
 
 
 def check_choice(value: str, choices: Sequence[str], *, option: str) -> str:
-    """The value, if it is one of the choices.
+    """Return the value if it is one of the choices.
 
     Raises:
-        InputError: it is another one.
+        InputError: the value is not one of the choices.
     """
     if value in choices:
         return value

@@ -1,12 +1,12 @@
-"""The state of a run whose RL worked but did not improve the model, so that the run does not look like a broken one.
+"""A separate final state for runs whose RL worked but did not improve the model, to distinguish them from failures.
 
-Not here: the verdict (rollouts_core/comparison.py), the flow that ends so (pipeline.py). Imports no Prefect.
+Not here: the comparison (rollouts_core/comparison.py), the flow that ends in this state (pipeline.py).
 """
 
 from rollouts_core.errors import RolloutsError
 
 NO_IMPROVEMENT = "NoImprovement"
-"""The name of the failed state, in Prefect's UI and events."""
+"""Name of the state in Prefect's UI and events. Its type is FAILED."""
 
 
 class NoImprovementError(RolloutsError):

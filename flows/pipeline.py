@@ -1,19 +1,19 @@
-"""The `sft-rl` flow: which stages run, in which order, and what happens when they end.
+"""The `sft-rl` flow: it runs the stages in order, and releases the run's jobs and machines at the end.
 
-Not here: what a stage does (tasks), how a run is requested (form.py, cli.py).
+Not here: the work of a stage (tasks), requests for runs (form.py, cli.py).
 
     check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
           -> release
 
-Inputs from object stores are fetched before provision, and results are published after release. A remote machine
+Inputs from object stores are downloaded before provision, and results are published after release. A remote machine
 uploads its own files (send) before it is released.
 
 When a run finishes, fails, or is interrupted or cancelled, its jobs end and its node is released (cancellation.py). A
 failed run keeps its rented node for `keep_on_failure_minutes`. When a run's process is killed or ended by SIGTERM, its
-jobs and its node stay, and the next start attaches to them.
+jobs and its node stay, and the run's next start attaches to them.
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 import time
 from collections.abc import Callable, Iterator
@@ -74,20 +74,20 @@ from rollouts_core.config import Config
 from rollouts_core.user_code.code_folders import add_code_folders
 
 MAX_LAPSES = 3
-"""Most attempts at a training that fails because the lease of an engine lapsed."""
+"""Maximum number of attempts at a training that fails because the lease of an engine expired."""
 
 
 class PipelineResult(BaseModel):
-    """The places of a finished run's results."""
+    """The results of a finished run: paths, and the verdict about RL."""
 
     report: str
     """Path of the HTML report."""
     checkpoint: str
     """Folder of the final checkpoint."""
     verdict: str
-    """Whether RL helped, in a sentence (empty without RL)."""
+    """A sentence that says whether RL improved the model (empty without RL)."""
     published: str = ""
-    """URL of the publication (empty if none was asked for)."""
+    """URL of the uploaded results (empty without `run.publish`)."""
 
 
 @flow(
@@ -101,14 +101,16 @@ class PipelineResult(BaseModel):
 def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # Any: PipelineResult, or the error
     """Turn a base model and data into a trained, evaluated checkpoint.
 
-    Ends in the failed state NoImprovement if RL did not improve its start model beyond noise. A run without improvement
-    writes its report, but publishes nothing.
+    Ends in the failed state NoImprovement if RL did not significantly improve the model that it started from. Such a
+    run writes its report, but publishes nothing.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
         local = prepare(config, node, run, scope)
-        data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # the data before training
+        data = (
+            digest_sources(watched_sources(config, ())) if run.register_as else {}
+        )  # digests from before the training
         note_plan(local, scope)
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
@@ -132,9 +134,9 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
 def prepare(
     config: Config, node: NodeSettings, run: RunOptions, scope: RunScope, retrain: RetrainConfig | None = None
 ) -> Config:
-    """Check the settings and fetch the inputs, before a machine is needed, and return the configuration with local
+    """Check the settings and download the inputs, before a machine is rented. Return the configuration with local
     inputs."""
-    if deployment.id is not None:  # `rollouts run` has checked the settings
+    if deployment.id is not None:  # without a deployment, `rollouts run` has checked the settings
         check_settings(config, node, run, retrain=retrain)
     link_live_page(scope)
     local = reach_stores(config, scope) if run.publish or has_inputs_to_bring(config) else config
@@ -143,15 +145,15 @@ def prepare(
 
 
 def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a stage on the machine, with engines if it samples. A stage that an earlier run finished is reused."""
+    """Run a stage on the machine, with inference engines if it samples. A stage that an earlier run finished is
+    reused."""
     if stage.samples and not is_finished(stage):
         return run_with_engines(machine, scope, stage)
     return run_task(stage, scope, machine)
 
 
 def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a training with its engines. If it fails because an engine's lease lapsed, start engines and training
-    again."""
+    """Run a training with its engines. If it fails because an engine's lease expired, restart engines and training."""
     for attempt in range(1, MAX_LAPSES + 1):
         engines: list[EngineRecord] = []
         with ExitStack() as stack:
@@ -171,7 +173,7 @@ def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecor
 
 
 def open_scope(run: RunOptions) -> RunScope:
-    """Make the user's modules importable, and return the run's identity and its place in the store."""
+    """Make the user's modules importable, and return the run's id, name, store and options."""
     add_code_folders(folders_of_deployment(deployment.name))
     store = Path(run.store).resolve()
     return RunScope(
@@ -187,7 +189,7 @@ def open_scope(run: RunOptions) -> RunScope:
 
 
 def link_live_page(scope: RunScope) -> None:
-    """Add a link artifact for the run's live page to the run in Prefect, if live pages are served."""
+    """Add a link to the run's live page to the run in Prefect, if the live pages are served."""
     if link := live_url(scope):
         create_link_artifact(
             link,
@@ -198,23 +200,24 @@ def link_live_page(scope: RunScope) -> None:
 
 
 def live_url(scope: RunScope) -> str:
-    """The address of the run's live page (empty if the live pages are not served)."""
+    """The URL of the run's live page (empty if the live pages are not served)."""
     live = find_live_pages(Path(scope.store))
     return live.run_url(scope.output_dir.name) if live else ""
 
 
 def link_report(scope: RunScope, path: str) -> str:
-    """The address of the run's report if the live pages are served, else its path."""
+    """The URL of the run's report if the live pages are served, else the report's path."""
     url = live_url(scope)
     return f"{url}/report" if url else path
 
 
 @contextmanager
 def known_to_live(scope: RunScope) -> Iterator[None]:
-    """While the block runs, hold the lock of a living run, keep the run's server, and end this process after Cancel.
+    """While the block runs, hold the lock that marks the run as alive, keep the Prefect server running, and end this
+    process after Cancel.
 
-    The block begins before inputs are fetched, because a retried run would otherwise count as dead meanwhile. Cancel
-    also works without a serving process.
+    Enter the block before inputs are downloaded. Otherwise a retried run would count as dead during the download.
+    Cancel also works without a serving process.
     """
     ended = ended_when_cancelled(scope.run_id, is_served=deployment.id is not None)
     with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), ended:
@@ -230,10 +233,10 @@ def machine_of_the_run(
     *,
     trains: bool = True,
 ) -> Iterator[Node]:
-    """Provide a machine that is ready for the stages, and release it when the block ends. If all stages are finished,
-    no machine is rented.
+    """Provide a machine that is ready for the stages, and release it when the block ends.
 
-    Work on a rented node is stopped before the node expires. An expired node is ended.
+    If all stages are finished, no machine is rented. Work on a rented node is stopped before the node expires. An
+    expired node is ended.
     """
     if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
         yield nowhere
@@ -247,10 +250,10 @@ def machine_of_the_run(
 
 @contextmanager
 def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Node]:
-    """Provide the machine, and release everything when the block ends, fails, or is interrupted or cancelled.
+    """Provide the machine, and release it when the block ends, fails, or is interrupted or cancelled.
 
-    If an interrupt comes while machines are being rented, these machines are released, too. If the process is
-    terminated for another reason, nothing is released, and the next start attaches to the jobs.
+    If the run is interrupted while machines are being rented, these machines are released, too. After a SIGTERM without
+    a cancellation, nothing is released, and the run's next start attaches to the jobs.
     """
     keep_minutes = settings.keep_on_failure_minutes if isinstance(settings, RentedNode) else 0.0
     began_at = time.time()
@@ -258,8 +261,8 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
     try:
         machine = provision(settings, scope)
         yield machine
-    except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit if Ctrl-C came just before the block
-        with noted_interrupts() as is_impatient:  # the flow run is ending: no further task can be run in it
+    except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit: Ctrl-C came just before the block
+        with noted_interrupts() as is_impatient:  # without a Prefect task, because the flow run is ending
             release_whatever(machine, scope, is_impatient)
         if is_impatient() and machine is not None and machine.is_rented:
             release_beside(settings, scope)
@@ -270,7 +273,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         raise
     except Exception as error:
         if machine is None:
-            release_unknown(scope, since=began_at)  # machines of earlier attempts stay for the next start
+            release_unknown(scope, since=began_at)  # machines of earlier attempts stay for a retry
             raise
         # The machine is kept only if the budget allows more work, and if the run was not cancelled meanwhile.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
@@ -282,10 +285,10 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
 
 
 def release_whatever(machine: Node | None, scope: RunScope, is_impatient: Callable[[], bool] = lambda: False) -> None:
-    """Release the machine or, if the run was interrupted while renting, the machines that were rented for it.
+    """Release the machine or, if the run was interrupted while renting, all machines that were rented for the run.
 
     Args:
-        is_impatient: if it returns True, the wait for a training that saves its last step ends.
+        is_impatient: True after a second Ctrl-C: do not wait until a training has saved its last step.
     """
     if machine is None:
         release_unknown(scope)

@@ -1,9 +1,9 @@
 """HTTP requests to a Prefect server.
 
-A store's own server is asked without importing prefect, which takes seconds. A server of PREFECT_API_URL is asked by
-Prefect's own client, which knows the user's settings for it: the password or key, also in a profile; a private
-certificate authority (PREFECT_API_SSL_CERT_FILE); headers that a proxy wants (PREFECT_CLIENT_CUSTOM_HEADERS); tokens
-against forged requests (CSRF); and proxies.
+Requests to a store's own server do not import prefect, because the import takes seconds. Requests to a server of
+PREFECT_API_URL use Prefect's client, because it reads the user's settings: the password or key, also from a profile; a
+private certificate authority (PREFECT_API_SSL_CERT_FILE); headers for a proxy (PREFECT_CLIENT_CUSTOM_HEADERS); CSRF
+tokens; and proxies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from rollouts.flows.own_server.lend import ServerAddress, ServerError
 from rollouts.flows.own_server.password import basic_authorization
 
 TIMEOUT = httpx.Timeout(120.0, connect=30.0)
-"""A server that is gone refuses the connection at once. A living server is slow on a busy machine, most of all during
-its start."""
+"""Long timeouts, because a running server may be slow on a busy machine, especially during its start. If the server is
+gone, the connection is refused at once."""
 BUSY_TIMEOUT_S = 30.0
-"""How long a request is repeated that the server answers with 503 because another program writes to SQLite."""
+"""Seconds for which a request is retried after status 503. The server answers 503 while another program writes to
+SQLite."""
 OF_PROXIES = (
     httpx.codes.UNAUTHORIZED,
     httpx.codes.FORBIDDEN,
@@ -35,11 +36,11 @@ class RefusedError(ServerError):
 
 
 def ask(address: ServerAddress, method: str, path: str, question: Any = None) -> Any:  # Any: JSON, both ways
-    """Send a request to a server, and return the answer's JSON.
+    """Send a request to a server, and return the JSON of its response.
 
     Raises:
-        RefusedError: the server refuses the request: 404, 409 or 422.
-        ServerError: the server does not answer, or answers with another error.
+        RefusedError: the server responded with status 404, 409 or 422.
+        ServerError: the server does not respond, or responds with another error.
     """
     answer = (
         _ask_own(address, method, path, question) if address.is_local else _ask_named(address, method, path, question)
@@ -63,17 +64,17 @@ def _ask_named(address: ServerAddress, method: str, path: str, question: Any) ->
     if answer.status_code in OF_PROXIES:
         raise ServerError(
             f"the Prefect server at {address.api_url}, or a proxy before it, answers {answer.status_code}: "
-            f"{_reason(answer)}: PREFECT_API_AUTH_STRING holds the password, PREFECT_CLIENT_CUSTOM_HEADERS what a "
-            "proxy wants"
+            f"{_reason(answer)}: set the password in PREFECT_API_AUTH_STRING, and headers for a proxy in "
+            "PREFECT_CLIENT_CUSTOM_HEADERS"
         )
     return answer
 
 
 def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
-    """Send a request to a store's own server, after its certificate proved its identity.
+    """Send a request to a store's own server, after its certificate was verified.
 
-    A server whose services stand still begins anew, and drops the requests that it has. Such a request is sent once
-    more: it waits at the server's socket, which stays.
+    A server whose background services hang restarts itself, and drops its open requests. A dropped request is retried
+    once. The server's socket stays open during the restart, so that the retry waits there.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     may_repeat = True
@@ -90,8 +91,8 @@ def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> h
                     continue
                 if address.certificate and "SSL" in str(error) and not is_dropped:
                     raise ServerError(
-                        f"another program answers at {address.api_url}, where the Prefect server of this store was: "
-                        "nothing was sent to it; rollouts down and rollouts up start the server elsewhere"
+                        f"another program answers at {address.api_url}, the address of this store's Prefect server: "
+                        "nothing was sent to it; rollouts down and rollouts up start the server at another port"
                     ) from error
                 raise ServerError(f"the Prefect server at {address.api_url} does not answer: {error}") from error
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
@@ -110,20 +111,20 @@ def _reason(answer: httpx.Response) -> str:
 
 
 RETRIES = 4
-"""Retries of a request, 30 s in all, because a user waits at a terminal."""
+"""Number of retries of a request, about 30 s in total. Prefect's default is higher, but here a user waits."""
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
-"""Errors of an unreachable server, and of settings that Prefect's client refuses."""
+"""Exceptions if the server is unreachable, or if Prefect's client rejects the user's settings."""
 
 
 def request_named(
     api_url: str, method: str, path: str, question: Any = None, *, password: str = ""
 ) -> httpx.Response:  # Any: JSON
-    """Send a request to the server of PREFECT_API_URL, and return the answer, whatever its status.
+    """Send a request to the server of PREFECT_API_URL, and return the response, also with an error status.
 
-    This imports Prefect, which then reads its logging settings: set the environment before.
+    This imports Prefect, which then reads its logging settings. Set environment variables before the call.
 
     Raises:
-        One of FAILURES: the server cannot be asked.
+        One of FAILURES: the server is unreachable, or Prefect's settings are invalid.
     """
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.context import root_settings_context
@@ -131,7 +132,7 @@ def request_named(
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        root_settings_context() as context,  # with the present environment, not that at the import
+        root_settings_context() as context,  # read the environment again, not as at the import
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
     ):
         api = context.settings.api
@@ -145,7 +146,7 @@ def request_named(
 
 
 def describe_failure(error: Exception) -> str:
-    """The error's message and, for an untrusted certificate, the setting to change."""
+    """The error's message. For an untrusted certificate, it names the setting to change."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to the certificate of the "

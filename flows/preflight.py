@@ -1,7 +1,7 @@
-"""Find mistakes in the store, the files, the ports and the settings before anything is started.
+"""Check the store, the files, the ports, the machine and the settings before a run begins.
 
-Not here: the checks of models and data (checks/validate.py), the checks of a node (tasks/bootstrap.py).
-This module does not import prefect: it runs before Prefect's environment is set.
+Not here: the checks of models and data (checks/validate.py), the checks during bootstrap (tasks/bootstrap.py).
+This module must not import prefect, because it runs before Prefect's environment variables are set.
 """
 
 from __future__ import annotations
@@ -80,25 +80,25 @@ from rollouts_core.system.private_files import keep_private
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
-"""Size of the trial write, which is larger than the pieces in which Prefect's database grows."""
+"""Size of the test write to the store. It is larger than the steps in which Prefect's database file grows."""
 
 
 def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
-    """Read the pipeline of a file. If settings do not fit, the files named by other settings are checked too.
+    """Read a configuration file. If the file has invalid settings, also check the data files in its other settings.
 
     Args:
-        assignments: settings that replace those of the file, `key=value`; a later one wins.
-        reads_rows: if settings do not fit, also check models and rows, which loads torch. If False, a misspelt key is
+        assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
+        reads_rows: if settings are invalid, also check models and rows, which loads torch. If False, a misspelt key is
             reported within a second.
 
     Raises:
-        InputError: a line for each mistake.
+        InputError: the file has mistakes. The message has a line for each.
     """
     mistakes = Mistakes()
     draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
-            if given == "":  # noted already if the mode needs this file
+            if given == "":  # already a mistake, if the mode needs this file
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
@@ -108,21 +108,21 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
 
 
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
-    """Facts and warnings about a pipeline, found without starting anything.
+    """Check a pipeline without starting any stage, and return facts and warnings.
 
-    Models and data at URLs are fetched into the store, because their content can only be checked there.
+    Models and data at URLs are downloaded into the store, because their content can only be checked there.
 
     Raises:
-        InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
-        TransientInfraError: a machine or an object store does not answer, and there is no mistake.
+        InputError, PermanentInfraError: there are mistakes. The message has a line for each, in the file's order.
+        TransientInfraError: a machine or an object store does not answer, and there are no mistakes.
     """
     mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
     _check_run(pipeline, store, mistakes, findings)
-    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # nothing can be fetched without a store
+    if mistakes.has("run.store") and has_inputs_to_bring(pipeline.config):  # downloads need the store
         mistakes.check()
     config = bring_inputs(pipeline.config, store, findings.append, mistakes)
-    if config.missing_data:  # the preparation failed, and every other check would read its files
+    if config.missing_data:  # data.prepare failed, and the other checks would read its files
         mistakes.check()
     check_files(config.data, mistakes)
     gpus: list[GpuState] = []
@@ -133,7 +133,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
             findings += _check_node(pipeline.node, config, store, mistakes)
     findings += check_training(config, mistakes, trains_here=isinstance(pipeline.node, LocalNode))
     with mistakes.at("deployment"):
-        check_own_gpus(pipeline.config, pipeline.node)  # without a plan, which bootstrap compares with torch's GPUs
+        check_own_gpus(pipeline.config, pipeline.node)  # bootstrap checks planned placements
     with mistakes.at("retrain"):
         findings += check_retrain(pipeline, config, store)
     mistakes.check()
@@ -143,14 +143,16 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
 def _choose_on_node(
     settings: NodeSettings, config: Config, store: Path, findings: list[str], *, trains: bool = True
 ) -> tuple[Config, list[GpuState]]:
-    """The configuration with the engine and the placement that a run would choose now, and the node's GPUs, as far as
-    they are known. Adds findings about the choices."""
+    """Choose the engine and the GPU placement as a run would choose them now.
+
+    Returns the configuration with the choices, and the known GPUs of the node. Adds findings about the choices.
+    """
     kept = with_kept_choice(config, settings, store)
     node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
     if node is None:
         if not is_open(kept):
             return kept, []
-        findings.append(f"rollout.engine: auto chooses {FOR_GPUS} if the machine has a GPU that is free")
+        findings.append(f"rollout.engine: auto chooses {FOR_GPUS} if the machine has a free GPU")
         return with_kind(kept, FOR_GPUS), []
     with open_session(node) as session:
         gpus = read_usable_gpus(session)
@@ -170,7 +172,8 @@ def _choose_on_node(
 
 
 def _place_on(gpus: Sequence[GpuState], config: Config, findings: list[str]) -> Config:
-    """The configuration with the planned placement on these GPUs. Adds a finding: the plan, or why no plan fits."""
+    """Plan the placement on these GPUs, and return the configuration with it. Adds the plan, or the reason why no plan
+    fits, to the findings."""
     try:
         plan = plan_on_gpus(gpus, config, find_model_size(config.model)) if gpus else None
     except ConfigError as error:
@@ -190,7 +193,7 @@ def _mistakes_of(pipeline: Pipeline) -> Mistakes:
 
 
 def _check_run(pipeline: Pipeline, store: Path, mistakes: Mistakes, findings: list[str]) -> None:
-    """Check the store and the run's settings, and that the machine settings fit the configuration."""
+    """Check the store and the run's settings, and whether the node's settings suit the configuration."""
     config, node, run = pipeline.config, pipeline.node, pipeline.run
     with mistakes.at("node"):
         check_trainer_nodes(config, node)
@@ -218,9 +221,9 @@ def _check_store(store: Path, mistakes: Mistakes) -> None:
 
 
 def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
-    """Describe the machine, or the machines that could be rented."""
+    """Check the node, and describe it. For a rented node, describe the current offers."""
     findings: list[str] = []
-    if isinstance(settings, RentedNode):  # renting costs money: other checks run when the machine is there
+    if isinstance(settings, RentedNode):  # the other checks need a machine, and renting one costs money
         size = find_model_size(config.model)
         with mistakes.at("node.query"):
             check_query(settings.query, config, size, sends_weights=settings.num_engine_nodes > 0)
@@ -245,7 +248,7 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
 
 
 def _gpus_on_offer(node: RentedNode, offers: Sequence[Offer]) -> list[GpuState]:
-    """The GPUs of a machine with the smallest GPUs on offer; empty if no offer names their memory."""
+    """The GPUs of the offered machine with the smallest GPUs (empty if no offer states its GPUs' memory)."""
     smallest = min((offer for offer in offers if offer.vram_gb), key=lambda offer: offer.vram_gb, default=None)
     if smallest is None:
         return []
@@ -254,11 +257,11 @@ def _gpus_on_offer(node: RentedNode, offers: Sequence[Offer]) -> list[GpuState]:
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
-    """Facts about an evaluation, a sentence each, found without scoring anything.
+    """Check an evaluation without scoring any model, and return facts and warnings.
 
     Raises:
-        InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
-        TransientInfraError: a machine or an object store does not answer, and there is no mistake.
+        InputError, PermanentInfraError: there are mistakes. The message has a line for each, in the file's order.
+        TransientInfraError: a machine or an object store does not answer, and there are no mistakes.
     """
     evaluate, run = pipeline.evaluate, pipeline.run
     assert evaluate is not None, "a pipeline without [evaluate] names no model"
@@ -306,27 +309,26 @@ def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, 
 
 
 def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node | None:
-    """Log in to the node once, and return it (None for a machine that is still starting, for which a run would
-    wait)."""
+    """Log in to the node, and return it (None for a machine that is still starting; a run would wait for it)."""
     if isinstance(settings, InstanceNode):
         instance = find_instance(settings.instance)
         if not instance.has_address:
-            findings.append(f"node: {settings.instance} is {instance.status}: it is checked when it runs")
+            findings.append(f"node: {settings.instance} is {instance.status}: the machine is checked after its start")
             return None
     return provision_node(settings, store)
 
 
 def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """Check models and data, and note errors.
+    """Check models and data. Returns findings, and collects errors in `mistakes`.
 
     Args:
-        trains_here: the training runs on this machine.
+        trains_here: whether the training runs on this machine.
     """
     from rollouts_core.checks.resumed import check_resumed_inputs  # loads torch and transformers
     from rollouts_core.checks.validate import validate_config
 
     findings = validate_config(config, mistakes, trains_here=trains_here)
-    if mistakes:  # saves the digests of large data, which take a while
+    if mistakes:  # the checks below compute digests of large data, which takes long
         return findings
     first = next(iter(config.trainings), "")
     for name, training in config.trainings.items():
@@ -338,13 +340,13 @@ def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> 
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """A sentence about the rule by which a retraining promotes a model (empty for a pipeline without [retrain]).
+    """Check [retrain], and describe the rule by which a retraining promotes a model (empty without [retrain]).
 
     Args:
         config: the pipeline's configuration with local inputs.
 
     Raises:
-        ConfigError: the rule could never promote a model.
+        ConfigError: with this rule and these data, no model could ever be promoted.
         DataError: a watched path does not exist, or contains the store.
     """
     from rollouts_core.checks.compared_rows import check_promotion  # loads torch and transformers
@@ -359,11 +361,11 @@ def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
 
 
 def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: Sequence[Offer]) -> list[str]:
-    """The training's share of each GPU, the needed memory, and a warning if the smallest GPU on offer may be too small.
+    """Describe the memory that each training needs on a GPU, and warn if the smallest offered GPU may be too small.
 
     Args:
-        node: a node whose query asks for the memory that the training needs.
-        offers: the offers that fit the node's query.
+        node: a node whose query requires the memory that the training needs.
+        offers: the offers that match the node's query.
     """
     if size.problem:
         return [Caution(size.describe_problem(config.model.path))]
@@ -380,30 +382,30 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     gpu, num_bytes = f"the smallest GPU on offer, {smallest.gpu_type},", smallest.vram_gb * GIB
     warnings = [stage.warning(gpu, num_bytes) for stage in stages]
     warnings.append(engine_warning(config, size, num_bytes, num_machines=node.num_trainer_nodes))
-    larger = "; node.query.min_vram_gb asks for larger ones"
+    larger = "; raise node.query.min_vram_gb to rent larger GPUs"
     return [*said, *(Caution(f"node: {warning}{larger}") for warning in warnings if warning)]
 
 
 def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weights: bool = False) -> None:
-    """Raise ConfigError if the query asks for fewer GPUs or less disk than the work needs."""
+    """Raise ConfigError if the query requires fewer GPUs or less disk space than the stages need."""
     ranks = (*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks)
     if ranks and max(ranks) >= query.gpu_count:
         raise ConfigError(
-            f"deployment names GPU {max(ranks)}, and node.query.gpu_count {query.gpu_count} asks for GPUs up to "
-            f"{query.gpu_count - 1}: ask for more, or name others"
+            f"deployment uses GPU {max(ranks)}, but with node.query.gpu_count {query.gpu_count} the last GPU is "
+            f"{query.gpu_count - 1}: raise the count, or use other GPUs"
         )
     parts = needed_disk(config, size, sends_weights=sends_weights)
     disk_gb = sum_bytes(parts) / 1e9
     if disk_gb > query.disk_gb:
         shown = " and ".join(f"{part.name} take {part.num_bytes / 1e9:.1f} GB" for part in parts)
         raise ConfigError(
-            f"{shown}, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
+            f"{shown}, but node.query.disk_gb is {query.disk_gb}: raise it, or "
             "keep fewer checkpoints (training.*.keep_checkpoints)"
         )
 
 
 def check_own_gpus(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError when this machine, where the stages run, has fewer GPUs than the settings need."""
+    """Raise ConfigError if the stages run on this machine and it has fewer GPUs than the settings need."""
     ranks = {*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks}
     needs_gpu = any(training.policy.needs_gpu for training in config.trainings.values())
     if not (ranks or needs_gpu) or not isinstance(node, LocalNode) or node.python:
@@ -416,19 +418,19 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
     if len(ranks) > num_gpus:
         raise ConfigError(
             f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
-            "name others, leave them out to train without, or name another machine in node"
+            "name other GPUs, leave these settings out to train without GPUs, or set another machine in node"
         )
 
 
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need.
+    """Raise ConfigError if the stages run on this machine and it has less free disk space than they need.
 
-    If the store has checkpoints, no room for more is required, because this run may resume from these checkpoints.
-    Bootstrap checks the other inputs.
+    If the store has checkpoints already, no space for further checkpoints is required, because this run may resume from
+    them. Bootstrap checks the space for the other inputs.
     """
     if not isinstance(settings, LocalNode):
         return
-    is_here = trains and Path(config.model.path).is_dir()  # the size of a hub's model is read when a run begins
+    is_here = trains and Path(config.model.path).is_dir()  # the size of a model of the hub is unknown here
     size = find_model_size(config.model) if is_here else ModelSize()
     has_trained = any(Path(node.root).glob("stages/*/checkpoints/*"))
     needed_gb = max(settings.min_free_gb, 0 if has_trained else checkpoint_disk_bytes(config, size) / 1e9)
@@ -437,7 +439,7 @@ def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains
 
 
 def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError when several machines cannot train together with these settings."""
+    """Raise ConfigError if the node has further machines for training, and the settings do not support this."""
     if not settings_of_trainers(node):
         return
     setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
@@ -450,7 +452,7 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
 
 
 def check_engine_nodes(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError when engines cannot be on nodes of their own with these settings."""
+    """Raise ConfigError if engines have their own nodes, and the settings do not support this."""
     if not settings_of_engines(node):
         return
     setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
@@ -460,55 +462,55 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         raise ConfigError(f"{setting}: {what} samples nothing, so there are no engines: leave the nodes out")
     if config.deployment.colocated:
         raise ConfigError(
-            f"{setting}: with deployment.colocated engines and trainer share GPUs, which they cannot on "
-            "different nodes: leave one of them out"
+            f"{setting}: with deployment.colocated, engines and trainer share GPUs, which is impossible on "
+            "different nodes: leave one of these settings out"
         )
     if engine.spec.is_local_only:
         others = " or ".join(name for name, each in ENGINES.items() if not each.is_local_only)
         raise ConfigError(
-            f"{setting}: an engine on another node is reached over the network, and the development endpoints of "
-            f"{engine.spec.title}, which replace weights and run code, stay on their machine: choose the kind "
+            f"{setting}: engines on other nodes are reached over the network, but the development endpoints of "
+            f"{engine.spec.title}, which replace weights and run code, must not be: choose the kind "
             f"{others}, or leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(
-            f'{setting}: rollout.engine.weight_transfer "tensors" maps memory of the trainer, which is on '
+            f'{setting}: rollout.engine.weight_transfer "tensors" shares memory with the trainer, which is on '
             'another node: leave it out, or choose "gloo" or "nccl"'
         )
     if engine.router_url and not engine.api_key_variable:
         raise ConfigError(
-            f"{setting}: engines on other nodes ask for a key, and the router at rollout.engine.router_url has "
-            "to know it: name the variable that holds it as rollout.engine.api_key_variable"
+            f"{setting}: engines on other nodes require a key, and the router at rollout.engine.router_url must "
+            "send it: set rollout.engine.api_key_variable to the variable with the key"
         )
 
 
 def check_weight_transfer(config: Config, node: NodeSettings) -> None:
     """Raise ConfigError if `weight_transfer` cannot send weights from the trainer's GPU to engines on the same machine.
 
-    The trainer's first process sends the weights from its GPU.
+    The first process of the trainer sends the weights from its GPU.
     """
     deployment, way = config.deployment, config.rollout.engine.weight_transfer
     if not config.samples_for_training or settings_of_engines(node):
         return
     sender = next(iter(deployment.trainer_gpu_ranks), 0)
     of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]
-    # An engine without `engine_gpu_ranks` sees all GPUs, and computes on the first.
+    # An engine without `engine_gpu_ranks` sees all GPUs, and uses the first one.
     if way == "tensors" and (apart := [ranks for ranks in of_engines if ranks and sender not in ranks]):
         raise ConfigError(
-            f'rollout.engine.weight_transfer "tensors" maps memory of GPU {sender}, from which the trainer sends, and '
-            f"an engine has GPUs {', '.join(map(str, apart[0]))} alone: give each engine that GPU, too, or choose "
-            '"auto", "gloo" or "nccl"'
+            f'rollout.engine.weight_transfer "tensors" shares memory with the trainer on GPU {sender}, but '
+            f"an engine has only GPUs {', '.join(map(str, apart[0]))}: also give each engine the trainer's GPU, or "
+            'choose "auto", "gloo" or "nccl"'
         )
     if way == "nccl" and any(sender in (ranks or (0,)) for ranks in of_engines):
         raise ConfigError(
-            f'rollout.engine.weight_transfer "nccl" connects processes of different GPUs, and GPU {sender}, from which '
-            "the trainer sends, is an engine's, too: give engines others (deployment.engine_gpu_ranks), or choose "
+            f'rollout.engine.weight_transfer "nccl" needs processes on different GPUs, but an engine also uses GPU '
+            f"{sender}, from which the trainer sends: give engines other GPUs (deployment.engine_gpu_ranks), or choose "
             '"auto" or "gloo"'
         )
 
 
 def check_engine_ports(config: Config, node: Node, store: Path) -> None:
-    """Raise ConfigError when the ports of the engines of RL are taken."""
+    """Raise ConfigError if another program uses a port of the inference engines of RL."""
     key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
     own_key = own_unit_key(store) if node.engine_nodes and not key else ""
     with open_session(node) as trainer:
@@ -519,7 +521,8 @@ def check_engine_ports(config: Config, node: Node, store: Path) -> None:
 
 
 def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> list[str]:
-    """The engines that the run installs, a sentence for each machine, and a warning for GPUs with other programs.
+    """Check the engine on each machine. Returns a sentence per engine to install, and a warning per GPU that other
+    programs use.
 
     Raises:
         ConfigError: a machine has no engine, and the run cannot install it.
@@ -536,7 +539,7 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
 
 
 def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
-    """Raise ConfigError if the stages need a package that the run does not install on their machine."""
+    """Raise ConfigError if the run installs a machine's packages, but not a package that the stages need there."""
     for each in (settings, *(settings_of_trainers(settings) if trains else ())):
         if is_installed_by_run(each):
             with as_config_errors():
@@ -544,7 +547,7 @@ def check_copied_packages(config: Config, settings: NodeSettings, *, trains: boo
 
 
 def check_installed_packages(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError if the stages need a package that their machine lacks, and no run installs it."""
+    """Raise ConfigError if a machine whose packages the run does not install lacks a package that the stages need."""
     if not needed_packages(config, trains=trains):
         return
     places = [(settings, node), *zip(settings_of_trainers(settings), node.trainer_nodes, strict=True)]
@@ -555,7 +558,7 @@ def check_installed_packages(config: Config, settings: NodeSettings, node: Node,
 
 
 def is_installed_by_run(settings: NodeSettings | FurtherNode) -> TypeGuard[PackageSettings]:
-    """Whether a run makes the environment of its stages on a machine with these settings."""
+    """Whether a run installs the Python packages of its stages on a machine with these settings."""
     return isinstance(settings, PackageSettings) and settings.install != "nothing"
 
 
@@ -563,7 +566,7 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
     """Raise ConfigError if a program other than an engine of an earlier run listens on the node's port.
 
     Args:
-        trainer: a session on the node of the trainer, which connects to the engine.
+        trainer: a session on the trainer's node, from which the connection is made.
     """
     with as_config_errors():
         if is_own_engine(trainer, port, node, api_key=api_key):
@@ -575,8 +578,10 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, config: Config) -> list[str]:
-    """The sentences of `check_installed_engines` for one machine. An engine among the node's packages is not checked
-    before the run installs these packages."""
+    """Check the engine of one machine, as in `check_installed_engines`.
+
+    An engine that is among the node's packages is not checked, because the run installs these packages later.
+    """
     engine = config.rollout.engine
     is_among_packages = is_installed_by_run(settings) and (settings.requirements or engine.install == "never")
     if engine.spec.is_own or (is_among_packages and not engine.python):
@@ -590,7 +595,7 @@ def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, con
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Turn a PermanentInfraError into a ConfigError, because the user must change the configuration."""
+    """Convert a PermanentInfraError of the block to a ConfigError, because the user must change the configuration."""
     try:
         yield
     except PermanentInfraError as error:
@@ -613,7 +618,7 @@ def check_writable(store: Path) -> None:
 
 
 def check_files(data: DataConfig, mistakes: Mistakes) -> None:
-    """Note each data file that does not exist. The loader checks the names of hub datasets."""
+    """Collect data files that do not exist as mistakes. Names of hub datasets are checked when they are loaded."""
     given = {
         f"data.{name}": getattr(data, name) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")
     }
@@ -627,7 +632,7 @@ def check_files(data: DataConfig, mistakes: Mistakes) -> None:
 
 
 def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "") -> bool:
-    """True when the engine of an earlier run answers on the port of the node: a run may attach to it.
+    """True if the engine of an earlier run of this store answers on the node's port. A run may attach to this engine.
 
     Raises:
         PermanentInfraError: the trainer's machine does not forward connections to the node.
@@ -643,7 +648,7 @@ MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
     "/model_info": lambda answer: answer["model_path"],  # path of the embedded engine and SGLang
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
-"""The paths at which engines of each kind name the folder of their model, and how the answer is read."""
+"""URL paths at which engines report the folder of their model, with a function that reads the folder from the JSON."""
 
 
 def served_model(url: str, *, api_key: str = "") -> Path | None:

@@ -1,6 +1,6 @@
-"""The files of the quickstart: their paths, and writing them.
+"""Write the files of the quickstart: data, tokenizer, untrained model and configuration.
 
-Not here: what is in them (rollouts_core/quickstart.py), running it (cli.py).
+Not here: their content (rollouts_core/quickstart.py), running the quickstart (cli.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def quickstart_folder(store: Path, *, seed: int) -> Path:
 
 
 def write_quickstart(folder: Path, *, seed: int) -> None:
-    """Make the data, the tokenizer and the untrained model, and the preset beside them."""
+    """Generate the data, the tokenizer and the untrained model, and copy the preset `quickstart` to the folder."""
     from rollouts_core.model.loading import silence_progress_bars  # loads torch
     from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
@@ -29,9 +29,9 @@ def write_quickstart(folder: Path, *, seed: int) -> None:
 
 
 def write_missing_quickstart(folder: Path) -> Path:
-    """Write the quickstart with seed 0 if the folder does not have it, and return the folder."""
+    """Write the files of the quickstart with seed 0 if the folder lacks them, and return the folder."""
     if (folder / CONFIG_NAME).is_file():
-        _write_config(folder)  # an earlier version may have written the file
+        _write_config(folder)  # replaces a configuration of an earlier version
     else:
         write_quickstart(folder, seed=0)
     return folder

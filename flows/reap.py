@@ -1,10 +1,10 @@
-"""The `reap` flow: end rented machines that no run wants, and show what was ended, what stays, and why.
+"""The `reap` flow: end rented machines that no run uses, and show the ended and the remaining machines in Prefect's UI.
 
-Not here: which machines are ended (infra/renting/reaper.py), the regular checks of the serving process
+Not here: the choice of machines to end (infra/renting/reaper.py), the regular checks of the serving process
 (expired_machines.py).
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rollouts_core.report.markdown import escaped
 @flow(name=REAP_FLOW, flow_run_name=REAP_FLOW, persist_result=False)
 @with_noted_end
 def reap_machines(reap: ReapConfig) -> State[Any]:
-    """End rented machines that no run wants.
+    """End rented machines that no run uses. A table artifact in Prefect lists all machines.
 
     Raises:
         TransientInfraError: a machine or provider could not be checked, or a machine could not be ended. The table
@@ -41,7 +41,7 @@ def reap_machines(reap: ReapConfig) -> State[Any]:
         said = f"{len(report.ended)} ended, {len(report.kept)} kept"
         create_table_artifact(rows or [NOTHING], key=f"machines-{flow_run.id}", description=f"Rented machines: {said}")
     if report.failures:
-        raise TransientInfraError(f"{said}, {len(report.failures)} not looked at or not ended: {report.failures[0]}")
+        raise TransientInfraError(f"{said}, {len(report.failures)} not checked or not ended: {report.failures[0]}")
     return Completed(message=said)
 
 
@@ -49,7 +49,7 @@ NOTHING = {"outcome": "nothing is rented", "machine": ""}
 
 
 def table_of(report: ReapReport) -> list[dict[str, str]]:
-    """A row for every machine that was checked."""
+    """A table row for every machine that was checked."""
     outcomes = {
         "ended": report.ended,
         "kept": report.kept,

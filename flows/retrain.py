@@ -1,15 +1,15 @@
-"""The `retrain` flow: train when data is new, compare with production, and promote what is better.
+"""The `retrain` flow: if the data changed, train, compare the result with production, and promote a better model.
 
 Not here: the order of the steps (tasks/retraining.py), the schedule (schedules.py), the stages (pipeline.py).
 
-    new data? -> the stages of `sft-rl`, production evaluated beside them -> registry: candidate -> promote | reject
-                                                                                        \\-> a person is asked
+    new data? -> the stages of `sft-rl`, which also evaluate production -> registry: candidate -> promote | reject
+                                                                                        \\-> a user is asked
 
-A run that waits for approval has no process and no machine. The answer starts the run again, which then reuses its
-finished stages. Retry does the same.
+A run that waits for approval has no process and no machine. The user's answer starts the run again. It then reuses its
+finished stages, as after Retry.
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from collections.abc import Mapping
 from functools import partial
@@ -68,8 +68,8 @@ class Approval(RunInput):
     """A user's answer about a candidate."""
 
     promote: bool = Field(description="Put the candidate into production.")
-    decided_by: str = Field("", description="Who decides; kept in the registry's history.")
-    comment: str = Field("", description="Why; kept in the registry's history.")
+    decided_by: str = Field("", description="Your name, for the registry's history.")
+    comment: str = Field("", description="The reason, for the registry's history.")
 
 
 @flow(
@@ -81,9 +81,9 @@ class Approval(RunInput):
 )
 @with_noted_end
 def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: FormRetrain) -> State[Any]:
-    """Train on new data, compare with the model in production, and promote what is better.
+    """Train on new data, compare the result with the model in production, and promote a better model.
 
-    Ends in the state Skipped, Promoted or Rejected, whose message says why.
+    Ends in the state Skipped, Promoted or Rejected. The state's message has the reason.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
@@ -95,7 +95,9 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
         note_in_reports(Path(scope.store), ledger)
         if outcome.is_promotion and run.publish:
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
-            if production is not None and row is not None and production.id == row.model_id:  # not rolled back since
+            if (
+                production is not None and row is not None and production.id == row.model_id
+            ):  # False if rolled back meanwhile
                 publish_results(str(Path(scope.store) / production.checkpoint), scope)
     has_report = (scope.output_dir / "report.html").is_file()
     shown = f"; the report is {link_report(scope, str(scope.output_dir / 'report.html'))}" if has_report else ""
@@ -103,7 +105,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
 
 
 class PipelineWork:
-    """The steps of `retrain_once`, done by the pipeline's stages and Prefect's form for approval."""
+    """Implements the steps of `retrain_once` with the pipeline's stages and with Prefect's form for approval."""
 
     def __init__(
         self, config: Config, node: NodeSettings, run: RunOptions, retrain: RetrainConfig, scope: RunScope
@@ -115,11 +117,12 @@ class PipelineWork:
         self._scope = scope
 
     def watch(self) -> dict[str, str]:
-        """Digests of the data, by path."""
+        """Digests of the watched data, by path."""
         return digest_sources(watched_sources(self._config, self._retrain.sources))
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate and compare it, unless an earlier try did this. Finished stages are reused."""
+        """Train, register the candidate, and compare it with production. Stages that an earlier attempt finished are
+        reused."""
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
         local = prepare(config, self._node, self._run, scope, self._retrain)
         store = Path(scope.store)
@@ -134,8 +137,7 @@ class PipelineWork:
         return self._judge(model, records[-1], production)
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Score the candidate and the model that is in production now. Nothing is trained, even if the data has
-        changed."""
+        """Score an existing candidate and the current production model, without training."""
         config, scope = self._config, self._scope
         local = prepare(config, self._node, self._run, scope, self._retrain)
         if settings_of_engines(self._node):
@@ -160,14 +162,14 @@ class PipelineWork:
         create_markdown_artifact(
             table,
             key=artifact_key("comparison", self._scope),
-            description=f"{escaped(candidate.name)} and what is in production",
+            description=f"{escaped(candidate.name)} and the model in production",
         )
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
-        """Ask for approval, and return the user's answer. If there is no answer yet, the run is suspended and this
-        process ends."""
+        """Return the user's answer to the request for approval. Without an answer, suspend the run and end this
+        process."""
         table = render_comparison(candidate.name, candidate.evaluation)
         form = Approval.with_initial_data(description=f"## Put {escaped(candidate.name)} into production?\n\n{table}")
         answer = suspend_flow_run(wait_for_input=form, key=f"approve-{candidate.id}-{row.baseline_id}")
-        return Answer(approved=answer.promote, by=answer.decided_by or "somebody in Prefect", comment=answer.comment)
+        return Answer(approved=answer.promote, by=answer.decided_by or "a user in Prefect", comment=answer.comment)

@@ -1,8 +1,8 @@
-"""`retrain` and `schedule`: the watched data and the times of checks, beside the settings of the pipeline.
+"""The tables [retrain] and [schedule]: which data are watched, and when they are checked for changes.
 
-Not here: the other settings (form.py, rollouts_core/config/), what a retraining does (tasks/retraining.py).
+Not here: the other settings (form.py, rollouts_core/config/), the steps of a retraining (tasks/retraining.py).
 
-A schedule's cron expression is checked here without prefect. Prefect computes the next run from the same text.
+A schedule's cron expression is checked here without importing prefect. Prefect computes the times of runs from it.
 
     minute 0-59   hour 0-23   day of month 1-31   month 1-12, jan-dec   day of week 0-7, sun-sat
     each: * or a list of values and ranges, with steps: 0,30   9-17   */15   mon-fri
@@ -33,18 +33,20 @@ class RetrainConfig(Record):
     model: str = Field("", pattern=LINE_PATTERN)
     """Name of the models in the registry: small-1, small-2 and so on. Empty: the run's name."""
     sources: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Files, folders and URLs (s3://bucket/prefix) to watch. Empty: the demonstrations and prompts of the training."""
+    """Files, folders and URLs (s3://bucket/prefix) to watch for changes. Empty: the demonstrations and prompts of the
+    training."""
     margin: Finite = 0.0
-    """The candidate's mean score must exceed production's by more than this, beyond noise. A negative margin accepts a
-    slightly worse model, if newer data is valuable by itself."""
+    """The new model's mean score must exceed the mean score of the model in production by more than this. A negative
+    margin accepts a slightly worse model that was trained on newer data."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
-    """Highest p-value of the comparison (1 promotes every candidate)."""
+    """Highest p-value of the comparison with production at which a candidate is promoted (1: promote every
+    candidate)."""
     approval: bool = False
     """Ask for approval in Prefect's UI before a better candidate goes into production."""
     force: bool = False
-    """Train although no data changed, for example with other settings."""
+    """Train even if no data changed, for example with other settings."""
     max_failures: int = Field(3, ge=1)
-    """After this many failed retrainings in a row on the same data, wait for other data."""
+    """After this many failed retrainings in a row on the same data, do not train again until the data change."""
 
     def beside(self, folder: Path) -> Self:
         """These settings with absolute paths: `sources` are relative to the file's folder."""
@@ -53,7 +55,7 @@ class RetrainConfig(Record):
 
 
 class ScheduleConfig(Record):
-    """Schedule of the checks for changed data."""
+    """Schedule of the checks whether data changed."""
 
     cron: str = ""
     """Cron expression of five fields: "0 3 * * *" is every day at three."""
@@ -62,8 +64,8 @@ class ScheduleConfig(Record):
     time_zone: str = "UTC"
     """Name of the time zone of `cron`, for example Europe/Berlin."""
     overlap: Literal["queue", "skip"] = "queue"
-    """Rule for a check that is due while the previous check still runs. queue: the check waits. skip: the check is
-    skipped."""
+    """Rule for a check that is due while the previous check still runs. queue: the due check waits. skip: the due check
+    is skipped."""
 
     def _broken_rules(self) -> Iterator[str]:
         if bool(self.cron) == (self.interval_minutes is not None):
@@ -80,14 +82,14 @@ class ScheduleConfig(Record):
 def check_retraining(
     config: Config, retrain: RetrainConfig | None, schedule: ScheduleConfig | None, *, source: str
 ) -> None:
-    """Raise ConfigError for a schedule without [retrain], and for a schedule whose data can never change."""
+    """Raise ConfigError for a [schedule] without [retrain], or with data that can never change."""
     if retrain is None:
         if schedule is not None:
-            raise ConfigError(f"{source}: a schedule needs something to retrain: add the table retrain")
+            raise ConfigError(f"{source}: the table schedule needs the table retrain: add it")
         return
     if schedule is not None and not can_change(watched_sources(config, retrain.sources)):
         raise ConfigError(
-            f"{source}: the schedule has no data that could change: every dataset is pinned to a commit; leave out its "
+            f"{source}: the watched data can never change, because every dataset is pinned to a commit: leave out its "
             "revision, or name files or folders in retrain.sources"
         )
 
@@ -107,7 +109,7 @@ PART = re.compile(r"(?P<first>\*|[A-Za-z0-9]+)(?:-(?P<last>[A-Za-z0-9]+))?(?:/(?
 
 
 def check_cron(expression: str) -> None:
-    """Raise ValueError, with a reason, if the text is not a cron expression or names days that do not exist."""
+    """Raise ValueError if the text is not a valid cron expression, or if it matches no existing day."""
     texts = expression.split()
     if len(texts) != len(FIELDS):
         raise ValueError(
@@ -117,7 +119,7 @@ def check_cron(expression: str) -> None:
     values = [_read_field(text, *field) for text, field in zip(texts, FIELDS, strict=True)]
     _, _, days, months, _ = values
     if texts[4] == "*" and not any(day <= DAYS_OF_MONTH[month - 1] for day in days for month in months):
-        raise ValueError(f"{expression!r} names a day that its months do not have")
+        raise ValueError(f"{expression!r} names a day of month that its months do not have")
 
 
 def _read_field(text: str, name: str, low: int, high: int, names: Mapping[str, int]) -> set[int]:

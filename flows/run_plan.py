@@ -1,11 +1,11 @@
-"""The plan of a run before it begins: its stages in order, and for each whether an earlier run finished it.
+"""Describe the plan of a run before it begins: its stages in order, and which of them are reused from earlier runs.
 
     plan: 1 of 5, sft: reused from sft-1f0c9a7d5b3e2468, finished before by run small-5793d50a
     plan: 3 of 5, rl: 40 steps, trains all weights, on this machine; unlike rl-...: training.rl.num_steps was 20, is 40
     plan: GPU 0, trainer: about 24.6 of 79.6 GiB
     plan: GPU 1 to 3, 3 engines: about 5.1 of 79.6 GiB on each
 
-Not here: how a stage is planned (tasks/stage_order.py), whether its files are intact (tasks/artifacts.py).
+Not here: planning a stage (tasks/stage_order.py), checking that its files are intact (tasks/artifacts.py).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import STAGES, kind_of, stages_of
 
 MIN_TIMED_STEPS = 2
-"""Fewest logged steps from which the time of a training is estimated."""
+"""Minimum number of logged steps to estimate the duration of a training."""
 
 
 class _UnfinishedError(Exception):
-    """A stage is left to do, and later ones depend on its result."""
+    """A stage is not finished. Later stages depend on its result, so they cannot be planned."""
 
 
 def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequence[GpuState] = ()) -> list[str]:
-    """A line for each stage of the run and for each part of the GPUs, and warnings about finished stages that are not
-    used.
+    """Return a line for each stage, a line for each group of GPUs, and warnings about finished stages that are not
+    reused.
 
     Args:
-        config: that of the pipeline, with its inputs here, and with the engine and the placement of the run.
-        gpus: the GPUs of the run's machine, as far as they are known.
+        config: the pipeline's configuration with local copies of its inputs, and with the run's engine and placement.
+        gpus: the known GPUs of the run's machine.
     """
     names = [name for name, _ in stages_of(config.mode)]
     planned = {stage.name: stage for stage in _plan_stages(pipeline, config, store)}
@@ -64,7 +64,7 @@ def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequenc
 
 
 def _describe_gpus(config: Config, gpus: Sequence[GpuState]) -> Iterator[str]:
-    """The work of the GPUs and the estimated memory that it needs."""
+    """A line for each group of GPUs: its work, and an estimate of the memory that the work needs."""
     if not gpus:
         return
     held = min(gpu.total_gb for gpu in gpus) * 1e9 / GIB
@@ -75,9 +75,9 @@ def _describe_gpus(config: Config, gpus: Sequence[GpuState]) -> Iterator[str]:
 
 
 def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:
-    """The stages up to the first unfinished one.
+    """The stages up to the first unfinished stage.
 
-    Empty if the store has no stages, because digests of large data take long.
+    Empty if the store has no earlier stage to reuse. This avoids computing digests of large data, which takes long.
     """
     place = store.resolve()
     first = next(iter(config.trainings))
@@ -102,7 +102,7 @@ def _is_finished(stage: Stage) -> bool:
 
 
 def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Path) -> str:
-    """The state of a stage, and the reason for it."""
+    """Describe whether a stage is reused, resumed or run, and why."""
     directory = RunDirectory(Path(stage.run_dir))
     if _is_finished(stage):
         ledger_path = store / LEDGER_FILE
@@ -114,13 +114,13 @@ def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Pat
     work = _describe_work(stage.name, config, pipeline.node)
     if step := newest_step(directory.checkpoints):
         return f"{work}; resumes from step {step} of {directory.root.name}"
-    why = "asked for by run.fresh" if stage.name in pipeline.run.fresh else describe_difference(stage)
+    why = "requested by run.fresh" if stage.name in pipeline.run.fresh else describe_difference(stage)
     took = _estimate(stage) if stage.trains else ""
     return "; ".join(filter(None, (work, took, why)))
 
 
 def _describe_work(name: str, config: Config, node: NodeSettings) -> str:
-    """The work of a stage, and its machine."""
+    """Describe the work of a stage and the machine that it runs on."""
     place = _describe_place(node)
     if (training := config.trainings.get(name)) is not None:
         rank = training.policy.lora.rank
@@ -139,7 +139,7 @@ def _describe_place(node: NodeSettings) -> str:
 
 
 def _estimate(stage: Stage) -> str:
-    """The time of a training by the pace of a finished one with fewer steps, else ""."""
+    """Estimate the duration of a training from a finished training with fewer steps ("" without such a training)."""
     shorter = find_shorter(stage)
     if not shorter:
         return ""
@@ -156,18 +156,18 @@ def _duration(seconds: float) -> str:
 
 
 def _warn_of_finished(stage: Stage) -> Iterator[Caution]:
-    """Warnings about finished stages that are like an unfinished one, and are not reused."""
+    """Warn about finished stages that resemble this unfinished stage but cannot be reused for it."""
     if not stage.trains:
         return
     stages = Path(stage.run_dir).parent
     if older := find_older_version(stage.name, job_type(stage.kind).model_validate(stage.job), stages):
         yield Caution(
             f"{stage.name}: {older} has the same settings and data, but an older version of rollouts trained it: "
-            "results changed since, so a run trains again"
+            "the current version gives other results, so the run trains again"
         )
     has_begun = newest_step(RunDirectory(Path(stage.run_dir)).checkpoints) > 0
     if not has_begun and not stage.job["training"].get("resume_from") and (shorter := find_shorter(stage)):
         yield Caution(
-            f"{stage.name}: {shorter} is finished with fewer steps, and more steps are another stage, which trains "
-            f'from its start: training.{stage.name}.resume_from = "{stages / shorter}" continues it'
+            f"{stage.name}: {shorter} was trained for fewer steps, but a training with more steps starts from the "
+            f'beginning: set training.{stage.name}.resume_from = "{stages / shorter}" to continue it'
         )

@@ -22,20 +22,20 @@ from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
 from rollouts.flows.retrain_settings import ScheduleConfig
 
 ANCHOR = datetime(2020, 1, 1)
-"""The start of intervals: a fixed time, so that a restart does not shift them."""
+"""Time from which intervals are counted. It is fixed, so that a restart does not shift the intervals."""
 SLUG = "new-data"
 DATA_UPDATED = "data.updated"
-"""The event after which retrainings check their data at once."""
+"""Name of the event in Prefect after which retrainings check their data immediately."""
 DATA_RESOURCE = "rollouts.data"
-"""The event's resource: all retrainings or, with `.NAME` added, the retraining of the configuration NAME."""
+"""Resource of this event, for all retrainings. With `.NAME` added, only for the retraining of the configuration
+NAME."""
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
-    """Keywords for `Runner.aadd_flow`. Deployments with a schedule or trigger run one at a time. A paused schedule
-    stays paused.
+    """Arguments for `Runner.aadd_flow`: schedules, triggers, tags and concurrency limit.
 
-    Registration drops the schedules, the tags and the concurrency limit that users set in Prefect, so they are passed
-    again, after the deployment's own tags.
+    A deployment with a schedule or trigger gets the concurrency limit 1. A paused schedule stays paused. Registration
+    would remove the schedules, tags and concurrency limit that users set in Prefect, so they are passed again.
     """
     known = await known_deployment(deployment)
     schedules = known_schedules(known) if known else []
@@ -53,13 +53,13 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
     return kept | {
         "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=_overlap_strategy(settings)),
         "triggers": [data_trigger(deployment)] if deployment.flow == RETRAIN_FLOW else [],
-        "paused": False,  # Prefect pauses deployments when the process that serves them ends
+        "paused": False,  # Prefect paused the deployment when the serving process ended
         "schedules": [*([] if settings is None else [build_schedule(settings, is_active=is_active)]), *of_people],
     }
 
 
 def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAML
-    """Schedule, trigger and concurrency limit for a prefect.yaml, with times as text. Deploying again resumes a paused
+    """Schedule, trigger and concurrency limit for a prefect.yaml. A repeated `prefect deploy` resumes a paused
     schedule."""
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
     options: dict[str, Any] = {
@@ -78,7 +78,7 @@ def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAM
 
 
 def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
-    """A trigger that starts the retraining after an event about new data, of this configuration or of all."""
+    """A trigger that starts the retraining after the event `data.updated` for this configuration or for all."""
     configuration = deployment.name.partition("@")[0].removesuffix(retraining_name(""))
     own = f"{DATA_RESOURCE}.{configuration}"
     return DeploymentEventTrigger(
@@ -98,16 +98,16 @@ async def known_deployment(deployment: Deployment) -> DeploymentResponse | None:
 
 
 def known_schedules(known: DeploymentResponse) -> list[DeploymentScheduleCreate]:
-    """The schedules of a deployment in Prefect, in the form that sets them again."""
+    """The schedules of a deployment in Prefect, as arguments to set the same schedules again."""
     kept = set(DeploymentScheduleCreate.model_fields)
     return [DeploymentScheduleCreate(**schedule.model_dump(include=kept)) for schedule in known.schedules]
 
 
 def build_schedule(settings: ScheduleConfig, *, is_active: bool = True) -> Schedule:
-    """The settings as a schedule of Prefect."""
+    """Convert the settings to a schedule of Prefect."""
     if settings.cron:
         return Cron(settings.cron, timezone=settings.time_zone, slug=SLUG, active=is_active)
-    assert settings.interval_minutes is not None, "a schedule has either"
+    assert settings.interval_minutes is not None, "a schedule has cron or an interval"
     anchor = ANCHOR.replace(tzinfo=ZoneInfo(settings.time_zone)).astimezone(UTC)
     every = timedelta(minutes=settings.interval_minutes)
     return Interval(every, anchor_date=anchor, timezone=settings.time_zone, slug=SLUG, active=is_active)
@@ -119,7 +119,8 @@ def _overlap_strategy(settings: ScheduleConfig | None) -> ConcurrencyLimitStrate
 
 
 async def drop_schedule(deployment_id: UUID) -> None:
-    """Delete the schedule that the deployment's file had before, because registration without a schedule keeps it."""
+    """Delete the schedule from the deployment's earlier configuration. Registration without a schedule would keep
+    it."""
     async with get_client() as client:
         for schedule in await client.read_deployment_schedules(deployment_id):
             if schedule.slug == SLUG:

@@ -1,19 +1,19 @@
-"""The process that serves a store's deployments, and starts a process for each requested run.
+"""The serving process: it registers a store's deployments in Prefect, and starts a process for each requested run.
 
 Not here: the deployments (deployments.py), the start and end of this process (commands/up.py), the flow (pipeline.py),
 restarts of killed runs (upkeep.py).
 
-    rollouts up ──starts──> serving ──shared lock──> the Prefect server, which stays as long as this process
+    rollouts up ──starts──> serving ──shared lock──> the Prefect server, which runs as long as this process
                                ├─ a run of a deployment ──> a process with the flow ──> jobs, which outlive both
-                               └─ a tool that trains nothing ──> the same, without waiting for a slot
+                               └─ a tool that trains nothing ──> the same, without waiting for a GPU slot
 
-    serving.lock   held as long as this process lives
-    gpu_slots      number of runs under way at once; a change takes effect within a second (store.py)
+    serving.lock   locked as long as this process runs
+    gpu_slots      maximum number of concurrent runs; a change takes effect within a second (store.py)
     serving.json   written when every deployment is registered: pid, process, since, deployments with their digests,
                    gpu_slots, named_url
     serving.log    output of this process and its flows
 
-SIGTERM ends this process and the flows, but not the flows' jobs, to which the next start, or Retry, attaches.
+SIGTERM ends this process and its flows, but not the flows' jobs. A later start or Retry of a run attaches to its jobs.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""Seconds between two polls of Prefect's server for runs to start and for runs to cancel."""
+"""Seconds between two requests to Prefect's server for runs to start and runs to cancel."""
 LOOK_S = 1.0
 FLOWS_END_S = 20.0
-"""Seconds after which a flow that was told to end is killed. The flow's jobs stay in any case."""
+"""Seconds between SIGTERM and SIGKILL to a flow's process. The flow's jobs go on in any case."""
 RUNNER_END_S = 10.0
 MAX_LOG_BYTES = 8 * 1024 * 1024
 
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    # Set before the first import of Prefect, which reads the environment once. The caller's values suit a terminal.
+    # Must be set before the first import of Prefect, which reads the environment only once.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING")
     os.environ["PREFECT_RUNNER_POLL_FREQUENCY"] = f"{POLL_S:.0f}"
     with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):
@@ -81,7 +81,7 @@ def serve_store(store: Path) -> None:
 
 
 def _load_flows(store: Path, address: ServerAddress) -> None:
-    """Set the environment, and import Prefect and the flows, which takes two seconds, while the server starts."""
+    """While the server starts, set the environment and import Prefect and the flows, which takes two seconds."""
     os.environ.update({**prefect_environment(store, address), STORE_VARIABLE: str(store.resolve())})
     gc.disable()  # saves a fifth of the imports' time
     offered_flows()
@@ -89,8 +89,8 @@ def _load_flows(store: Path, address: ServerAddress) -> None:
     gc.freeze()
 
 
-def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
-    """The flows by their keys. This imports Prefect, which reads the environment once."""
+def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: results of flows
+    """The flows by their keys. This imports Prefect, which reads the environment only once."""
     from rollouts.flows.evaluate import evaluate_model
     from rollouts.flows.finish_flow import finish_run
     from rollouts.flows.pipeline import sft_rl
@@ -114,18 +114,18 @@ async def _serve(store: Path) -> None:
     from rollouts.flows.credentials import Credentials
 
     home = store / "prefect"
-    # A `finish` run must not be queued behind the run that it ends.
+    # Tools have their own runner, so that a run of `finish` is not queued behind the run to be finished.
     runner = Runner(name="rollouts", query_seconds=POLL_S, limit=load_gpu_slots(home))
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
     deployments: set[UUID] = set()
-    await Credentials.register_type_and_schema()  # so that the UI offers this type of block
+    await Credentials.register_type_and_schema()  # so that users can create such blocks in the UI
     await _register(runner, tools, store, served, deployments)
     running = [asyncio.create_task(each.start()) for each in (runner, tools)]
     while not (runner.started and tools.started) and not _has_ended(running):
         await asyncio.sleep(0.02)
     stop = asyncio.Event()
-    # This replaces Prefect's handler of SIGTERM, which would cancel every run.
+    # Replaces Prefect's handler of SIGTERM, which would cancel every run.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state = _write_state(home, served, apply_gpu_slots(runner, home))
@@ -138,7 +138,7 @@ async def _serve(store: Path) -> None:
             if (served, gpu_slots := apply_gpu_slots(runner, home)) != state:
                 state = _write_state(home, served, gpu_slots)
         except Exception:  # a failure here must not end the running flows
-            logger.exception("changes in %s could not be applied, which is tried again", store)
+            logger.exception("changes of deployments or slots in %s could not be applied; retrying", store)
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
     upkeep.cancel()
@@ -157,11 +157,11 @@ def _has_ended(running: Sequence[asyncio.Task[None]]) -> bool:
 
 
 def apply_gpu_slots(runner: Runner, home: Path) -> int:
-    """Set the number of runs that a started runner may have under way to the store's GPU slots, and return the number.
+    """Set a started runner's maximum number of concurrent runs to the store's GPU slots, and return the number.
 
-    A smaller number ends no run. The next run starts when enough runs have ended.
+    A smaller number ends no running run: the next run starts when enough runs have ended.
     """
-    limiter = runner._limiter  # set here, because Prefect sets the limit only at the start
+    limiter = runner._limiter  # Prefect's public API sets the limit only at the start
     assert limiter is not None, "the runner has a limit, and was started"
     try:
         limiter.total_tokens = load_gpu_slots(home)
@@ -171,8 +171,10 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
 
 
 async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str], deployments: set[UUID]) -> None:
-    """Register new and changed deployments in Prefect, and add their digests to `served` and their ids to
-    `deployments`."""
+    """Register new and changed deployments in Prefect.
+
+    Adds their digests to `served`, and their ids to `deployments`.
+    """
     from rollouts.flows.schedules import drop_schedule, schedule_options
 
     flows = offered_flows()
@@ -212,7 +214,7 @@ def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[di
 
 
 def _end_flows() -> None:
-    """End the processes of the flows. Their jobs go on, and their runs become Crashed in Prefect."""
+    """End the processes of all flows. Jobs go on, and the flows' runs become Crashed in Prefect."""
     flows = multiprocessing.active_children()
     for flow in flows:
         flow.terminate()

@@ -1,6 +1,6 @@
-"""The help of every setting: type, default, range, place of effect, and names in other systems.
+"""Collect the help of every setting: text, type, default, range, reading stage, names in other systems.
 
-Not here: the values of one configuration (shown_settings.py), the settings themselves (rollouts_core/config/).
+Not here: the values of one configuration (shown_settings.py), the definitions of settings (rollouts_core/config/).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOUNDS = {
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
 }
-"""Words for the bounds of a JSON schema."""
+"""Phrase for each kind of bound in a JSON schema."""
 TYPES = {
     "string": "text",
     "integer": "whole number",
@@ -59,41 +59,43 @@ ACTS: Mapping[str, str] = {
     "schedule": "`rollouts up`: when data are checked",
     "evaluate": "`rollouts evaluate`",
 }
-"""The place at which the settings below a name act; the longest name counts. Sections of trainings name their stage."""
+"""The stage, machine or command that reads a setting, by a prefix of the setting's name. The longest prefix counts.
+Settings of a training name their stage themselves (`_acts`)."""
 EFFECTS = {
-    "affects_result": "Cannot change a result: finished stages are reused with another value.",
-    "affects_weights": "Length of the training or kept checkpoints: a resumed training may have another value.",
-    "needs_trust": "A run that is requested through Prefect may set it only to trusted values.",
+    "affects_result": "This setting cannot change a result: a finished stage is reused after the setting changed.",
+    "affects_weights": "A resumed training may have another value of this setting than the interrupted training.",
+    "needs_trust": "Runs that are started through Prefect may set this only to trusted values.",
 }
-"""Sentences for the marks of a setting (rollouts_core/config/record.py)."""
+"""Sentence for each mark of a setting in its JSON schema (rollouts_core/config/record.py)."""
 REGISTRY = re.compile(r"`(rollouts_core[a-z_.]*)\.([A-Z_]+)`")
-"""The mapping in a help text whose keys a setting may name."""
+"""Reference of a help text to a mapping. The keys of the mapping are valid values of the setting."""
 NAME = re.compile(r"[a-z_]+(?:\.\w+)+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingHelp:
-    """Everything that the code knows about a setting."""
+    """The complete help of one setting."""
 
     name: str
-    """Its dotted name, as in a file. A setting in a list has no index: rollout.rewards.kind."""
+    """Dotted name of the setting, as in a file. A setting in a list has no index: rollout.rewards.kind."""
     help: str
     type: str
     default: Any  # Any: JSON
-    """None of a setting without a default."""
+    """None if the setting has no default."""
     is_required: bool
     choices: tuple[str, ...]
-    """All allowed values; () if there are others."""
+    """All allowed values, if the setting accepts only a fixed set of values; otherwise ()."""
     names: tuple[str, ...]
-    """Names of built-in functions and of those of installed packages; a function of yours is allowed, too."""
+    """Names of the built-in functions that the setting accepts, and of functions in installed plugins. The setting
+    also accepts a function of the user."""
     range: str
-    """Bounds in words; "" if there are none."""
+    """Bounds in words ("" for a setting without bounds)."""
     acts: str
     """The stage, machine or command that reads the setting."""
     effects: tuple[str, ...]
-    """Sentences about results, resumes and trust."""
+    """Sentences about the effect of a change on results and resumes, and about trust."""
     other_names: tuple[str, ...]
-    """Names in TRL, Transformers, verl, slime and OpenRLHF, and common guesses."""
+    """Names of the setting in TRL, Transformers, verl, slime and OpenRLHF, and names that users often guess."""
 
     @property
     def first_sentence(self) -> str:
@@ -102,7 +104,7 @@ class SettingHelp:
 
 
 def setting_helps() -> list[SettingHelp]:
-    """All settings of a file, in the order of its records."""
+    """The help of all settings of a configuration file, in the order of the records that define them."""
     others = _other_names()
     tables: list[tuple[str, type[BaseModel]]] = [("", Config), *(("node", each) for each in NODE_TYPES.values())]
     tables += [("run", RunOptions), ("retrain", RetrainConfig), ("schedule", ScheduleConfig)]
@@ -117,7 +119,7 @@ def setting_helps() -> list[SettingHelp]:
 def _helps_of(
     record: type[BaseModel], defaults: BaseModel | None, prefix: str, others: Mapping[str, tuple[str, ...]]
 ) -> Iterator[SettingHelp]:
-    """The settings of a record; `defaults` is the record that stands there when the file says nothing."""
+    """The help of the settings of a record. `defaults` is the value of this record if the file omits it."""
     properties = record.model_json_schema()["properties"]
     for key, field in record.model_fields.items():
         name = f"{prefix}.{key}" if prefix else key
@@ -155,7 +157,7 @@ def _choices_in(schema: Mapping[str, Any]) -> list[object]:  # Any: a JSON schem
 
 
 def _registered_names(text: str) -> tuple[str, ...]:
-    """The keys of the registry that a help text names."""
+    """The keys of the registry that a help text refers to."""
     found = REGISTRY.search(text)
     return tuple(getattr(import_module(found[1]), found[2])) if found else ()
 
@@ -189,12 +191,12 @@ def _effects(name: str, schema: Mapping[str, Any]) -> tuple[str, ...]:  # Any: a
 
 
 def json_text(text: str) -> str:
-    """The text in quotes, as a file has it."""
+    """The text in double quotes, as in a configuration file."""
     return f'"{text}"'
 
 
 def _other_names() -> dict[str, tuple[str, ...]]:
-    """The names of other systems for each setting here."""
+    """The names in other systems, by the dotted name of the setting here."""
     found: dict[str, list[str]] = {}
     for foreign, hint in FOREIGN_NAMES.items():
         for stage in TRAININGS:
@@ -206,9 +208,9 @@ def _other_names() -> dict[str, tuple[str, ...]]:
 
 
 def find_settings(asked: str, known: list[SettingHelp]) -> list[SettingHelp]:
-    """The settings that a question means: one by its name, those of a section, or all in which the words occur.
+    """Find settings by their name, by the name of their section, or by words in them.
 
-    Names count first, then names of other systems, then help texts and choices.
+    Settings whose names contain the words come first, then settings with the words in their help or choices.
     """
     name = ".".join(part for part in asked.strip().split(".") if not part.isdecimal())
     if exact := [each for each in known if each.name == name]:

@@ -1,9 +1,9 @@
-"""The short form of a run: its fields for the usual settings, and all other settings as TOML in one text.
+"""The short form in Prefect's UI: fields for the usual settings, and one text with all other settings as TOML.
 
     Pipeline ──form_values──> name, model, data, ..., budget, more_settings ──tables_of──> the tables of a file
 
 Not here: the flow with these parameters (short_form_flow.py), the full form and the reading of tables (form.py). This
-module imports no settings, because `rollouts status` reads parameters with it.
+module must not import modules with settings, which are slow: `rollouts status` uses it to read parameters of runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from rollouts.flows.form import Pipeline
 
 SOURCE = "the form"
-"""The place that messages name instead of a file."""
+"""Source of a setting in error messages, in place of a file's path."""
 MORE = "more_settings"
-"""The parameter with all settings that have no field. Only runs by the short form have this parameter."""
+"""The parameter with all settings that have no field. Only runs with the short form have this parameter."""
 DATA, BUDGET, ALGORITHM = "data", "budget", "algorithm"
 MAX_SHOWN_VALUE = 60
 LIST = re.compile(r"\[\n((?: {4}.*,\n)+)\]")
-"""A list as tomli_w writes it. Texts in it have no line breaks, and a list in it has a line without a comma."""
+"""Matches a list of simple values in the output of tomli_w, which writes each value on its own line."""
 MAX_LIST_CHARS = 80
 
 
@@ -41,7 +41,7 @@ class FormField:
 
     title: str
     setting: str
-    """The dotted name of the setting in a file. For the field of data, the name of the table that it holds as TOML."""
+    """The dotted name of the setting in a file. The field `data` contains the table [data] as TOML."""
 
 
 FIELDS = {
@@ -62,7 +62,7 @@ FIELDS = {
     "node": FormField("Node", "node.kind"),
     BUDGET: FormField("Budget", "node.max_usd"),
 }
-"""The fields in the order of use, by the names of the flow's parameters."""
+"""The fields in the order of the form, by the names of the flow's parameters."""
 MORE_TITLE = "More settings"
 
 Values = Mapping[str, Any]  # Any: JSON
@@ -72,12 +72,12 @@ Tables = dict[str, Any]  # Any: settings of every type
 
 
 def is_short(parameters: Mapping[str, Any]) -> bool:  # Any: JSON
-    """Whether parameters of a run or deployment are those of the short form."""
+    """Whether the parameters of a run or deployment have the short form."""
     return MORE in parameters
 
 
 def form_values(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
-    """The values with which the short form describes the pipeline. The store is left out.
+    """The values of the short form's fields for a pipeline. `run.store` is left out.
 
     Raises:
         TypeError: a setting contains null, which TOML lacks.
@@ -101,13 +101,13 @@ def form_values(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
 
 
 def _named_algorithm(settings: Mapping[str, Any]) -> str:  # Any: file content
-    """The algorithm that a file names. The record has the algorithm's settings instead of its name."""
+    """The algorithm that a file names ("" without one). The pipeline's record has only the settings filled in by it."""
     named = _find(settings, FIELDS[ALGORITHM].setting)
     return named if isinstance(named, str) else ""
 
 
 def _leave_to_algorithm(algorithm: str, others: Tables, every: Tables) -> None:
-    """Remove the settings that the algorithm fills in, and add settings that the file has against the algorithm."""
+    """Remove settings that the algorithm fills in, and add settings whose values differ from the algorithm's."""
     for setting, usual in _leaves(ALGORITHMS[algorithm].settings, "training.rl"):
         _take(others, setting)
         value = _find(every, setting)
@@ -116,10 +116,10 @@ def _leave_to_algorithm(algorithm: str, others: Tables, every: Tables) -> None:
 
 
 def tables_of(values: Values) -> Tables:
-    """The tables of a file that the values of the short form describe. The TOML wins over fields.
+    """Convert the values of the short form to the tables of a file. *More settings* overrides the fields.
 
     Raises:
-        ConfigError: a text is not TOML.
+        ConfigError: a text is not valid TOML.
     """
     more = _read_toml(values, MORE, MORE_TITLE)
     tables: Tables = {}
@@ -133,10 +133,11 @@ def tables_of(values: Values) -> Tables:
 
 
 def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
-    """Raise ConfigError if a changed field and the TOML set the same key to different values.
+    """Raise ConfigError if a field that the user changed and *More settings* give a setting different values.
 
     Args:
-        offered: returns the deployment's values, which tell the changed fields. Called only if a key is there twice.
+        offered: returns the deployment's default values, to find the changed fields. It is called only if a setting
+            has two values.
     """
     more = _read_toml(values, MORE, MORE_TITLE)
     doubled = [
@@ -147,7 +148,7 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
     before = offered() if doubled else {}
     lines = [
         f"{SOURCE}: {setting} is {_shown(value)} in the field {FIELDS[name].title} and {_shown(found)} in "
-        f"{MORE_TITLE}: remove it from {MORE_TITLE}, or give the field its former value"
+        f"{MORE_TITLE}: remove it from {MORE_TITLE}, or restore the field's former value"
         for setting, name, value, found in doubled
         if name not in before or values[name] != before[name]
     ]
@@ -156,9 +157,9 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
 
 
 def held_tables(parameters: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
-    """The parameters of a run by the full form, or the same tables of a run by the short form.
+    """The settings of a run as tables, from its parameters of the full form or the short form.
 
-    A run whose TOML cannot be read has no tables: it failed before it held anything.
+    Empty if the TOML of the short form is invalid: such a run failed before it used jobs or machines.
     """
     if not is_short(parameters):
         return parameters
@@ -169,14 +170,14 @@ def held_tables(parameters: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSO
 
 
 def with_named_store(values: Values, store: Path) -> dict[str, Any]:  # Any: JSON
-    """The values of a deployment with the folder of its runs."""
+    """Set `run.store` in the values of a deployment."""
     more = tomllib.loads(values[MORE])
     _put(more, "run.store", str(store))
     return {**values, MORE: _write_toml(more)}
 
 
 def _given(values: Values) -> Iterator[tuple[str, str, Any]]:  # Any: JSON
-    """Each setting that a field sets, with the field's parameter and the value. Empty fields set nothing."""
+    """Yield the setting, the parameter and the value of each field that is not empty."""
     for name, field in FIELDS.items():
         if name == DATA:
             for key, value in _read_toml(values, DATA, field.title).items():
@@ -193,7 +194,7 @@ def _read_toml(values: Values, name: str, title: str) -> Tables:
 
 
 def _write_toml(tables: Tables) -> str:
-    """The tables as TOML, with each short list on one line."""
+    """Format the tables as TOML, with each short list on one line."""
     return LIST.sub(_on_one_line, tomli_w.dumps(tables))
 
 
@@ -247,7 +248,7 @@ def _merge(tables: Tables, others: Mapping[str, Any]) -> None:  # Any: settings 
 
 
 def _leaves(table: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:  # Any: settings of every type
-    """The settings in a table and in the tables below it, by their dotted names."""
+    """Yield the settings in a table and its subtables, with their dotted names."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{place}.{name}")

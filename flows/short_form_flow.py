@@ -1,12 +1,13 @@
-"""The `sft-rl` flow with the parameters of the short form: its fields become a configuration, which sft_rl runs.
+"""The `sft-rl` flow with the short form: it converts the form's fields to a configuration and calls `sft_rl`.
 
-Not here: the fields and how they become tables (short_form.py), the stages (pipeline.py).
+Not here: the fields and their conversion to tables (short_form.py), the stages (pipeline.py).
 
-Prefect has one flow `sft-rl` with two kinds of deployments. Deployments of the full form call `sft_rl`, and deployments
-of the short form call `sft_rl_short`. Runs of both are alike for notifications, Cancel, restarts and reuse of stages.
+In Prefect, the flow `sft-rl` has two kinds of deployments. Deployments with the full form call `sft_rl`. Deployments
+with the short form call `sft_rl_short`. Notifications, Cancel, restarts and reuse of stages treat the runs of both
+alike.
 """
 
-# No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
+# No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,9 +39,10 @@ SFT, RL, ROLLOUT, RUN = SFTTrainingConfig(), RLTrainingConfig(), RolloutConfig()
 
 
 def shown(name: str, help_text: str, **more: Any) -> FieldInfo:  # Any: JSON schema
-    """What the form shows of a field, with bounds and choices in `more`.
+    """The JSON schema of a field of the form. `more` has bounds and choices.
 
-    They stand only in the schema. The flow itself checks values as `rollouts validate` does, with its sentences.
+    Only the form in the UI checks bounds and choices. The flow itself checks values as `rollouts validate` does, with
+    the same error messages.
     """
     title = FIELDS[name].title if name in FIELDS else MORE_TITLE
     info: FieldInfo = Field(json_schema_extra={"title": title, "description": " ".join(help_text.split()), **more})
@@ -61,14 +63,15 @@ def _names_in(registry: Iterable[str]) -> str:
 def sft_rl_short(
     name: Annotated[str, shown("name", "Name of the run in the UI, in the store and in the report.")] = RUN.name,
     model: Annotated[
-        str, shown("model", "Folder with a Hugging Face checkpoint that training starts from, or its URL in a store.")
+        str, shown("model", "Folder or URL of the Hugging Face checkpoint that training starts from.")
     ] = "",
     data: Annotated[
         str,
         shown(
             "data",
-            """Files of rows, as TOML: sft (demonstrations), prompts (for RL), selection and heldout (prompts that
-            choose and score checkpoints), each a path or URL; or prepare, which makes them.""",
+            """Data files, as TOML: sft (demonstrations), prompts (for RL), selection (prompts to choose the best
+            checkpoint with), heldout (prompts for the final scores). Each is a path or URL. Or prepare, a function
+            that makes the files.""",
         ),
     ] = "",
     mode: Annotated[
@@ -91,8 +94,8 @@ def sft_rl_short(
         str,
         shown(
             "algorithm",
-            """Algorithm of RL, by the system that it comes from. It fills in settings that More settings leaves out.
-            Empty: the settings in More settings, and the defaults.""",
+            """Algorithm of RL, as another system defines it. It fills in settings of training.rl that More settings
+            omits. Empty: use only More settings and the defaults.""",
             enum=list(get_args(AlgorithmName)),
         ),
     ] = "",
@@ -100,8 +103,7 @@ def sft_rl_short(
         str,
         shown(
             "environment",
-            "Environment that replies to the model and grades it: "
-            f"{_names_in(ALL_ENVIRONMENTS)}, or package.module:Class.",
+            f"Environment that answers and grades the model: {_names_in(ALL_ENVIRONMENTS)}, or package.module:Class.",
         ),
     ] = "",
     reward: Annotated[
@@ -116,7 +118,7 @@ def sft_rl_short(
         str,
         shown(
             "engine",
-            """Inference server of RL. embedded: for small models on a CPU. auto: sglang on a node with a free GPU, else
+            """Inference engine of RL. embedded: for small models on a CPU. auto: sglang on a node with a free GPU, else
             embedded.""",
             enum=list(ENGINE_CHOICES),
         ),
@@ -125,28 +127,30 @@ def sft_rl_short(
         str,
         shown(
             "node",
-            """Machine of the run. local: this machine. ssh: a machine over SSH; node.host and node.python stand in More
-            settings. instance: a machine that you rented. rented: the run rents a machine and gives it back.""",
+            """Machine of the run. local: this machine. ssh: a machine over SSH, with node.host and node.python in More
+            settings. instance: a machine that you rented. rented: the run rents a machine and releases it at the
+            end.""",
             enum=list(NODE_TYPES),
         ),
     ] = "local",
     budget: Annotated[
-        float, shown("budget", "Most US dollars that the run spends on a rented node. Not read for others.", minimum=0)
+        float,
+        shown("budget", "Most US dollars that the run spends on a rented node. Ignored for other nodes.", minimum=0),
     ] = 0.0,
     more_settings: Annotated[
         str,
         shown(
             "more_settings",
-            """All settings without a field, as TOML, with the keys of a file. `rollouts explain KEY` has the meaning
-            of each.""",
+            """All settings without a field, as TOML, with the keys of a configuration file. `rollouts explain KEY`
+            explains a setting.""",
         ),
     ] = "",
 ) -> State[Any]:  # Any: PipelineResult, or the error
-    """Turn a base model and data into a trained, evaluated checkpoint, by the usual settings.
+    """Turn a base model and data into a trained, evaluated checkpoint, with the usual settings.
 
-    Ends as the flow of the full form does.
+    The run ends in the same states as a run of `sft_rl`.
     """
-    pipeline = read_values(dict(locals()))  # the parameters: nothing else is defined yet
+    pipeline = read_values(dict(locals()))  # `locals()` has only the parameters at this point
     result: State[Any] = sft_rl.fn(pipeline.config, pipeline.node, pipeline.run)
     return result
 
@@ -155,7 +159,7 @@ def read_values(values: Values) -> Pipeline:
     """The pipeline that the values of the form describe.
 
     Raises:
-        ConfigError: a line for each mistake, with the place of the setting in a file.
+        ConfigError: the values have mistakes. The message has a line for each, with the setting's name in a file.
     """
     check_doubled(values, _offered_values)
     tables = tables_of(values)
@@ -168,7 +172,7 @@ def read_values(values: Values) -> Pipeline:
 
 
 def _offered_values() -> Values:
-    """The values that the run's deployment offers, to find the fields that a user changed ({} without a deployment)."""
+    """The default values in the run's deployment ({} without a deployment). Other values were changed by the user."""
     if deployment.id is None:
         return {}
     with get_client(sync_client=True) as client:

@@ -1,6 +1,6 @@
-"""The settings of a pipeline with their defaults, and the origin of each value: the file, a default, or an algorithm.
+"""List the settings of a pipeline with value, default and origin: the file, the default, or an algorithm.
 
-Not here: reading a file (form.py), what settings mean (rollouts_core/config/).
+Not here: reading a file (form.py), the help of settings (setting_help.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rollouts.flows.form import Pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A setting of a pipeline."""
+    """A setting of a pipeline, with its value."""
 
     name: str
     """The setting's dotted name, as in a file: training.rl.num_steps."""
     value: Any  # Any: JSON
     default: Any  # Any: JSON
-    """None for a setting without a default."""
+    """None if the setting has no default."""
     is_default: bool
     is_required: bool
     origin: str
-    """Origin of the value: file, default, or the setting that filled the value in."""
+    """Origin of the value: "file", "default", or the name of the setting that filled in the value."""
 
 
 def settings_of(pipeline: Pipeline) -> list[Setting]:
-    """All settings of a pipeline, in the order of its records."""
+    """All settings of a pipeline, in the order of the records that define them."""
     given = pipeline.settings
     tables: list[tuple[str, BaseModel | None]] = [
         ("", pipeline.config),
@@ -52,7 +52,7 @@ def _settings(
     prefix: str,
     given: Mapping[str, Any],  # Any: file content
 ) -> Iterator[Setting]:
-    """The settings of a record; `defaults` is the record that stands there when the file says nothing."""
+    """The settings of a record. `defaults` is the value of this record if the file omits it."""
     for key, field in type(record).model_fields.items():
         name = f"{prefix}.{key}" if prefix else key
         value = getattr(record, key)
@@ -75,8 +75,7 @@ def _settings(
 
 
 def _is_given(name: str, given: Mapping[str, Any]) -> bool:  # Any: file content
-    """Whether the file has the setting. A Python file counts as having all settings, because its content is not
-    kept."""
+    """Whether the file contains the setting. True for every setting of a Python file, whose content is not kept."""
     section: Any = given
     for part in name.split("."):
         if not isinstance(section, Mapping) or part not in section:
@@ -86,10 +85,10 @@ def _is_given(name: str, given: Mapping[str, Any]) -> bool:  # Any: file content
 
 
 def as_json(value: object) -> Any:  # Any: JSON
-    """The value as JSON has it."""
+    """Convert the value to JSON types. A function becomes its dotted name."""
     return json.loads(json.dumps(to_jsonable_python(value, fallback=_name_of)))
 
 
 def _name_of(value: object) -> str:
-    """A function by its dotted name."""
+    """The name of a function, as module:function."""
     return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"

@@ -1,7 +1,8 @@
-"""The default folder of the store, and the number of runs of its deployments that may be under way at once.
+"""The default folder of the store, and the store's maximum number of concurrent runs.
 
-Not here: what lies in a store (docs/run_directory.md), and the GPUs that jobs take (infra/supervisor/gpu_slots.py).
-This module does not import prefect, because it runs before Prefect's environment is set.
+Not here: the files in a store (docs/run_directory.md), and the assignment of GPUs to jobs
+(infra/supervisor/gpu_slots.py). This module must not import prefect, because it runs before Prefect's environment
+variables are set.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_atomically
 
 STORE_VARIABLE = "ROLLOUTS_STORE"
-"""Environment variable with the default store: for commands, and in a serving process for runs that name no store."""
+"""Environment variable with the default store, for commands and for runs without `run.store`."""
 
 
-def with_store(settings: Any) -> Any:  # Any: what a form, a request or a program gives
-    """The settings, with the store of this process if the settings name no store or an empty one."""
+def with_store(settings: Any) -> Any:  # Any: unchecked input
+    """The settings. A missing or empty `store` is replaced by the value of ROLLOUTS_STORE."""
     if not isinstance(settings, Mapping):
         return settings
     store = settings.get("store")
@@ -32,7 +33,7 @@ def with_store(settings: Any) -> Any:  # Any: what a form, a request or a progra
 
 
 def from_home(path: Path | None) -> Path | None:
-    """The path with a leading ~ replaced by the home folder, because shells do not replace it in --store=~/runs."""
+    """Replace a leading ~ of the path by the home folder. Shells do not replace it in --store=~/runs."""
     try:
         return path and path.expanduser()
     except RuntimeError:  # the named user does not exist on this machine
@@ -44,7 +45,7 @@ FILE = "gpu_slots"
 
 
 def save_gpu_slots(home: Path, number: int) -> None:
-    """Save the number of GPU slots for the present serving process and for later ones."""
+    """Save the number of GPU slots, for the running serving process and for later serving processes."""
     write_atomically(home / FILE, f"{number}\n")
 
 
@@ -52,12 +53,14 @@ def load_gpu_slots(home: Path) -> int:
     """The saved number of GPU slots, or the default.
 
     Raises:
-        ConfigError: the file does not hold a number of slots.
+        ConfigError: the file does not contain a positive number.
     """
     path = home / FILE
     if not path.is_file():
         return DEFAULT_GPU_SLOTS
     text = path.read_text().strip()
     if not text.isdigit() or int(text) == 0:
-        raise ConfigError(f"{path} is not a number of slots: delete it, or give one to rollouts up --gpu-slots")
+        raise ConfigError(
+            f"{path} does not contain a number of slots: delete it, or set one by rollouts up --gpu-slots"
+        )
     return int(text)

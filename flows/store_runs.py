@@ -1,4 +1,4 @@
-"""Read a store's runs from its ledger and files, without a server: stages, state, scores and cost.
+"""Read the runs of a store from its ledger and files, without a Prefect server: stages, state, scores and cost.
 
 Not here: pages about runs (live.py), commands (commands/runs.py), the states of runs in Prefect (commands/status.py).
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rollouts_core.report.live_run import LiveRun
 
 MIN_ID_CHARS = 4
-"""Fewest characters of a run's id that name the run."""
+"""Minimum number of leading characters of a run's id that a user may give instead of the whole id."""
 
 MAX_NAMES = 10
-"""Number of latest runs whose names may be suggested in place of an unknown name."""
+"""If a run's name is unknown, one of this number of latest runs is suggested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ModelScore:
     """Name of the model: base, sft, rl, or the name of a checkpoint."""
     mean: float
     low: float
-    """Lower end of the interval, by the method that the report names."""
+    """Lower end of the confidence interval. The report names its method."""
     high: float
 
 
@@ -51,21 +51,21 @@ class RunSummary:
     run: str
     """The name of the run's folder of results."""
     state: str
-    """running, done, cancelled, failed, or stopped: the run has no living process, and its last job has no recorded
+    """running, done, cancelled, failed, or stopped. stopped: the run's process is gone, and its last job recorded no
     end."""
     stage: str
     """The last stage that the run has reached."""
     training: str
-    """The run's last stage that trains (empty for a run that only scores)."""
+    """The last training stage that the run has reached (empty for an evaluation)."""
     step: int
-    """The last logged step of the stage `training`."""
+    """The last logged step of the stage in `training`."""
     num_steps: int
     began_at: float
     """Seconds since 1970."""
     score: ModelScore | None
-    """The last model that was scored, on held-out rows if the run came so far, else on the rows of the selection."""
+    """Score of the last scored model: on held-out rows after the evaluation, before it on the rows of a selection."""
     change: float | None
-    """The score's mean minus the start model's mean, on held-out rows."""
+    """Mean score of the last model minus the mean score of the base model, on held-out rows."""
     usd: float | None
     """Cost of rented machines so far (None without rented machines)."""
     verdict: str
@@ -74,7 +74,7 @@ class RunSummary:
 
 
 def runs_by_use(store: Path) -> list[list[StageUse]]:
-    """The stages that each run has reached, in order. The run that reached a stage most recently comes first."""
+    """The stages that each run has reached, in order. The run that used a stage most recently comes first."""
     runs: dict[str, list[StageUse]] = {}
     with Ledger(store / LEDGER_FILE) as ledger:
         for use in ledger.stage_uses():
@@ -84,12 +84,15 @@ def runs_by_use(store: Path) -> list[list[StageUse]]:
 
 
 def find_run(store: Path, name: str) -> list[StageUse] | None:
-    """The stages of one run, by the name of its folder of results."""
+    """The stages of the run whose folder of results has this name (None if there is no such run)."""
     return next((uses for uses in runs_by_use(store) if uses[0].run == name), None)
 
 
 def find_named_run(store: Path, given: str) -> list[StageUse]:
-    """The stages of the run that a user names: by its folder, the start of its id, or its name (then the latest).
+    """The stages of the run that a user named.
+
+    Args:
+        given: the name of the run's folder, the start of its id, or its name (then the latest run with this name).
 
     Raises:
         InputError: the store has no such run.
@@ -131,7 +134,7 @@ def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool)
 
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
-    """A run with the stages that it has reached, for its live page."""
+    """Load a run with the stages that it has reached, for its live page."""
     from rollouts_core.report.live_run import LiveRun, LiveStage  # loads the pages
 
     is_followed = lives(uses, living_runs(store))
@@ -166,19 +169,18 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
 
 
 def planned_stages(store: Path, run: str) -> tuple[str, ...]:
-    """The names of all stages of a run, in order; empty if they are not known."""
+    """The names of all planned stages of a run, in order (empty if they are unknown)."""
     with Ledger(store / LEDGER_FILE) as ledger:
         return ledger.planned_stages(run)
 
 
 def describe_end(run_dir: Path) -> tuple[int, str]:
-    """The last attempt of a stage that has an exit record, and how it ended in a few words (0 and "" without an exit
-    record)."""
+    """The number of a stage's last attempt, and a phrase about its end (0 and "" if it has no exit record)."""
     attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
     if not attempts:
         return 0, ""
     attempt = max(attempts)
-    if (run_dir / ".job" / f"meta-{attempt + 1}.json").is_file():  # a later attempt is under way
+    if (run_dir / ".job" / f"meta-{attempt + 1}.json").is_file():  # a later attempt is running
         return 0, ""
     try:
         record = json.loads((run_dir / f"exit-{attempt}.json").read_text())
@@ -192,7 +194,7 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
 
 
 def verdict_of(record: Path) -> str:
-    """The verdict in a run.json (empty if the file or its verdict is missing)."""
+    """The verdict about RL in a run.json (empty if the file or the verdict is missing)."""
     try:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -200,8 +202,10 @@ def verdict_of(record: Path) -> str:
 
 
 def labels_of(record: Path) -> dict[str, str]:
-    """The names that the user gave for the models of an evaluation, by the models' names in the stage (empty without a
-    record)."""
+    """The names by which the user referred to the models of an evaluation, by the models' names in the stage.
+
+    Empty without the record of an evaluation.
+    """
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return {name: str(model["named"]) for name, model in models.items()}
@@ -210,13 +214,13 @@ def labels_of(record: Path) -> dict[str, str]:
 
 
 def living_runs(store: Path) -> Collection[str]:
-    """The ids of living runs. Ask once for many runs, because each call locks the folder of all runs."""
+    """The ids of runs with a running process. Each call locks a folder, so call this once for many runs."""
     with Ledger(store / LEDGER_FILE) as ledger:
         return ledger.living_runs().keys()
 
 
 def lives(uses: Sequence[StageUse], living: Collection[str]) -> bool:
-    """Whether a run has a living process. Its stages may be of several attempts, each with its own id."""
+    """Whether a run has a running process. Its stages may belong to several attempts, each with its own id."""
     return any(use.run_id in living for use in uses)
 
 
@@ -234,7 +238,7 @@ def usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
 
 
 def summarize_run(store: Path, uses: Sequence[StageUse], *, living: Collection[str]) -> RunSummary:
-    """Sum up a run for one line of a table."""
+    """Collect the state and the results of a run for one line of a table."""
     path = report_path(store, uses)
     last = store / "stages" / uses[-1].stage
     training = next((use for use in reversed(uses) if is_training(stage_name(use))), None)
@@ -273,8 +277,10 @@ def state_of(report: Path, last_stage: Path, *, is_alive: bool) -> str:
 
 
 def scores_of(store: Path, use: StageUse) -> list[ModelScore]:
-    """The scores of a finished stage: all models of an evaluation, the chosen model of a selection (empty for other
-    stages)."""
+    """The scores in the result of a stage: of all models of an evaluation, or of the chosen checkpoint of a selection.
+
+    Empty for other stages and for unfinished stages.
+    """
     name = stage_name(use)
     if not is_selection(name) and name != EVALUATE.name:
         return []

@@ -1,10 +1,10 @@
-"""Deployments that train nothing: their names, the fields of their forms, and their schedules.
+"""Tools, which are deployments that train nothing: their names, the fields of their forms, and their schedules.
 
-    reap      end rented machines that no run wants (reap.py); every hour
-    finish    end a run's training early, so that the run goes on with its best checkpoint (finish_flow.py)
+    reap      end rented machines that no run uses (reap.py); every hour
+    finish    end a run's training early; the run continues with its best checkpoint (finish_flow.py)
 
-Not here: deployments of pipelines (deployments.py). This module does not import prefect: it runs before Prefect's
-environment is set.
+Not here: deployments of pipelines (deployments.py). This module must not import prefect, because it runs before
+Prefect's environment variables are set.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from rollouts_core.errors import ConfigError
 REAP_FLOW = "reap"
 FINISH_FLOW = "finish"
 HOURLY = "17 * * * *"
-"""Once an hour, at a minute at which few other hourly jobs start."""
+"""Cron expression for once an hour, at a minute when few other hourly jobs start."""
 
 
 class ReapConfig(Record):
-    """Rented machines to end."""
+    """Settings of the tool `reap`, which ends rented machines."""
 
     spare: bool = True
-    """Keep machines of killed runs for the runs' next start, until the machines expire. Off: end these machines now.
-    Machines that failed runs keep (node.keep_on_failure_minutes) stay until that time is over in any case."""
+    """Keep machines of killed runs for a restart of the run, until the machines expire. Off: end these machines now.
+    Machines that failed runs keep (node.keep_on_failure_minutes) stay for that time in any case."""
     store: str = ".rollouts"
-    """Folder whose ledger knows what is rented."""
+    """Store whose rented machines are checked."""
 
     _find_store = model_validator(mode="before")(with_store)
 
 
 class FinishConfig(Record):
-    """The run whose training ends early."""
+    """Settings of the tool `finish`, which ends a run's training early."""
 
     run: str = Field(min_length=1)
-    """The run that trains: its name, my-run-5793d50a, or its id, the end of its page's address."""
+    """The run: its name, as my-run-5793d50a, or its id, which is the last part of the URL of its page."""
     store: str = ".rollouts"
     """Store of the run."""
 
@@ -73,15 +73,15 @@ TOOLS = {
         Tool(
             name=REAP_FLOW,
             settings=ReapConfig,
-            description="End rented machines that no run of this store wants, and show what was ended, what stays, and "
-            "why. The process that serves the deployments also ends expired machines by itself, every two minutes.",
+            description="End rented machines that no run of this store uses, and list the ended and the remaining "
+            "machines. The process that serves the deployments also ends expired machines, every two minutes.",
             schedule=ScheduleConfig(cron=HOURLY, overlap="skip"),
         ),
         Tool(
             name=FINISH_FLOW,
             settings=FinishConfig,
-            description="Finish now: a run's present SFT or RL ends after the step under way, with a checkpoint, and "
-            "the run goes on with selection, evaluation and sync. Later runs with the same settings train the rest.",
+            description="Finish now: a run's SFT or RL ends after the current step, with a checkpoint. The run then "
+            "continues with selection, evaluation and sync. Later runs with the same settings train the other steps.",
         ),
     )
 }
@@ -90,7 +90,7 @@ TOOLS = {
 def overridden_tool(
     name: str, parameters: Mapping[str, Any], assignments: Iterable[str]
 ) -> dict[str, Any]:  # Any: JSON
-    """The parameters of a tool with settings replaced by assignments such as `reap.spare=false`.
+    """Replace settings in the parameters of a tool by assignments such as `reap.spare=false`.
 
     Raises:
         ConfigError: a key is unknown, or a value does not fit.

@@ -1,18 +1,19 @@
-"""Check the code, machines and secrets that a run may name if it was requested through Prefect: a form, a schedule or
-HTTP.
+"""Refuse untrusted code, machines and secrets in settings of runs that were requested through Prefect (a form, a
+schedule or HTTP).
 
-    function    rollout.reward_fn and its like: module, or the package above it
-    program     an interpreter, an argument or a command, packages to install, an image, OpenSSH's configuration,
-                which may name commands, and a machine over SSH, which gets code, data and keys: the exact value
-    secret      a variable and where it is sent: VARIABLE@URL; VARIABLE if it goes to the run's own engines
-    model       model.path with trust_remote_code, which runs code in the model's folder, and then also
-                evaluate.model and evaluate.against, unless a run of the store made them: the exact path
+    kind        settings, and the text that must be trusted
+    function    rollout.reward_fn and similar settings: the module, or its package
+    program     an interpreter, an argument, a command, packages to install, an image, OpenSSH's configuration (which
+                may contain commands), a machine over SSH (which gets code, data and keys): the exact value
+    secret      an environment variable and its destination: VARIABLE@URL, or VARIABLE for the run's own engines
+    model       with trust_remote_code, which runs code in the model's folder: the exact path in model.path,
+                evaluate.model and evaluate.against, except for models that a run of the store made
 
-Fields that need trust are marked with their kind (`needs_trust`). Without this check, every user who may start a run
-could call any function of any installed package. A value is trusted if it is in a configuration that was given to
-`rollouts up`, in a shell of this machine, or in the comma-separated list ROLLOUTS_TRUSTED_CODE.
+Settings that need trust are marked with their kind (`needs_trust`). Without this check, every user who may start a run
+could call any function of any installed package. Two kinds of values are trusted: values in configurations that were
+given to `rollouts up` in a shell of this machine, and values in the comma-separated list ROLLOUTS_TRUSTED_CODE.
 
-Not here: `rollouts run CONFIG`, whose configuration is the user's own; resolving names (rollouts_core).
+Not here: `rollouts run CONFIG`, which trusts the user's configuration; resolving names of functions (rollouts_core).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ OWN_MODULES = (
     *("rollouts_core.environments.json_schema", "rollouts_core.environments.math"),
     *("rollouts_core.environments.multiple_choice", "rollouts_core.environments.text_transformation"),
 )
-"""This project's modules with graders and filters, which are always trusted. This project's other modules can start
-programs, delete folders, or write files."""
+"""This project's modules with graders and filters. They are always trusted. Other modules of this project are not
+trusted, because they can start programs, delete folders or write files."""
 SCORED = ("evaluate.model", "evaluate.against")
 
 
@@ -55,12 +56,12 @@ def check_trusted(
     store: Path | None = None,
     node: NodeSettings | None = None,
 ) -> None:
-    """Raise ConfigError if the settings have values that need trust but are not trusted, with a line per value.
+    """Raise ConfigError if the settings contain values that need trust but are not trusted, with a line per value.
 
     Args:
-        evaluate: names the models that are loaded in place of the configuration's own.
-        store: the run's store, whose runs made trusted models.
-        node: the node of the run.
+        evaluate: the settings of an evaluation, whose models are checked, too.
+        store: the run's store. Models that its runs made are trusted.
+        node: the node's settings of the run.
     """
     models = models_named_by(config, evaluate)
     if store is not None and is_served(store):
@@ -78,7 +79,7 @@ def check_trusted(
 def _refuse(named: Named) -> str:
     what = "names code of" if named.kind in ("function", "model") else "is"
     return (
-        f"{named.setting} {what} {named.value}, which a run that is asked for through Prefect may not name here: "
+        f"{named.setting} {what} {named.value}, which is not trusted in a run that was requested through Prefect: "
         f"list it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
         "rollouts up"
     )
@@ -86,16 +87,16 @@ def _refuse(named: Named) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A value that needs trust."""
+    """A value of a setting that needs trust."""
 
     setting: str
     kind: str
-    """Kind of the value: function, program, secret or model (see the head of this file)."""
+    """Kind of the value: function, program, secret or model (explained at the top of this file)."""
     value: str
 
 
 def is_trusted(named: Named, trusted: Collection[str]) -> bool:
-    """True if the value is trusted. A trusted package includes its modules."""
+    """True if the value is trusted. If a package is trusted, all its modules are trusted."""
     if named.kind != "function":
         return named.value in trusted
     if named.value in OWN_MODULES:
@@ -104,10 +105,10 @@ def is_trusted(named: Named, trusted: Collection[str]) -> bool:
 
 
 def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
-    """The values that need trust in a record of settings and in the records within.
+    """The values that need trust in a record of settings and in its nested records.
 
     Args:
-        place: the setting that holds the record.
+        place: dotted name of the setting that contains the record.
     """
     found: list[Named] = []
     for name, field in type(settings).model_fields.items():
@@ -125,8 +126,8 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
 
 
 def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
-    """The parts of a marked field's value that need trust, each with its place. Numbers and empty texts need no
-    trust."""
+    """The parts of a marked setting's value that need trust, each with the setting's name. Numbers and empty texts need
+    no trust."""
     if kind == "function":
         module, colon, _ = name_of_function(value).partition(":")
         return [(setting, module)] if colon else []
@@ -137,7 +138,7 @@ def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[st
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:
-    """The models whose folders may contain code to run, by the names of their settings."""
+    """The models whose folders may contain code that a run executes, by the names of their settings."""
     if not config.model.trust_remote_code:
         return {}
     scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}
@@ -154,22 +155,24 @@ def _is_number(word: str) -> bool:
 
 
 def is_served(store: Path) -> bool:
-    """Whether this process serves this store. Models of other stores, which a request may name, are not trusted."""
+    """Whether this process serves runs of this store. Models of other stores are not trusted."""
     served = os.environ.get(STORE_VARIABLE)
     return not served or Path(served).resolve() == store.resolve()
 
 
 def is_made_in(store: Path, given: str) -> bool:
-    """Whether a model's name means a result of the store, and not another folder or a URL."""
+    """Whether a model's name refers to a result of the store, and not to another folder or a URL."""
     if is_url(given):
         return False
     own = [store.resolve() / kind for kind in (RUNS, STAGES)]
     folder = next((each for each in (*(kind / given for kind in own), Path(given)) if each.is_dir()), None)
-    return folder is None or any(folder.resolve().is_relative_to(kind) for kind in own)  # None: a registered model
+    return folder is None or any(
+        folder.resolve().is_relative_to(kind) for kind in own
+    )  # None: the name of a registered model
 
 
 def listed() -> list[str]:
-    """The values that ROLLOUTS_TRUSTED_CODE lists."""
+    """The values in the environment variable ROLLOUTS_TRUSTED_CODE."""
     return [name for each in os.environ.get(VARIABLE, "").split(",") if (name := each.strip())]
 
 
@@ -179,13 +182,13 @@ def given_to_up() -> set[str]:
         return set()
     code: set[str] = set()
     for deployment in load_deployments(Path(store) / "prefect").values():
-        with suppress(KeyError, ValidationError):  # a tool's deployment, or one of another version
+        with suppress(KeyError, ValidationError):  # the deployment is a tool, or of another version
             config = Config.model_validate(deployment.parameters["config"])
             scored = deployment.parameters.get("evaluate")
             evaluate = EvaluateConfig.model_validate(scored) if scored else None
             code.update(each.value for each in find_marked(config))
             code.update(models_named_by(config, evaluate).values())
-        with suppress(KeyError, ValidationError):  # a deployment without a machine, or of another version
+        with suppress(KeyError, ValidationError):  # the deployment has no node, or is of another version
             node = TypeAdapter[NodeSettings](NodeSettings).validate_python(deployment.parameters["node"])
             code.update(each.value for each in find_marked(node))
     return code

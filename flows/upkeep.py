@@ -1,7 +1,8 @@
-"""Regularly handle lost runs and expired machines of a store.
+"""Call the handling of lost runs and expired machines of a store at regular intervals.
 
-Not here: how lost runs (lost_runs.py) and expired machines (expired_machines.py) are handled. The serving process calls
-this module. With a shared server, `rollouts watch` calls it, on the machine of the workers that have the store.
+Not here: the handling of lost runs (lost_runs.py) and of expired machines (expired_machines.py). The serving process
+calls this module. With a shared Prefect server, `rollouts watch` calls it, on the machine with the workers and the
+store.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from uuid import UUID
 
 LOST_S = 15.0
-"""Seconds between two looks for runs whose process is gone. Two looks in a row must find a run before the run is marked
-Crashed."""
+"""Seconds between two checks for runs whose process is gone. A run is marked Crashed after two checks in a row found
+it."""
 EXPIRED_S = 120.0
 """Seconds between two checks of rented machines."""
 
@@ -23,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
-    """Handle lost runs and expired machines of a store until cancelled. If a look fails, the failure is logged, and the
-    next look comes.
+    """Handle lost runs and expired machines of a store until cancelled. If a check fails, the exception is logged, and
+    later checks go on.
 
     Args:
-        deployments: ids of the deployments that this process serves, to which the caller may add more.
+        deployments: ids of the deployments that this process serves. The caller may add ids later.
 
-    This imports Prefect, which then reads its server's address from the environment: set the environment before.
+    This imports Prefect, which then reads the server's address from the environment. Set the environment before.
     """
     from rollouts.flows.expired_machines import end_expired
     from rollouts.flows.lost_runs import LostRuns
@@ -46,14 +47,14 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
 async def again_and_again(
     look: Callable[[], Awaitable[object]], *, interval_s: float, first_after_s: float = 0.0
 ) -> None:
-    """Call `look` in every interval until cancelled. A call that fails is logged, and the next call comes.
+    """Call `look` in every interval until cancelled.
 
-    An exception must not escape, because it would end the serving process with all flows.
+    Exceptions are logged and not raised, because they would end the serving process with all its flows.
     """
     await asyncio.sleep(first_after_s)
     while True:
         try:
             await look()
         except Exception:
-            logger.exception("looking after runs and machines failed, and is tried again in %.0f s", interval_s)
+            logger.exception("a check of runs or machines failed; retrying in %.0f s", interval_s)
         await asyncio.sleep(interval_s)

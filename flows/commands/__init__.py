@@ -1,2 +1,1 @@
-"""Commands of `rollouts` that have their own files, and common parts of commands (terminal.py). `cli.py` lists them
-all."""
+"""The subcommands of `rollouts`, and parts that several of them use (terminal.py). `cli.py` lists all commands."""

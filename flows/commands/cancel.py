@@ -1,12 +1,12 @@
-"""`rollouts cancel`: cancel a run as Prefect's UI does, even if the run's process is gone.
+"""`rollouts cancel`: cancel a run like Prefect's UI, but also a run whose process is gone.
 
-Not here: releasing what the run holds (cancellation.py), ending only the run's training (finish.py).
+Not here: releasing a run's jobs and machines (cancellation.py), ending only the run's training (finish.py).
 
-    run with a process              set Cancelling, and wait until the process has released what the run holds
-    run with a process, ended in    wait for the process, which polls the state; set Cancelling after a minute
-      Prefect by a user
-    run without a process           set Cancelled, and release here what the run holds
-    run that was deleted in Prefect release here what can be found without the run's settings
+    run with a process              set Cancelling, and wait until the process has released the run's jobs and machines
+    run with a process, whose final wait for the process, which polls the state; set Cancelling after a minute
+      state a user set in Prefect
+    run without a process           set Cancelled, and release the run's jobs and machines here
+    run that was deleted in Prefect release here the jobs and machines that are known without the run's settings
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rollouts.infra.renting.rentals import open_rentals
 from rollouts_core.errors import InputError, RolloutsError
 
 WAIT_S = 720.0
-"""Added to `run.stop_timeout_s`, because fetching results from another machine may take ten minutes."""
+"""Seconds added to `run.stop_timeout_s`, because a download of results from another machine may take ten minutes."""
 FOLLOW_S = 60.0
-"""How long a living process gets to notice that its run was set to an ended state: it polls the state every 15 s."""
+"""Seconds that a run's process gets to notice a final state that a user set in Prefect. It polls every 15 s."""
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
-"""Final states of a run. Crashed is not final, because a served run that crashed is restarted."""
+"""Final states of a run. Crashed does not count as final here, because a crashed run is restarted."""
 
 FlowRunJson = dict[str, Any]  # Any: JSON
 
@@ -52,10 +52,10 @@ def cancel(
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Cancel RUN: jobs that no other run wants save a checkpoint and end, and its machine is released.
+    """Cancel RUN: its jobs save a checkpoint and end, unless another run uses them; its machine is freed.
 
-    RUN may also be a run whose process was killed, or one that failed and keeps its machine. A new run with the same
-    settings resumes from the checkpoint.
+    RUN may also be a run whose process was killed, or a failed run that still keeps its machine. A new run with the
+    same settings resumes from the checkpoint.
     """
     check_server(store)
     with open_registry(store) as ledger, local_server(store) as address:
@@ -75,12 +75,14 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     """Cancel a run, and return a sentence about what was done.
 
     Raises:
-        InputError: the run has ended, has no living process, and holds nothing.
+        InputError: the run has ended, its process has ended, and it holds no jobs or machines.
         RolloutsError: the run's process has not released everything in time.
     """
     has_ended, is_alive = run["state_type"] in ENDED, ledger.is_alive(run["id"])
     if has_ended and not is_alive and not _holds(ledger, run["id"]):
-        raise InputError(f"{full_name(run)} is {run['state_name']} and holds nothing: there is nothing to cancel")
+        raise InputError(
+            f"{full_name(run)} is {run['state_name']} and holds no jobs or machines: there is nothing to cancel"
+        )
     if ((has_ended or run["state_type"] == "CRASHED") and not is_alive) or is_left_alone(address, ledger, store, run):
         return _give_back_here(address, store, run)
     if not has_ended:
@@ -89,7 +91,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < wait_s:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
-        # A run that had to be killed is Cancelled before the serving process gives back what the run held.
+        # If the serving process had to kill the run, Cancelled is set before the run's jobs and machines are released.
         if state["state_type"] == "CANCELLED" and not _holds(ledger, run["id"]) and not ledger.is_alive(run["id"]):
             return "cancelled"
         if state["state_type"] in ("COMPLETED", "FAILED"):
@@ -103,7 +105,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
             return _give_back_here(address, store, state)
         time.sleep(POLL_S)
     raise RolloutsError(
-        f"{full_name(run)} was told to cancel, and has not ended within {wait_s / 60:.0f} minutes: see its page, "
+        f"{full_name(run)} was cancelled, but has not ended within {wait_s / 60:.0f} minutes: see its page, "
         f"{run_url(address, run['id'])}"
     )
 
@@ -134,7 +136,7 @@ def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> Dele
 
 
 def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: str) -> FlowRunJson:
-    """The run that the user named. If several runs have this name, exactly one must be under way or hold something.
+    """The run that the user named. If several runs have the name, exactly one must be running or hold jobs or machines.
 
     Raises:
         InputError: no run, or several runs, have this name.
@@ -156,37 +158,37 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: st
             return those[0]
         if those:
             names = " or ".join(f"{full_name(run)} ({run['state_name']})" for run in those)
-            raise InputError(f"{given} may be {names}: name one of them")
+            raise InputError(f"{given} could mean {names}: give one of these names")
     going = ", ".join(full_name(run) for run in every if run["id"] in holding or run in under_way) or "none"
-    raise InputError(f"there is no run {given}: the runs that can be cancelled are {going}")
+    raise InputError(f"there is no run {given}; runs that can be cancelled: {going}")
 
 
 def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> bool:
-    """Whether a run's process is gone, and no serving process will end the run."""
+    """Whether a run's process is gone, and no serving process will release the run's jobs and machines."""
     if not ledger.has_died(run["id"]) or find_serving(store) is not None:
         return False
     if run["deployment_id"] is None or not named_url():
         return True
-    # If another machine serves the run, the deployment is READY: that machine polled within the last minute.
+    # Prefect calls the deployment READY if a serving process, here or on another machine, polled in the last minute.
     return bool(ask(address, "GET", f"/deployments/{run['deployment_id']}")["status"] == "NOT_READY")
 
 
 def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> str:
-    if run["state_type"] not in ENDED:  # first, because a Crashed run would be restarted
+    if run["state_type"] not in ENDED:  # set first, because a Crashed run would be restarted
         _set_state(address, run["id"], "CANCELLED", force=True)
     os.environ.update(prefect_environment(store, address))
     from prefect.client.schemas.objects import FlowRun  # importing prefect reads the environment
 
     from rollouts.flows.cancellation import release_for
 
-    # The run's parameters may have the store's path relative to another folder.
+    # In the run's parameters, the store's path may be relative to another folder than the current one.
     tables = held_tables(run["parameters"])
     settings = {**tables.get("run", {}), "store": str(store)}
     return release_for(FlowRun.model_validate({**run, "parameters": {**tables, "run": settings}}))
 
 
 def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run: DeletedRun) -> str:
-    """Release what a deleted run holds, and return a sentence about what was done.
+    """Release the jobs and machines of a deleted run, and return a sentence about the actions.
 
     Raises:
         RolloutsError: the run still holds jobs or machines afterwards.
@@ -197,8 +199,8 @@ def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run:
     said = release_without_settings(run.run_id, store)
     if left := sorted({lease.node for lease in ledger.leases_of(run.run_id)}):
         raise RolloutsError(
-            f"{run.run_name}: {said}; only the deleted run knew how to reach {', '.join(left)}: start a run with the "
-            "same settings, which attaches to the jobs there, and cancel it"
+            f"{run.run_name}: {said}; the settings to reach {', '.join(left)} were deleted with the run: start a run "
+            "with the same settings, which attaches to the jobs there, and cancel it"
         )
     if _holds(ledger, run.run_id):
         raise RolloutsError(f"{run.run_name}: {said}")
@@ -218,7 +220,7 @@ def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:
 def _holding(ledger: Ledger) -> set[str]:
     """The ids of all runs that hold jobs or machines."""
     holders = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
-    return holders - {""}  # a machine that was only found at its provider has no run
+    return holders - {""}  # machines that were found at a provider, without a ledger entry, have no run
 
 
 def _holds(ledger: Ledger, run_id: str) -> bool:

@@ -1,6 +1,6 @@
-"""Talk to models in the terminal, or from a pipe: one line is a message.
+"""Chat with one or two models in the terminal or through a pipe. Each line of standard input is a message.
 
-Not here: finding the checkpoints (serve.py), how a chat runs (rollouts_core/embedded/chatting.py).
+Not here: finding the checkpoints (serve.py), generating an answer (rollouts_core/embedded/chatting.py).
 
     you            >  a line, or /reset, /system TEXT, /set NAME=VALUE, /help, /quit
     one model      its answer is printed as it is generated
@@ -55,7 +55,7 @@ class Talker:
 
 
 def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> None:
-    """Answer each line of standard input until its end."""
+    """Send each line of standard input to the models, and print their answers, until the input ends."""
     with ExitStack() as stack:
         models = [
             stack.enter_context(loaded_model(folder, name, num_threads=threads)) for name, folder in folders.items()
@@ -72,7 +72,7 @@ def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> No
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines. A prompt is printed only on a terminal."""
+    """Read the lines of standard input. A prompt is printed only on a terminal."""
     is_terminal = sys.stdin.isatty()
     while True:
         try:
@@ -88,13 +88,13 @@ def _lines() -> Iterator[str]:
 
 
 def obey(line: str, settings: Settings, talkers: list[Talker]) -> Settings:
-    """Carry out a command such as /set, and return the settings after it."""
+    """Execute a command of the user, such as /set, and return the changed settings."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     if command in ("/reset", "/system"):
         for talker in talkers:
             talker.messages.clear()
-        console.print("the conversation begins anew")
+        console.print("started a new conversation")
         return replace(settings, system=rest) if command == "/system" else settings
     if command == "/set":
         return _set(rest, settings)
@@ -121,9 +121,9 @@ def _answer(line: str, settings: Settings, talkers: list[Talker]) -> None:
         asyncio.run(_answer_all(line, settings, talkers))
     except KeyboardInterrupt:
         sys.stdout.write("\n")
-        console.print("the answer was ended; /reset forgets the conversation")
+        console.print("the answer was interrupted; /reset forgets the conversation")
     except BrokenPipeError:
-        sys.stdout = None  # the reader of the pipe has left
+        sys.stdout = None  # the program that read the output has ended
         raise SystemExit(1) from None
 
 

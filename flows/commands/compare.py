@@ -1,7 +1,7 @@
-"""`rollouts compare`: what differs between finished runs of a store, and how their models scored.
+"""`rollouts compare`: compare the settings, data, curves and scores of finished runs of a store.
 
     rollouts compare RUN RUN               write one HTML file and print its path
-    rollouts compare RUN RUN --json        the same facts, a JSON object per line
+    rollouts compare RUN RUN --json        print the comparison, a JSON object per line
 
 Not here: the comparison (rollouts_core/report/compared.py), reading a run (tasks/earlier_report.py).
 """
@@ -29,14 +29,15 @@ from rollouts_core.report.provenance import flatten
 from rollouts_core.system.files import write_atomically
 
 COMPARISONS = "comparisons"
-"""The folder of the store with the written pages."""
+"""Folder in a store for the HTML files of this command."""
 MAX_NAME_CHARS = 150
-"""Longer names of pages end with a digest, because file systems limit a name to 255 bytes."""
+"""Longer file names are cut and end with a digest, because file systems limit a name to 255 bytes."""
 
 
 def compare(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Runs, the first one as the baseline, named as for `samples`.")
+        list[str],
+        typer.Argument(metavar="RUN...", help="Runs, named as for `samples`. The first run is the baseline."),
     ],
     store: Store = DEFAULT_STORE,
     opens: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
@@ -44,7 +45,7 @@ def compare(
 ) -> None:
     """Compare finished runs in one HTML file: settings and data that differ, curves, scores, answers, costs."""
     if opens and as_json:
-        raise InputError("--open shows a page and --json prints objects: give one of them")
+        raise InputError("--open shows a page, but --json prints objects: give only one of these options")
     store = store.resolve()
     names = find_compared(store, runs)
     compared = compare_runs(load_compared(store, names))
@@ -60,15 +61,15 @@ def compare(
 
 
 def find_compared(store: Path, given: Sequence[str]) -> list[str]:
-    """The folders of the named runs.
+    """The names of the folders of the runs that the user named.
 
     Raises:
-        InputError: fewer than two runs, too many, a run twice, or a run that has not ended.
+        InputError: fewer than two runs, more than MAX_RUNS, the same run twice, or a run without a report.
     """
     found = [find_named_run(store, each) for each in given]
     names = [uses[0].run for uses in found]
     if len(names) < 2:
-        raise InputError(f"a comparison needs two runs or more, and {names[0]} is one: rollouts runs lists others")
+        raise InputError(f"a comparison needs two runs or more, not only {names[0]}: rollouts runs lists others")
     if len(names) > MAX_RUNS:
         raise InputError(f"{len(names)} runs are too many for one comparison: name at most {MAX_RUNS}")
     for place, (name, uses) in enumerate(zip(names, found, strict=True)):
@@ -78,13 +79,17 @@ def find_compared(store: Path, given: Sequence[str]) -> list[str]:
             )
         if not (store / "runs" / name / RUN_FILE).is_file():
             refuse_evaluation(store, name)
-            state = "is running" if lives(uses, living_runs(store)) else "did not come to its end"
+            state = "is running" if lives(uses, living_runs(store)) else "ended before its report"
             raise InputError(f"{name} {state}, so it has no scores to compare: name a run with a report")
     return names
 
 
 def load_compared(store: Path, names: Sequence[str]) -> list[ComparedRun]:
-    """The runs with their settings. If those of one are of another version, the defaults of all are left out."""
+    """Load the runs with their settings.
+
+    If the settings of a run cannot be read because another version wrote them, all runs get only the settings in
+    their config.toml, without defaults.
+    """
     reports = [load_report_input(store, name) for name in names]
     try:
         settings = [
@@ -99,12 +104,12 @@ def load_compared(store: Path, names: Sequence[str]) -> list[ComparedRun]:
 
 
 def changed_settings(store: Path, name: str) -> dict[str, Any]:  # Any: JSON
-    """The settings of a run's config.toml as they stand there: those that differed from the defaults of its time."""
+    """The settings in a run's config.toml: those that differed from the defaults when the run began."""
     return dict(flatten(read_settings(store / "runs" / name / "config.toml")))
 
 
 def page_name(names: Sequence[str]) -> str:
-    """The file of a comparison."""
+    """The file name of a comparison's page."""
     whole = "_".join(names)
     if len(whole) <= MAX_NAME_CHARS:
         return f"{whole}.html"

@@ -1,6 +1,6 @@
-"""`rollouts completion`, and the words that a shell is offered: commands, options, presets, settings and their values.
+"""`rollouts completion`, and the completions of a shell: commands, options, presets, settings and their values.
 
-The scripts are Typer's. A shell asks this command for words while a line is typed.
+Typer generates the completion scripts. While a user types, the shell calls `rollouts` to get the completions.
 
 Not here: the help of settings (setting_help.py).
 """
@@ -19,7 +19,7 @@ from rollouts_core.errors import InputError
 
 SHELLS = ("bash", "zsh", "fish")
 NO_SPACE = "    [[ ${COMPREPLY-} == *[=.] ]] && compopt -o nospace\n    return 0\n"
-"""For bash: a setting continues behind its dot or equals sign."""
+"""Lines of the script for bash that add no space after a completion that ends with a dot or an equals sign."""
 
 
 def completion(
@@ -30,22 +30,22 @@ def completion(
     fish: `rollouts completion fish > ~/.config/fish/completions/rollouts.fish`
     """
     if shell not in SHELLS:
-        raise InputError(f"there is no completion for {shell}: expected one of {', '.join(SHELLS)}")
+        raise InputError(f"completion does not support {shell}: expected one of {', '.join(SHELLS)}")
     script = get_completion_script(prog_name="rollouts", complete_var=ASKED_BY, shell=shell)
     typer.echo(script.replace("    return 0\n", NO_SPACE) if shell == "bash" else script)
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """The presets that begin with a word."""
+    """The names of presets that begin with `incomplete`."""
     from rollouts.flows.deployments import PRESETS
 
     return sorted(path.stem for path in PRESETS.glob(f"{incomplete}*.toml"))
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """The settings that begin with a word, up to their next dot; behind an equals sign the values of a setting.
+    """Complete a setting's name up to its next dot or, after an equals sign, the setting's value.
 
-    Without a word nothing: then the shell offers files.
+    An empty word has no completions, so that the shell offers files.
     """
     from rollouts.flows.setting_help import setting_helps
 
@@ -61,18 +61,18 @@ def complete_setting(incomplete: str) -> list[str]:
 
 
 def complete_name(incomplete: str) -> list[str]:
-    """The settings that begin with a word, up to their next dot."""
+    """Complete a setting's name up to its next dot."""
     return [each.rstrip("=") for each in complete_setting(incomplete)] if "=" not in incomplete else []
 
 
 def _up_to_next_dot(name: str, begun: str) -> str:
-    """`training.` or `training.rl.num_steps=`."""
+    """The name up to its next dot, as in `training.`; without a further dot, the name and an equals sign."""
     head, dot, _ = name[len(begun) :].partition(".")
     return f"{begun}{head}{dot or '='}"
 
 
 def _typed(incomplete: str) -> tuple[str, str, str]:
-    """The setting, the equals sign and the begun value; bash makes three words of them."""
+    """The setting, the equals sign and the start of the value. Bash splits these three parts into separate words."""
     if "=" in incomplete and incomplete != "=":
         return incomplete.partition("=")[0], "=", incomplete.partition("=")[2]
     words = list(_words_of_bash())
@@ -84,6 +84,6 @@ def _typed(incomplete: str) -> tuple[str, str, str]:
 
 
 def _words_of_bash() -> Iterator[str]:
-    """The words of the line up to the cursor, as bash tells them."""
+    """The words of the command line up to the cursor, from the variables that bash sets."""
     words, number = os.environ.get("COMP_WORDS", "").split(), os.environ.get("COMP_CWORD", "")
     yield from words[: int(number) + 1] if number.isdecimal() else ()

@@ -1,11 +1,13 @@
-"""`rollouts credentials`: save, list and remove keys in Prefect, and use the keys in other commands.
+"""`rollouts credentials`: save, list and remove API keys in Prefect, and use the keys in other commands.
 
     rollouts credentials                                     list the saved credentials and their variables
     rollouts credentials team RUNPOD_API_KEY HF_TOKEN        save these variables of the environment
     rollouts credentials team --remove
 
-Values are read from the environment, kept encrypted by Prefect, and never printed. Not here: the block
-(credentials.py). This module does not import prefect: it runs before Prefect's environment is set.
+Values are read from the environment, stored encrypted by Prefect, and never printed. This module does not import
+prefect at the top, because the functions here set Prefect's environment variables first.
+
+Not here: the block in Prefect that holds the keys (flows/credentials.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def credentials(
     remove: Annotated[bool, typer.Option("--remove", help="Delete the credentials.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Save keys under NAME in Prefect, for runs that it starts. Without NAME, list the saved credentials.
+    """Save API keys in Prefect, for runs with run.credentials = NAME. Without NAME, list the saved credentials.
 
     rollouts credentials team RUNPOD_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY
     """
@@ -65,7 +67,7 @@ def credentials(
 
 @contextmanager
 def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]:
-    """While the block runs, this process has the variables of the credentials, and keeps the server that stores them.
+    """While the block runs, set the variables of the credentials in this process, and keep the Prefect server running.
 
     An empty name changes nothing.
 
@@ -89,7 +91,7 @@ def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]
 
 
 def check_request(name: str, variables: Sequence[str], *, remove: bool) -> None:
-    """Raise InputError for options that do not fit together, before a server is started."""
+    """Raise InputError for contradicting options, before a server is started."""
     if remove and (variables or not name):
         raise InputError("--remove takes a NAME and no other option")
     if name and not remove and not variables:
@@ -123,7 +125,7 @@ def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
 
 
 def remove_credentials(name: str) -> None:
-    """Delete the block.
+    """Delete the block of the credentials.
 
     Raises:
         ConfigError: no credentials have this name.
@@ -136,7 +138,7 @@ def remove_credentials(name: str) -> None:
 
 
 def describe_credentials() -> list[str]:
-    """A line per saved credentials: the name, and the names of the variables."""
+    """A line for each saved set of credentials: its name, and the names of its variables."""
     from rollouts.flows.credentials import find_credentials
 
     found = find_credentials()

@@ -1,6 +1,6 @@
-"""`rollouts explain`: the help of a setting, of a section, or of all settings in which a word occurs.
+"""`rollouts explain`: print the help of a setting, of a section, or of all settings that mention a word.
 
-Not here: the help texts (rollouts_core/config/), how settings are found (setting_help.py).
+Not here: the help texts (rollouts_core/config/), the search for settings (setting_help.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def explain(
         str,
         typer.Argument(
             metavar="[NAME]",
-            help="A setting, a section, a setting of another system, or a word; all settings otherwise.",
+            help="A setting, a section, a setting of another system, or a word; default: all settings.",
             autocompletion=complete_name,
         ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Explain a setting: help, type, default, range, place of effect, and names in other systems.
+    """Explain a setting: help, type, default, range, the stage or command that reads it, and its names elsewhere.
 
-    `rollouts explain training.rl` lists a section, `rollouts explain clip` all settings in which the word occurs.
+    `rollouts explain training.rl` lists a section. `rollouts explain clip` lists all settings that mention the word.
     """
     known = setting_helps()
     found = find_settings(name, known) if name else known
@@ -52,7 +52,7 @@ def explain(
 
 
 def render_help(setting: SettingHelp) -> Iterator[str]:
-    """The lines about one setting."""
+    """Format the complete help of a setting, as lines."""
     yield style(setting.name, bold=True)
     yield from textwrap.wrap(setting.help, WIDTH, initial_indent="  ", subsequent_indent="  ")
     yield ""

@@ -1,4 +1,4 @@
-"""The end of a command that fails in an expected way: one sentence and an exit code.
+"""Turn expected exceptions of a command into one printed sentence and an exit code, without a traceback.
 
 Not here: the commands. This module loads no settings.
 """
@@ -24,17 +24,17 @@ from rollouts_core.errors import InputError, RolloutsError
 FAILED_CODE = 1
 
 ERROR_CODES = {FAILED_CODE: "failed", USER_ERROR_CODE: "user_error", NO_IMPROVEMENT_CODE: "no_improvement"}
-"""Names of exit codes in the output of --json."""
+"""The `code` of an error object in the output of --json, by exit code."""
 
 GOES_ON = "Finished work is kept: the same command continues from there."
-"""Said when a run ends before its end and the user need not change anything."""
-ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
+"""Printed if a run was interrupted or failed, and the user need not change anything before a retry."""
+ACCEPTED_BY = "Change the training, the data or a seed, or accept any result with evaluation.max_p_value = 1."
 
 P = ParamSpec("P")
 
 
 def exit_code_of(error: Exception) -> int:
-    """The exit code of a command that ends with an expected failure."""
+    """The exit code of a command that failed with an expected exception."""
     if isinstance(error, NoImprovementError):
         return NO_IMPROVEMENT_CODE
     if isinstance(error, JobFailedError | MachineGoneError):
@@ -43,7 +43,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def note_what_next(error: Exception) -> None:
-    """Note at the failure of a run what the user can do next, if the failure itself does not say so."""
+    """Add a note to a run's exception that tells the user what to do next, if its message does not tell it."""
     if isinstance(error, NoImprovementError):
         error.add_note(ACCEPTED_BY)
     elif exit_code_of(error) == FAILED_CODE:
@@ -51,7 +51,7 @@ def note_what_next(error: Exception) -> None:
 
 
 def explained(function: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command, so that an expected failure prints one sentence and ends with an exit code."""
+    """Wrap a command: an expected exception prints one sentence and exits with the code of `exit_code_of`."""
 
     @functools.wraps(function)
     def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -64,18 +64,18 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             console.print(f"rollouts: {shown_lines(said)}", markup=False)
             raise typer.Exit(exit_code_of(error)) from error
         except PermissionError as error:
-            said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
+            said = f"rollouts: no permission for {error.filename} ({error.strerror}): change its owner or its mode"
             console.print(said, markup=False)
             raise typer.Exit(USER_ERROR_CODE) from error
         except OSError as error:
             if error.errno == errno.EROFS:
-                said = f"{error.filename} lies on a file system that cannot be written: choose another store"
+                said = f"{error.filename} is on a read-only file system: choose another store"
                 console.print(f"rollouts: {said}", markup=False)
                 raise typer.Exit(USER_ERROR_CODE) from error
-            if error.errno != errno.ENAMETOOLONG:  # whatever was given as a path, or might be one
+            if error.errno != errno.ENAMETOOLONG:  # a too long name comes from the user's input
                 raise
             given = str(error.filename)
-            said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: correct it"
+            said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: shorten it"
             console.print(f"rollouts: {said}", markup=False)
             raise typer.Exit(USER_ERROR_CODE) from error
         except KeyboardInterrupt as interrupt:

@@ -1,4 +1,4 @@
-"""`rollouts pull`: download what a run published, or any other model or data, from an object store.
+"""`rollouts pull`: download a run's published checkpoint, or any other model or data, from an object store.
 
     rollouts pull s3://bucket/runs/my-run best      the checkpoint that the run published, verified
 
@@ -23,28 +23,28 @@ def pull(
         str,
         typer.Argument(
             metavar="URL",
-            help="run.publish and the run's name, as s3://bucket/team/my-run; or the URL of any folder or object.",
+            help="URL in run.publish with the run's name, as in s3://bucket/team/my-run, or any folder or object.",
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; must not exist yet.")],
 ) -> None:
-    """Download a published checkpoint, or any folder or object, to DIR, which appears when everything is verified.
+    """Download a published checkpoint, or another folder or object of an object store, to DIR.
 
-    If the command is interrupted, run it again: it continues the download.
+    DIR appears after all files are verified. If the command is interrupted, run it again: it continues the download.
     """
     if not is_url(url):
-        where = "lies on this machine already" if Path(url).exists() else "is no URL"
-        raise InputError(f"{url} {where}: pull fetches from an object store, as s3://bucket/folder")
+        where = "is on this machine already" if Path(url).exists() else "is not a URL"
+        raise InputError(f"{url} {where}: pull downloads from an object store, as s3://bucket/folder")
     source = ObjectStore(url)
     target = directory.resolve()
     try:
         if target.exists():
-            raise InputError(f"{directory} exists: give a folder that does not, or remove it")
+            raise InputError(f"{directory} exists: give the path of a new folder, or remove this one")
     except OSError as error:  # the name is too long
         raise InputError(f"{directory} cannot be written: {error.strerror}") from error
     wanted = find_wanted(source)
     download(source, wanted, target)
     num_bytes = sum(each.size for each in wanted)
-    console.print(f"fetched        {len(wanted)} files, {num_bytes / 1e6:.1f} MB, all compared", markup=False)
+    console.print(f"fetched        {len(wanted)} files, {num_bytes / 1e6:.1f} MB, all verified", markup=False)
     if (target / "config.json").is_file():
         console.print(f"try            rollouts serve {directory}", markup=False)

@@ -1,6 +1,7 @@
-"""`rollouts finish`: end a run's training early, so that the run goes on with its best checkpoint.
+"""`rollouts finish`: end a run's training early, so that the run continues with its best checkpoint.
 
-Not here: how the request reaches the job, and how other runs treat a stage that ended early (tasks/early_end.py).
+Not here: how the request reaches the training job, and how other runs treat a stage that ended early
+(tasks/early_end.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.stages import TRAININGS, is_training
 
 MIN_ID_CHARS = 8
-"""Fewest characters of a run's id that name the run."""
+"""Minimum number of leading characters of a run's id that a user may give instead of the whole id."""
 
 
 def finish(
@@ -27,12 +28,12 @@ def finish(
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """End the training of RUN after the step under way. RUN goes on with its best checkpoint so far."""
+    """End the training of RUN after the current step. RUN continues with its best checkpoint so far."""
     typer.echo(finish_training(store, run))
 
 
 def finish_training(store: Path, given: str) -> str:
-    """Ask a run to end its present training early, and return a sentence about what happens next.
+    """Request that a run ends its current training early, and return a sentence about what happens next.
 
     Raises:
         InputError, PermanentInfraError: the store or the run does not exist, or the run is not training.
@@ -41,8 +42,8 @@ def finish_training(store: Path, given: str) -> str:
         run_id, name = find_run(ledger, given)
         if not ledger.is_alive(run_id):
             if (report := store / "runs" / name / "report.html").is_file():
-                raise InputError(f"{name} trains no more: its report is {report}")
-            raise InputError(f"{name} has no process: Retry or start the run, then finish it")
+                raise InputError(f"{name} has finished: its report is {report}")
+            raise InputError(f"{name} has no process: start the run again (Retry in Prefect), then finish it")
         claimed = [Path(lease.run_dir).name for lease in ledger.leases_of(run_id)]
         training = next((each for each in reversed(claimed) if is_training(each.rpartition("-")[0])), "")
         if not training:
@@ -56,15 +57,15 @@ def finish_training(store: Path, given: str) -> str:
         ]
     if others:
         raise InputError(
-            f"{training} is trained for {' and '.join(others)} too, which needs all steps: cancel that run first, "
-            "or let the training go on"
+            f"{training} is also the training of {' and '.join(others)}, which needs all its steps: cancel that run "
+            "first, or let the training go on"
         )
     ask_run_to_finish(store.resolve() / "stages" / training, run_id)
-    return f"{name}: {training} ends after the step under way, and the run goes on with its best checkpoint"
+    return f"{name}: {training} ends after the current step, and the run continues with its best checkpoint"
 
 
 def find_run(ledger: Ledger, given: str) -> tuple[str, str]:
-    """The id and the name of the run that the user named. If several runs have the name, exactly one must be alive.
+    """The id and the name of the run that the user named. If several runs have the name, exactly one must be running.
 
     Raises:
         InputError: no run, or several runs, have this name.
@@ -79,6 +80,6 @@ def find_run(ledger: Ledger, given: str) -> tuple[str, str]:
     if len(living) == 1:
         return next(iter(living.items()))
     if living:
-        raise InputError(f"{given} may be {' or '.join(living.values())}: name one of them")
+        raise InputError(f"{given} could mean {' or '.join(living.values())}: give one of these names")
     at_work = ", ".join(name for run_id, name in runs.items() if ledger.is_alive(run_id)) or "none"
-    raise InputError(f"there is no run {given}: the running ones are {at_work}")
+    raise InputError(f"there is no run {given}; running runs: {at_work}")

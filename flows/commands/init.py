@@ -1,6 +1,6 @@
-"""`rollouts init`: write a first configuration from a few questions, or from options, and validate it.
+"""`rollouts init`: create a configuration file from answers to questions, or from options, and validate it.
 
-Not here: the questions (init_questions.py), which load all checks.
+Not here: the questions (init_questions.py). That module loads all checks, so it is imported late.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = Path("my.toml")
 QUESTIONS: Mapping[DataName, str] = {
-    "sft": "File of demonstrations to imitate, or dataset of the hub",
-    "prompts": "File of prompts for rewards",
-    "selection": "File of rows that choose between checkpoints (empty: split off)",
-    "heldout": "File of rows for the report (empty: split off)",
+    "sft": "File of demonstrations to imitate, or a dataset of the hub",
+    "prompts": "File of prompts for RL",
+    "selection": "File of rows to choose the best checkpoint with (empty: split off)",
+    "heldout": "File of rows for the final scores in the report (empty: split off)",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitOptions:
-    """The options of the command; an empty one is asked for."""
+    """The options of the command. On a terminal, the command asks for empty options."""
 
     config: Path
     model: str
@@ -45,30 +45,36 @@ class InitOptions:
 
 def init(
     config: Annotated[Path, typer.Argument(metavar="[CONFIG]", help="The file to write.")] = DEFAULT_CONFIG,
-    model: Annotated[str, typer.Option(metavar="FOLDER|ID", help="Folder of the start model, or its hub id.")] = "",
+    model: Annotated[str, typer.Option(metavar="FOLDER|ID", help="Folder or hub id of the base model.")] = "",
     goal: Annotated[str, typer.Option(metavar="GOAL", help="One of imitate, reward, both.")] = "",
     sft: Annotated[str, typer.Option(metavar="FILE", help=f"{QUESTIONS['sft']}.")] = "",
     prompts: Annotated[str, typer.Option(metavar="FILE", help=f"{QUESTIONS['prompts']}.")] = "",
-    selection: Annotated[str, typer.Option(metavar="FILE", help="File of rows that choose between checkpoints.")] = "",
-    heldout: Annotated[str, typer.Option(metavar="FILE", help="File of rows for the report.")] = "",
+    selection: Annotated[
+        str, typer.Option(metavar="FILE", help="File of rows to choose the best checkpoint with.")
+    ] = "",
+    heldout: Annotated[str, typer.Option(metavar="FILE", help="File of rows for the final scores.")] = "",
     reward: Annotated[
         str, typer.Option(metavar="NAME", help="An environment, a reward, or package.module:function.")
     ] = "",
     machine: Annotated[str, typer.Option(metavar="MACHINE", help="this, rented, or user@host for SSH.")] = "",
-    python: Annotated[str, typer.Option(metavar="PATH", help="Python with torch on a machine of SSH.")] = "",
+    python: Annotated[
+        str, typer.Option(metavar="PATH", help="Path of a Python with torch on a machine reached by SSH.")
+    ] = "",
     gpu: Annotated[str, typer.Option(help="GPU of a rented machine, such as H100.")] = "",
     max_usd: Annotated[float, typer.Option(min=0.0, help="Most US dollars that a rented machine may cost.")] = 0.0,
     convert: Annotated[
-        bool, typer.Option("--convert", help="Write rows of other shapes, and missing held-out rows, into new files.")
+        bool,
+        typer.Option("--convert", help="Convert rows of other formats, and split off held-out rows, into new files."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Write a first configuration CONFIG, from questions or options, and validate it.
+    """Create the configuration file CONFIG from answers to questions, or from options, and validate it.
 
-    Rows of TRL, verl, slime, OpenAI and ShareGPT are recognised. Without a terminal every answer is an option.
+    Rows in the formats of TRL, verl, slime, OpenAI and ShareGPT are recognised. Without a terminal, give all answers
+    as options.
     """
-    from rollouts.flows.init_questions import write_first_configuration  # loads environments and checks of data
+    from rollouts.flows.init_questions import write_first_configuration  # loads environments and the checks of data
 
     options = InitOptions(
         config=config,

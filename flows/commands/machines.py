@@ -1,10 +1,10 @@
-"""The commands about rented machines: list offers and rented machines, and end machines that no run wants.
+"""The commands about rented machines: list offers and rented machines, and end machines that no run uses.
 
-    rollouts gpus       offers of all providers whose keys are in the environment, cheapest first
-    rollouts nodes      what the store has rented; `show`, `ssh` and `release` for one of them
-    rollouts reap       end what no living run wants
+    rollouts gpus       list GPU offers of all providers whose API keys are in the environment, cheapest first
+    rollouts nodes      list the machines that the store has rented; `show`, `ssh` and `release` act on one machine
+    rollouts reap       end machines that no running run uses
 
-Not here: the other commands (cli.py), renting itself (infra/renting/provision.py).
+Not here: the other commands (cli.py), renting a machine (infra/renting/provision.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from rollouts_core.errors import ConfigError, InputError
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
 
 Store = Annotated[
-    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder whose ledger knows what is rented.")
+    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder with the ledger of the rented machines.")
 ]
 MachineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the machine, as `rollouts nodes` shows it.")]
 
@@ -73,7 +73,7 @@ def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) 
     """Add `gpus`, `nodes` and `reap` to the command line.
 
     Args:
-        explained: wraps a command, so that an expected failure prints one sentence.
+        explained: decorator for commands: an expected exception prints one sentence.
         panel: the section of the help that lists these commands.
     """
     nodes = typer.Typer(help="The machines that this store has rented, and their cost.", no_args_is_help=False)
@@ -86,7 +86,7 @@ def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) 
     app.command("reap", rich_help_panel=panel)(explained(reap_now))
 
 
-UNKNOWN_MACHINE = "the ledger knows no machine {name}: `rollouts nodes --all` shows those that it knows"
+UNKNOWN_MACHINE = "the ledger knows no machine {name}: `rollouts nodes --all` lists its machines"
 
 
 OPTIONS = {
@@ -107,13 +107,15 @@ OPTIONS = {
 
 def gpus(
     gpu: Annotated[list[str] | None, typer.Option(help="Type of GPU, for example H100 or RTX4090. Repeatable.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="GPUs on the machine.")] = 1,
-    min_vram: Annotated[float, typer.Option(min=0, help="Memory of each GPU, GB.")] = 0.0,
-    max_price: Annotated[float, typer.Option(min=0.01, help="US dollars for one GPU and hour.")] = 1000.0,
-    disk: Annotated[int, typer.Option(min=1, help="Disk, GB.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Number of GPUs of the machine.")] = 1,
+    min_vram: Annotated[float, typer.Option(min=0, help="Least memory of each GPU, GB.")] = 0.0,
+    max_price: Annotated[float, typer.Option(min=0.01, help="Highest price, US dollars per GPU and hour.")] = 1000.0,
+    disk: Annotated[int, typer.Option(min=1, help="Least disk space, GB.")] = 1,
     region: Annotated[list[str] | None, typer.Option(help="Beginning of a region's name. Repeatable.")] = None,
-    community: Annotated[bool, typer.Option("--community", help="Also machines of private people.")] = False,
-    spot: Annotated[bool, typer.Option("--spot", help="Only machines that may be taken away at any time.")] = False,
+    community: Annotated[bool, typer.Option("--community", help="Also list machines of private hosts.")] = False,
+    spot: Annotated[
+        bool, typer.Option("--spot", help="Only machines that the provider may take back at any time.")
+    ] = False,
     min_cuda: Annotated[str, typer.Option(help="Lowest CUDA version of the driver, for example 12.8.")] = "",
     provider: Annotated[
         list[str] | None, typer.Option(help=f"Only this provider: {', '.join(cloud_names())}. Repeatable.")
@@ -123,7 +125,7 @@ def gpus(
     store: Store = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> None:
-    """Search the offers of all providers whose keys are in the environment, cheapest first."""
+    """List the GPU offers of all providers whose API keys are in the environment, cheapest first."""
     query = build_query(
         gpu_types=tuple(gpu or ()),
         gpu_count=count,
@@ -151,21 +153,21 @@ def gpus(
     if others:
         endpoints = [find_cloud(name).endpoint for name in others]
         variables = ", ".join(f"{endpoint.title} ({endpoint.key_variable})" for endpoint in endpoints)
-        typer.echo(f"not asked, because the key is missing: {variables}", err=as_json)
+        typer.echo(f"not searched, because the API key is missing: {variables}", err=as_json)
     for failure in failures:
         typer.echo(shown_lines(failure), err=True)
     if len(failures) == len(names):
         raise TransientInfraError("no provider answered")
     if not offers:
         closest = describe_closest(query, offered.others, OPTIONS.__getitem__)
-        typer.echo(f"nothing on offer fits: {closest}", err=as_json)
+        typer.echo(f"no offer matches: {closest}", err=as_json)
 
 
 def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
-    """The query with these fields.
+    """Make a query with these fields.
 
     Raises:
-        InputError: a value is invalid. The message names the option of the value.
+        InputError: a value is invalid. The message names the command's option for this field.
     """
     try:
         return GPUQuery(**fields)
@@ -176,7 +178,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
 
 
 def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
-    """The offers, sorted by the price per GPU, and a sentence per provider that failed."""
+    """Search all providers. Returns the offers, sorted by the price per GPU, and a sentence per failed provider."""
 
     def search(cloud: Cloud) -> list[Offer] | str:
         try:
@@ -196,7 +198,7 @@ def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple
 
 
 def render_offers(offers: Sequence[Offer]) -> str:
-    """A line for each offer."""
+    """Format the offers as a table."""
     head = ("USD/GPU/h", "USD/h", "GPUS", "GB EACH", "PROVIDER", "REGION", "WHERE")
     rows = [
         (
@@ -231,11 +233,11 @@ def check_version(given: str) -> str:
     return given
 
 
-# ── what is rented ──
+# ── rented machines ──
 
 
 def list_unless_asked(explained: Explained) -> Callable[..., None]:
-    """A callback for `rollouts nodes` without a subcommand, which lists the machines."""
+    """Return the function for `rollouts nodes` without a subcommand, which lists the machines."""
 
     @explained
     def listed(store: Path, everything: bool, as_json: bool) -> None:
@@ -254,8 +256,8 @@ def list_unless_asked(explained: Explained) -> Callable[..., None]:
 
 
 def list_nodes(store: Path, *, everything: bool, as_json: bool) -> None:
-    """Print the machines in the ledger. Without --json, also print machines at the providers that the ledger does not
-    know."""
+    """Print the machines in the ledger. Without --json, also print machines that providers report and the ledger
+    lacks."""
     with open_ledger(store) as ledger:
         rentals = all_rentals(ledger) if everything else open_rentals(ledger)
         now = time.time()
@@ -281,13 +283,13 @@ def list_nodes(store: Path, *, everything: bool, as_json: bool) -> None:
                         continue
                     found = f"{shown_line(instance.name)} at {instance.provider}, {instance.status.value}"
                     if rental is None:
-                        typer.echo(f"not of this store: {found}")
-                    else:  # the machine appeared after its request was given up
-                        typer.echo(f"given up, but there: {found}: `rollouts reap` ends it")
+                        typer.echo(f"not rented by this store: {found}")
+                    else:  # the provider created the machine after this store had given up the request
+                        typer.echo(f"request given up, but it exists: {found}: `rollouts reap` ends it")
 
 
 def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
-    """Print everything that the ledger and the provider know about a machine."""
+    """Print everything about a machine: its entry in the ledger and its state at the provider."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
     if rental is None:
@@ -306,11 +308,11 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "host key": f"{rental.host_key} ({rental.believed_by})" if rental.host_key else "not known",
         "note": note_of(rental) or "-",
     }
-    echo_facts(facts)  # printed before the provider is asked, because it may not answer
+    echo_facts(facts)  # printed first, because the provider may not answer
     if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(cloud_names())[0]):
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             instance = look_up(cloud, rental.instance_id, rental.name)
-        echo_facts({"provider says": "it is gone" if instance is None else instance.status.value})
+        echo_facts({"provider says": "the machine is gone" if instance is None else instance.status.value})
         if instance is not None and instance.has_address:
             is_behind = bool(instance.proxy_jump)  # the address is only valid from the jump host
             login = f"ssh -p {instance.port} {instance.user}@{instance.host}"
@@ -318,7 +320,7 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
 
 
 def echo_facts(facts: Mapping[str, object]) -> None:
-    """Print a line per fact: its name and its value."""
+    """Print each name with its value on a line."""
     typer.echo("\n".join(f"{name:14} {shown_lines(str(value))}" for name, value in facts.items()))
 
 
@@ -333,7 +335,7 @@ def ssh(
     ] = "",
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Log in to a machine with your own ssh, at its present address. The host key must be the one that a run
+    """Log in to a machine with your own ssh, at its current address. The machine must have the host key that a run
     recorded."""
     from rollouts.infra.ssh.openssh import login_command  # loads paramiko
 
@@ -345,7 +347,7 @@ def ssh(
         if rental is None:
             raise InputError(UNKNOWN_MACHINE.format(name=name))
         if not rental.instance_id:
-            raise InputError(f"{name} is {rental.state}: its provider has not named a machine so far, or has made none")
+            raise InputError(f"{name} is {rental.state}: the provider has not confirmed the machine")
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             found = look_up(cloud, rental.instance_id, rental.name)
         if found is None or not found.has_address:
@@ -357,7 +359,7 @@ def ssh(
 
 
 def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
-    """End a machine, even one in use, and wait until its provider no longer has the machine."""
+    """End a machine, even if a run uses it, and wait until the provider has deleted it."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
         with (
@@ -373,19 +375,19 @@ def reap_now(
     spare: Annotated[
         bool,
         typer.Option(
-            "--spare", help="Keep machines of killed runs for the next start, until shortly before they expire."
+            "--spare", help="Keep machines of killed runs for a restart of the run, until shortly before they expire."
         ),
     ] = False,
     other_store: Annotated[
-        str, typer.Option(metavar="ID", help="End also the machines of this other store, which was deleted.")
+        str, typer.Option(metavar="ID", help="Also end the machines of a deleted store with this id.")
     ] = "",
 ) -> None:
-    """End every machine of this store that no living run wants, and print what is left.
+    """End every rented machine of this store that no running run uses, and print the machines that remain.
 
-    A machine that a failed run keeps (node.keep_on_failure_minutes) stays until that time is over, or until `rollouts
-    nodes release` ends the machine.
+    A failed run can keep its machine for some time (node.keep_on_failure_minutes). `rollouts nodes release` ends such
+    a machine earlier.
     """
-    # A deleted store left machines without a ledger, which any other store can end, even an empty store.
+    # The machines of a deleted store are in no ledger. Any other store can end these machines, even an empty store.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())
@@ -405,7 +407,7 @@ def reap_now(
 
 
 def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> ReapReport:
-    """End the machines rented with these credentials that no run wants."""
+    """End machines that were rented with these credentials and that no run uses."""
     try:
         with (
             with_credentials(credentials, store),
@@ -415,26 +417,26 @@ def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> 
         report.failures += problems
         return report
     except ConfigError as error:
-        return ReapReport(failures=[f"machines of the credentials {credentials} cannot be looked at: {error}"])
+        return ReapReport(failures=[f"machines rented with the credentials {credentials} cannot be checked: {error}"])
 
 
-def open_ledger(store: Path, *, nothing: str = "nothing was rented by it") -> Ledger:
+def open_ledger(store: Path, *, nothing: str = "it has rented nothing") -> Ledger:
     """Open the ledger of a store.
 
     Args:
-        nothing: for the message, the reason why a store has no ledger.
+        nothing: for the error message, the probable reason why the store has no ledger.
 
     Raises:
         PermanentInfraError: the store has no ledger.
     """
     path = store / LEDGER_FILE
     if not path.exists():
-        raise PermanentInfraError(f"{store} has no ledger: {nothing}, or --store names another folder")
+        raise PermanentInfraError(f"{store} has no ledger: {nothing}, or --store should name another folder")
     return Ledger(path)
 
 
 def render_rentals(rentals: Sequence[Rental], now: float) -> str:
-    """A line for each machine."""
+    """Format the machines as a table."""
     head = ("NAME", "STATE", "GPUS", "PROVIDER", "USD/h", "USD", "ENDS (UTC)", "NOTE")
     rows = [
         (
@@ -453,12 +455,12 @@ def render_rentals(rentals: Sequence[Rental], now: float) -> str:
 
 
 def note_of(rental: Rental) -> str:
-    """The last event of a machine, in words."""
+    """A sentence about the last event of a machine."""
     return describe_keeping(rental) or rental.note
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render aligned columns. Line breaks in cells are escaped, so that each row is one line."""
+    """Format a table with aligned columns. Line breaks in cells are escaped, so that each row is one line."""
     cells = [[shown_line(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -466,5 +468,5 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def at(seconds: float) -> str:
-    """A time in UTC for a table. The head of the table must say so, because other commands print local times."""
+    """Format a time in UTC. A table's head must name UTC, because other commands print local times."""
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))

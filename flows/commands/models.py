@@ -1,11 +1,11 @@
-"""`rollouts models` and its subcommands: list the models of a store, and change by hand which model is in production.
+"""`rollouts models` and its subcommands: list the models of a store, and change the model in production by hand.
 
     rollouts models                   every model with its aliases and its last comparison
-    rollouts models history           what was in production when, and why
-    rollouts models promote small-3   put a model into production, whatever a comparison says
+    rollouts models history           every registration, promotion and rollback, with its reason
+    rollouts models promote small-3   put a model into production without a comparison
     rollouts models rollback          put the previous production model back
-    rollouts models forget small-2    unregister a model, so that prune may remove its stages
-    rollouts models path small        folder of the checkpoint in production, for other commands
+    rollouts models forget small-2    unregister a model, so that `rollouts prune` may remove its stages
+    rollouts models path small        print the folder of the checkpoint in production, for other commands
 
 Not here: the other commands (cli.py), the registry (infra/registry.py), promotions by comparison (tasks/retraining.py).
 """
@@ -43,23 +43,25 @@ from rollouts.tasks.model_aliases import note_in_reports
 from rollouts_core.errors import InputError
 
 Store = Annotated[
-    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder whose ledger knows the models.")
+    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder with the registry of the models.")
 ]
 ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
 Line = Annotated[
     str,
-    typer.Argument(metavar="[LINE]", help="Name of a line of models: small for small-1. Needed if there are several."),
+    typer.Argument(
+        metavar="[LINE]", help="Line of models: small for small-1 and small-2. Needed if the store has several."
+    ),
 ]
-Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
+Reason = Annotated[str, typer.Option(help="Reason, saved in the history.")]
 
-NO_MODELS = "there are no models: a retraining registers them, and a run with a name as run.register_as"
+NO_MODELS = "there are no models: retrainings and runs with run.register_as register models"
 
 
 def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) -> None:
     """Add `models` and its subcommands to the command line.
 
     Args:
-        explained: wraps a command, so that an expected failure prints one sentence.
+        explained: decorator for commands: an expected exception prints one sentence.
         panel: the section of the help that lists these commands.
     """
     group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)
@@ -73,7 +75,7 @@ def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) ->
 
 
 def _list_unless_asked(explained: Explained) -> Callable[..., None]:
-    """A callback for `rollouts models` without a subcommand, which lists the models."""
+    """Return the function for `rollouts models` without a subcommand, which lists the models."""
 
     def callback(context: typer.Context, store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
         if context.invoked_subcommand is None:
@@ -96,12 +98,12 @@ def list_models(store: Path, *, as_json: bool = False) -> None:
 
 
 def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
-    """Print what was registered, promoted and rolled back, oldest first."""
+    """Print all registrations, promotions and rollbacks of models, oldest first."""
     with open_registry(store) as ledger:
         names = {model.id: model.name for model in models(ledger)}
         changes = history(ledger, line)
         if line and not changes:
-            only_line(ledger, line)  # raises an error that names the lines of the store
+            only_line(ledger, line)  # raises an error that lists the lines of the store
     if as_json:
         emit({"kind": "change", **asdict(change), "model": names.get(change.model_id or 0)} for change in changes)
         return
@@ -120,7 +122,7 @@ def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson 
 
 
 def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reason = "by hand") -> None:
-    """Put a model into production, whatever a comparison says, after its checkpoint was verified."""
+    """Verify a model's checkpoint, then put the model into production without a comparison."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         check_whole(model, store.resolve())
@@ -132,11 +134,11 @@ def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reaso
 
 
 def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand") -> None:
-    """Put the previous production model back into production, after its checkpoint was verified."""
+    """Verify the checkpoint of the previous production model, then put this model back into production."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
         replaced = find_replaced(ledger, chosen)
-        check_whole(replaced, store.resolve())  # takes minutes, in which other users may promote
+        check_whole(replaced, store.resolve())  # takes minutes; another user may promote a model meanwhile
         model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     said = f"{model.name} is in production again: {store.resolve() / model.checkpoint}"
@@ -145,8 +147,8 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
 
 
 def forget(name: ModelName, store: Store = DEFAULT_STORE) -> None:
-    """Unregister a model that no alias and no rollback needs. The model's checkpoint stays, but prune may remove its
-    stages."""
+    """Unregister a model that no alias refers to and no rollback needs. Its checkpoint stays, but `rollouts prune` may
+    remove its stages."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         forget_model(ledger, model)
@@ -159,31 +161,31 @@ def show_path(
     store: Store = DEFAULT_STORE,
     alias: Annotated[Alias, typer.Option(help="Alias of the model.")] = Alias.PRODUCTION,
 ) -> None:
-    """Print the folder of the checkpoint in production, as for `rollouts serve $(rollouts models path)`."""
+    """Print the folder of the checkpoint in production, for use as in `rollouts serve $(rollouts models path)`."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
         model = current(ledger, chosen, alias)
     if model is None:
-        raise InputError(f"no model of {chosen} has the alias {alias.value}: rollouts models shows what there is")
+        raise InputError(f"no model of {chosen} has the alias {alias.value}: rollouts models lists the aliases")
     typer.echo(str(store.resolve() / model.checkpoint))
 
 
 def open_registry(store: Path) -> Ledger:
     """Open the ledger of a store, which contains the registry. Raises PermanentInfraError if the store has no
     ledger."""
-    return open_ledger(store, nothing="nothing was trained in it")
+    return open_ledger(store, nothing="no run has used it")
 
 
 def _user() -> str:
-    """The name of the user, for the history."""
+    """The name of the operating system's user, for the history."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a user id without a name
+    except (KeyError, OSError):  # in a container, the user id may have no name
         return f"user {os.getuid()}"
 
 
 def only_line(ledger: Ledger, line: str) -> str:
-    """The line of models that the user named, or the only line of the store.
+    """The line of models that the user named, or the only line of the store. small is the line of small-1 and small-2.
 
     Raises:
         InputError: the store does not have this line, or it has several lines and `line` is empty.
@@ -198,7 +200,7 @@ def only_line(ledger: Ledger, line: str) -> str:
 
 
 def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Model | None]) -> str:
-    """A line for each model."""
+    """Format the models as a table."""
     head = ("NAME", "ID", "ALIASES", "SCORE", "AGAINST", "MADE (UTC)", "CHECKPOINT")
     rows = []
     for model in every:
@@ -221,7 +223,7 @@ def aliases_of(model: Model, aliases: Mapping[tuple[str, Alias], Model | None]) 
 
 
 def _figures(evaluation: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
-    """A model's score, and its difference to the model that it was compared with."""
+    """A model's mean score, and its difference to the compared model with the confidence interval."""
     if not evaluation:
         return "-", "-"
     difference, low, high = (evaluation[key] for key in ("difference", "difference_low", "difference_high"))

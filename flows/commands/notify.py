@@ -1,12 +1,12 @@
-"""`rollouts notify`: send notifications when runs end, fail or wait for approval, by Prefect's blocks and automations.
+"""`rollouts notify`: make Prefect send notifications when runs end, fail or wait for approval.
 
     rollouts notify                                      list the receivers and their states
-    rollouts notify team --url-variable TEAM_URL         notify an address of Slack, or another webhook
-    rollouts notify sendgrid-email/night --on failed     notify through a block that was made in Prefect's UI
+    rollouts notify team --url-variable TEAM_URL         notify the URL of Slack or of another webhook
+    rollouts notify sendgrid-email/night --on failed     notify through a block that was created in Prefect's UI
     rollouts notify team --remove                        stop the notifications
 
-An address is often a secret, so it is read from the environment and kept in a Prefect block. The Prefect server sends
-the messages, as long as it runs.
+A webhook's URL is often a secret, so it is read from the environment and stored in a Prefect block. An automation of
+the Prefect server sends the messages, as long as the server runs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class RunState(StrEnum):
-    """States in which runs end or wait, by the names that Prefect's UI shows."""
+    """Names of states in which runs end or wait, as options of this command."""
 
     COMPLETED = "completed"
     FAILED = "failed"
     NO_IMPROVEMENT = "no-improvement"
-    """The run ended, but its RL did not improve the model."""
+    """The run ended, but RL did not improve the model."""
     CRASHED = "crashed"
     CANCELLED = "cancelled"
     SUSPENDED = "suspended"
@@ -51,22 +51,22 @@ class RunState(StrEnum):
 
     @property
     def event(self) -> str:
-        """The Prefect event of a run that enters the state."""
+        """The name of Prefect's event for a run that enters the state."""
         return f"prefect.flow-run.{''.join(map(str.capitalize, self.split('-')))}"
 
 
 DEFAULT_STATES = tuple(state for state in RunState if state not in (RunState.CANCELLED, RunState.SKIPPED))
-"""All states except cancelled, which a user just asked for, and skipped, which a schedule may cause every day."""
+"""All states except cancelled, because a user requested it, and skipped, which a schedule may cause every day."""
 
 TAG = "rollouts-notify"
-"""Tag of the automations that this command makes."""
+"""Tag of the automations that this command creates."""
 NAME_PREFIX = "notify "
 SLACK_HOST = "hooks.slack.com"
 ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 """Names that Prefect accepts for a block."""
 
 MENTIONS = "|replace('@', '@\u200b')"
-"""Jinja filter that disables mentions such as @everyone, by an invisible space after the @."""
+"""Jinja filter that disables mentions such as @everyone: it puts an invisible space after the @."""
 PLAIN = f"replace('<', '‹')|replace('>', '›')|replace('](', '] ('){MENTIONS}"
 """Jinja filters that disable links and mentions in names of runs and in state messages."""
 SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
@@ -81,7 +81,7 @@ FIRST_BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
-"""Text of messages of an earlier version, in which runs without improvement ended as failed."""
+"""Message text of an earlier version. In that version, runs without improvement ended as failed."""
 EARLIER_BODIES = (
     FIRST_BODY,
     "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
@@ -90,7 +90,7 @@ EARLIER_BODIES = (
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
     BODY.replace(MENTIONS, ""),
 )
-"""Texts of messages of earlier versions. Any other text was written by the user."""
+"""Message texts of earlier versions. An automation with any other text was changed by the user."""
 FIRST_MESSAGE = "From now on you get a message here when a run is {states}."
 
 
@@ -99,14 +99,14 @@ def notify(
         str,
         typer.Argument(
             metavar="[NAME]",
-            help="Receiver: a name for the address in --url-variable, or TYPE/NAME of a block in Prefect.",
+            help="Receiver: a name for the URL in --url-variable, or TYPE/NAME of a block in Prefect.",
         ),
     ] = "",
     url_variable: Annotated[
         str,
         typer.Option(
             metavar="VARIABLE",
-            help="Environment variable with the address, https://hooks.slack.com/... or that of another webhook.",
+            help="Environment variable with the webhook's URL, for example https://hooks.slack.com/...",
         ),
     ] = "",
     on: Annotated[
@@ -117,10 +117,10 @@ def notify(
             f"Default: {', '.join(DEFAULT_STATES)}.",
         ),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Stop its messages.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Stop the messages to this receiver.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Have Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers and their
+    """Make Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers and their
     states."""
     states = read_states(on or ())
     check_request(block, url_variable, states, remove=remove)
@@ -151,7 +151,7 @@ def read_states(given: Sequence[str]) -> tuple[RunState, ...]:
 
 
 def check_request(block: str, url_variable: str, states: tuple[RunState, ...], *, remove: bool) -> None:
-    """Raise InputError for options that do not fit together, before a server is started."""
+    """Raise InputError for contradicting options, before a server is started."""
     if not block and (url_variable or states or remove):
         raise InputError("expected the NAME of a receiver, as in: rollouts notify team --url-variable TEAM_URL")
     if remove and (url_variable or states):
@@ -161,10 +161,10 @@ def check_request(block: str, url_variable: str, states: tuple[RunState, ...], *
 
 
 def read_url(variable: str) -> str:
-    """Read an address from an environment variable.
+    """Read a webhook's URL from an environment variable.
 
     Raises:
-        ConfigError: the variable holds no address. The message does not repeat the value, which may be a secret.
+        ConfigError: the variable holds no URL. The message does not repeat the value, which may be a secret.
     """
     url = os.environ.get(variable, "").strip()
     if not url:
@@ -178,10 +178,10 @@ def read_url(variable: str) -> str:
 
 
 def add_notification(address: ServerAddress, name: str, url: str, states: tuple[RunState, ...]) -> None:
-    """Send a test message, and have the server send a message whenever a run enters one of the states.
+    """Send a test message, and create the automation that sends a message whenever a run enters one of the states.
 
     Raises:
-        ConfigError: the block does not exist, or the test message could not be sent. Nothing is changed then.
+        ConfigError: the block does not exist, or the test message could not be sent. In both cases nothing is changed.
     """
     from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
 
@@ -195,12 +195,12 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     previous = _blocks_of(find_automations(address, TAG, name=NAME_PREFIX + name))
     document_id = str(block.save(name, overwrite=True) if url else block._block_document_id)
     put_automation(address, render_automation(name, document_id, states))
-    if url:  # a new address may be in another block
+    if url:  # the new URL may be in a new block
         _delete_blocks(address, previous - {document_id})
 
 
 def make_block(name: str, url: str) -> NotificationBlock:
-    """A block for the address: Prefect's Slack block, or its webhook block with the address as a secret."""
+    """Make a block for the URL: Prefect's Slack block, or its webhook block with the URL as a secret."""
     from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook
 
     if urlsplit(url).hostname == SLACK_HOST:
@@ -210,7 +210,7 @@ def make_block(name: str, url: str) -> NotificationBlock:
 
 
 def load_block(name: str) -> NotificationBlock:
-    """A block that a user saved in Prefect.
+    """Load a block that a user saved in Prefect.
 
     Raises:
         ConfigError: the block does not exist, or it cannot send notifications.
@@ -228,7 +228,9 @@ def load_block(name: str) -> NotificationBlock:
     except ValueError as error:
         raise ConfigError(f"there is no block {name} in Prefect: save it under Blocks in the UI") from error
     if not isinstance(block, NotificationBlock):
-        raise ConfigError(f"the block {name} sends no messages: expected one that does, such as slack-webhook/NAME")
+        raise ConfigError(
+            f"the block {name} cannot send messages: expected a notification block, such as slack-webhook/NAME"
+        )
     return block
 
 
@@ -267,7 +269,7 @@ def renew_notifications(address: ServerAddress) -> list[str]:
     An automation stays as it is if the user changed its text.
 
     Raises:
-        ServerError: the server cannot be asked.
+        ServerError: the server does not answer.
     """
     renewed = []
     for each in find_automations(address, TAG):
@@ -287,9 +289,9 @@ def renew_notifications(address: ServerAddress) -> list[str]:
 
 
 def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
-    """Notify all receivers of this state about a change that a user made by hand.
+    """Notify all receivers of this state about a change that a user made with a command.
 
-    If a message cannot be sent, a warning is printed, because the change itself succeeded.
+    If a message cannot be sent, only a warning is printed, because the change itself succeeded.
     """
     if not named_url() and not (store / "prefect" / "prefect.db").is_file():
         return  # a store without a database has no receivers
@@ -315,15 +317,15 @@ def _tell(automation: Automation, subject: str, body: str) -> None:
     name = automation["name"].removeprefix(NAME_PREFIX)
     try:
         block = Block.load_from_ref({"block_document_id": automation["actions"][0]["block_document_id"]})
-        assert isinstance(block, NotificationBlock), "the server only notifies such blocks"
+        assert isinstance(block, NotificationBlock), "automations notify only such blocks"
         with block.raise_on_failure():
             block.notify(body, subject=subject)  # type: ignore[unused-coroutine]
-    except Exception as error:  # noqa: BLE001 - whatever a service raises: the change was made
+    except Exception as error:  # noqa: BLE001 - the change succeeded, so no error of the service may fail it
         console.print(f"no message     was sent to {name}: {describe_failure(error)}", markup=False)
 
 
 def remove_notification(address: ServerAddress, name: str) -> None:
-    """Delete a receiver's automation, and its block if this command made the block.
+    """Delete a receiver's automation. Also delete its block, if this command created the block.
 
     Raises:
         ConfigError: no automation sends messages to this receiver.
@@ -332,7 +334,7 @@ def remove_notification(address: ServerAddress, name: str) -> None:
     if not automations:
         told = [each["name"].removeprefix(NAME_PREFIX) for each in find_automations(address, TAG)]
         known = ", ".join(told) or "none"
-        raise ConfigError(f"{name} gets no messages: the receivers are {known}")
+        raise ConfigError(f"{name} gets no messages; receivers: {known}")
     for each in automations:
         delete_automation(address, each)
     if "/" not in name:
@@ -350,11 +352,11 @@ def _delete_blocks(address: ServerAddress, document_ids: Iterable[str]) -> None:
 
 
 def join(states: tuple[RunState, ...]) -> str:
-    """The states as words of a sentence."""
+    """The names of the states, joined by commas and "or"."""
     return " or ".join((", ".join(states[:-1]), states[-1]) if len(states) > 1 else states)
 
 
 def describe_failure(error: Exception) -> str:
-    """The answer of the service, without its address, which may be a secret."""
+    """The service's answer, without its URL, which may be a secret."""
     log = getattr(error, "log", "")
     return first_line(RuntimeError(log)) if log else type(error).__name__

@@ -19,11 +19,11 @@ from rollouts_core.rewards import ALL_REWARDS
 
 
 def plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object per row.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per plugin.")] = False,
 ) -> None:
     """List the objectives, environments, rewards, trackers and providers that installed packages add.
 
-    Each row has the group, the name, the package and its version, and whether it can be used. Each package is imported.
+    Each row has the plugin's group, name, package and version, and a state: ok, or the error of importing the plugin.
     """
     core = [*ALL_OBJECTIVES.describe_plugins(), *ALL_ENVIRONMENTS.describe_plugins(), *ALL_REWARDS.describe_plugins()]
     rows = [*core, *ALL_TRACKERS.describe_plugins(), *ALL_CLOUDS.describe_plugins()]

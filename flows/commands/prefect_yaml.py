@@ -1,11 +1,11 @@
-"""`rollouts prefect-yaml`: the deployments of a shared Prefect server, in the file that `prefect deploy` reads.
+"""`rollouts prefect-yaml`: print the file from which `prefect deploy` creates deployments on a shared Prefect server.
 
-Not here: what a deployment says (deployments.py), a server and deployments for one person (up.py).
+Not here: the content of a deployment (deployments.py), a server and deployments for one user (up.py).
 
     my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
 
-The workers import the flows from their own installation of this package, so nothing is downloaded. Workers import
-modules that the settings name from the configuration's folder and the current folder, if they have these folders.
+The workers import the flows from their own installation of this package, and download no code. They import the user's
+modules, which the settings name, from the configuration's folder and the current folder, if these folders exist there.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ ENTRYPOINTS = {
 
 
 def prefect_yaml(
-    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="Configurations to offer.")],
-    pool: Annotated[str, typer.Option(help="Work pool whose workers run them.")],
-    store: Annotated[Path, typer.Option(help="Folder of the workers' machine that keeps everything.")],
-    queue: Annotated[str, typer.Option(help="Queue of the pool; its default one otherwise.")] = "",
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="Configurations to deploy.")],
+    pool: Annotated[str, typer.Option(help="Work pool whose workers execute the runs.")],
+    store: Annotated[Path, typer.Option(help="Store: a folder on the workers' machine.")],
+    queue: Annotated[str, typer.Option(help="Queue of the pool; default: the pool's default queue.")] = "",
     job_variable: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A variable of the pool's jobs, such as image=...; repeatable."),
     ] = None,
 ) -> None:
-    """Print a prefect.yaml with these configurations, for a Prefect server that several people share.
+    """Print a prefect.yaml that deploys these configurations to a shared Prefect server.
 
     rollouts prefect-yaml my.toml --pool gpu --store /data/rollouts > prefect.yaml; prefect deploy --all
     """
@@ -74,9 +74,7 @@ def render_prefect_yaml(
             placeholder of prefect.yaml.
     """
     if not store.is_absolute():
-        raise ConfigError(
-            f"--store {store} is relative: name the folder of the workers' machine in full, as /data/runs"
-        )
+        raise ConfigError(f"--store {store} is relative: give an absolute path on the workers' machine, as /data/runs")
     check_names(deployments)
     work_pool: dict[str, Any] = {"name": pool}  # Any: names, and what the pool's type takes
     if queue:
@@ -93,7 +91,7 @@ _HEADER = "# Written by `rollouts prefect-yaml`; `prefect deploy --all` makes th
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes texts of several lines as blocks, and repeated values in full, because aliases are hard to read."""
+    """Writes text with line breaks as blocks, and repeated values without YAML aliases, which are hard to read."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -125,7 +123,7 @@ def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) ->
         described |= yaml_schedule_options(deployment)
     if "{{" in json.dumps(described):
         raise ConfigError(
-            f"{deployment.name}: a setting has {{{{, which prefect.yaml takes for a placeholder: reword it"
+            f"{deployment.name}: a setting contains {{{{, which begins a placeholder in prefect.yaml: change it"
         )
     return described
 

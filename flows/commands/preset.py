@@ -1,6 +1,6 @@
-"""`rollouts preset`, and the pipeline of a preset: a configuration to start from, with comments on what it needs.
+"""`rollouts preset`: print a preset, which is a commented configuration to start from. Also load a preset.
 
-Not here: the presets (presets/), what `rollouts up` makes of them (deployments.py).
+Not here: the presets (presets/), the deployments of presets (deployments.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def preset(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="[NAME]", help="Name of the preset; without it all are listed.", autocompletion=complete_preset
+            metavar="[NAME]", help="Name of the preset; without it, list all presets.", autocompletion=complete_preset
         ),
     ] = "",
 ) -> None:
     """Print the preset NAME, a configuration to start from; without NAME, list them.
 
-    `rollouts run --preset sft_qwen` runs one; `rollouts preset sft_qwen > my.toml` writes one to change.
+    `rollouts run --preset sft_qwen` runs a preset. `rollouts preset sft_qwen > my.toml` copies a preset to a file.
     """
     found = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PRESETS.glob("*.toml"))}
     if not name:
@@ -53,19 +53,20 @@ def check_preset(name: str) -> None:
 
 
 def load_preset(name: str, assignments: Sequence[str]) -> Pipeline:
-    """The pipeline of a preset with settings replaced by `key=value`; paths are relative to the current folder.
+    """Load a preset and replace settings by `key=value`. Paths are relative to the current folder.
 
     Raises:
         InputError: the preset does not exist, or a setting does not fit.
     """
     check_preset(name)
     if name == QUICKSTART:
-        raise InputError("the preset quickstart needs a model and data that are made first: run `rollouts quickstart`")
+        raise InputError("the preset quickstart needs a generated model and generated data: run `rollouts quickstart`")
     return parse_pipeline(read_settings(PRESETS / f"{name}.toml"), Path(f"preset {name}"), assignments)
 
 
 def first_sentence(text: str) -> str:
-    """The purpose of a preset: the first sentence of its comment, up to a colon or semicolon."""
+    """The purpose of a preset, from its file: the first sentence of the leading comment, up to a colon or
+    semicolon."""
     comment = " ".join(line.removeprefix("#").strip() for line in text.partition("\n\n")[0].splitlines())
     found = SENTENCE.match(comment)
     return found[1] if found else comment

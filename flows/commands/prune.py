@@ -1,6 +1,6 @@
-"""`rollouts prune`: make room in a store by removing what nothing refers to any more.
+"""`rollouts prune`: free disk space of a store by removing folders that nothing refers to.
 
-Not here: what is kept and why (tasks/prune.py), the other commands (cli.py).
+Not here: which folders are kept (tasks/prune.py), the other commands (cli.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def prune(
     days: Annotated[float, typer.Option(min=0, help="Remove folders that no run used for this many days.")] = 30.0,
     max_gb: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove more, longest unused first, until the rest takes at most this many GB."),
+        typer.Option(min=0, help="Remove more folders, longest unused first, until the rest takes this many GB."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove the folders; without --yes they are only listed.")] = False,
 ) -> None:
-    """Remove stages, checkpoints of runs and fetched inputs that were not used for long and that nothing refers to.
+    """Remove stages, checkpoints of runs and downloaded inputs that are long unused and not referred to.
 
     Folders of registered models, of running runs and of deployments are never removed.
     """
@@ -47,12 +47,12 @@ def prune(
     elif not yes:
         typer.echo(f"would remove {len(plan.removed)} folders of {total_gb(plan.removed):.3f} GB with --yes; {kept}")
     else:
-        spared = f", {num_spared} are in use meanwhile" if num_spared else ""
+        spared = f", {num_spared} were kept because a run began to use them" if num_spared else ""
         typer.echo(f"removed {len(removed)} folders of {total_gb(removed):.3f} GB; {kept}{spared}")
 
 
 def render_folders(folders: Sequence[FoundFolder]) -> str:
-    """A line for each folder."""
+    """Format the folders as a table: name, GB and last use."""
     rows = [(folder.name, f"{folder.num_bytes / GB:.3f}", at(folder.used_at)) for folder in folders]
     return render_table(("FOLDER", "GB", "LAST USED (UTC)"), rows)
 

@@ -1,4 +1,4 @@
-"""Commands that answer from the files of a store: its runs, and the settings, samples, logs and report of one.
+"""Commands that read the files of a store: list its runs, and print a run's settings, samples, logs and report.
 
     rollouts runs                          one line per run
     rollouts show RUN|CONFIG               settings with their defaults and origin
@@ -6,10 +6,10 @@
     rollouts logs RUN rl -f                output of a stage
     rollouts report RUN --open             the report, rendered again
 
-Results go to stdout, one JSON object per line with --json; each object has a `kind` (docs/terminal.md). No server is
-asked, so all commands also work while nothing runs.
+Results go to stdout. With --json they are one JSON object per line, each with a `kind` (docs/terminal.md). The
+commands need no Prefect server.
 
-Not here: finding and summing up runs (store_runs.py), how settings are compared with defaults (shown_settings.py).
+Not here: finding and summarizing runs (store_runs.py), comparing settings with defaults (shown_settings.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import EVALUATE, is_training, label_of
 
 FOLLOW_S = 0.5
-"""Pause between two looks at a log that is followed."""
+"""Seconds between two reads of a log with --follow."""
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 COMPARISON = re.compile(r"(<=|>=|<|>|=)?\s*(-?\d+(?:\.\d+)?)")
 COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -68,7 +68,7 @@ COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 }
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run: its folder, my-run-5793d50a, its name (then the latest), or its id."),
+    typer.Argument(metavar="RUN", help="A run's folder, my-run-5793d50a, its id, or its name (the latest run)."),
 ]
 
 
@@ -93,7 +93,7 @@ def runs(
 
 
 def render_runs(found: Sequence[RunSummary]) -> str:
-    """A table of runs that fits 80 columns for names of 20 letters."""
+    """Format the runs as a table, which fits in 80 columns if names have up to 20 letters."""
     rows = [
         (
             each.run,
@@ -106,12 +106,14 @@ def render_runs(found: Sequence[RunSummary]) -> str:
         for each in found
     ]
     head = ("RUN", "STATE", "STEP", "SCORE", "CHANGE", "COST")
-    used = [column for column in range(len(head)) if any(row[column] for row in rows)]  # COST needs a rented machine
+    used = [
+        column for column in range(len(head)) if any(row[column] for row in rows)
+    ]  # COST is empty without rented machines
     return render_table([head[column] for column in used], [[row[column] for column in used] for row in rows])
 
 
 def describe_score(score: ModelScore | None) -> str:
-    """A mean with its interval."""
+    """Format the mean score with its confidence interval."""
     return "" if score is None else f"{score.mean:.3f} ({score.low:.3f}-{score.high:.3f})"
 
 
@@ -123,14 +125,14 @@ def show(
     assignments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="Settings that replace those of CONFIG.", autocompletion=complete_setting
+            metavar="[KEY=VALUE]...", help="Settings that replace settings of CONFIG.", autocompletion=complete_setting
         ),
     ] = None,
     store: Store = DEFAULT_STORE,
-    everything: Annotated[bool, typer.Option("--all", help="Also the settings at their defaults.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also show settings with their default values.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the settings of a run or of a file: value, default, and whether the file sets it."""
+    """Show the settings of a run or of a file: value, default, and whether the file sets the value."""
     path, changes = Path(given), assignments or []
     check_assignments(changes)
     if changes and not path.is_file():
@@ -144,14 +146,14 @@ def show(
         return
     page(f"{line}\n" for line in render_settings(kept))
     if not everything:
-        typer.echo(f"{len(found) - len(kept)} settings are at their defaults: --all shows them", err=True)
+        typer.echo(f"{len(found) - len(kept)} settings have their default values: --all shows them", err=True)
 
 
 def load_settings_of_run(store: Path, given: str) -> Pipeline:
-    """The settings with which a run ended.
+    """The settings of a finished run.
 
     Raises:
-        InputError: the run does not exist, or has not ended.
+        InputError: the run does not exist or has not finished.
     """
     run = find_named_run(store, given)[0].run
     path = store / "runs" / run / "config.toml"
@@ -162,7 +164,7 @@ def load_settings_of_run(store: Path, given: str) -> Pipeline:
 
 
 def render_settings(settings: Sequence[Setting]) -> Iterator[str]:
-    """A line per setting: name, value, and the default where the value differs."""
+    """A line per setting: name, value, and the default if the value differs from it."""
     width = max((len(each.name) for each in settings), default=0)
     for each in settings:
         default = "" if each.is_default or each.is_required else f"default {_value(each.default)}"
@@ -184,11 +186,11 @@ class SampleFilter:
     """Conditions on samples; an empty field accepts every sample."""
 
     reward: str = ""
-    """A comparison as `<1`, `>=0.5` or `=0`."""
+    """A condition on the reward, such as `<1`, `>=0.5` or `=0`."""
     pattern: re.Pattern[str] | None = None
-    """Searched for in the prompt, the completion and the answer."""
+    """A regular expression that must occur in the prompt, the completion or the reference answer."""
     prompt: str = ""
-    """The id of a prompt."""
+    """The id of the sample's prompt."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:  # Any: JSON
         """Whether a sample meets the conditions."""
@@ -202,17 +204,17 @@ class SampleFilter:
 def samples(
     run: RunName,
     store: Store = DEFAULT_STORE,
-    step: Annotated[int | None, typer.Option(min=1, help="RL samples of this step; the newest step otherwise.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="RL samples of this step; default: the latest step.")] = None,
     model: Annotated[
-        str, typer.Option(help="Held-out answers of this model in place of RL samples: base, sft or rl.")
+        str, typer.Option(help="Instead of RL samples, held-out answers of this model: base, sft or rl.")
     ] = "",
-    reward: Annotated[str, typer.Option(help="Only rewards such as '<1', '>=0.5' or '=0'.")] = "",
+    reward: Annotated[str, typer.Option(help="Only samples with such a reward: '<1', '>=0.5' or '=0'.")] = "",
     grep: Annotated[str, typer.Option(help="Only samples whose texts match this regular expression.")] = "",
-    prompt: Annotated[str, typer.Option(help="Only this prompt, by the id that the output shows.")] = "",
+    prompt: Annotated[str, typer.Option(help="Only samples of the prompt with this id, which the output shows.")] = "",
     limit: Annotated[int, typer.Option(min=0, help="Most samples to show (0: all).")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out answers of a model."""
+    """Show completions of a run: the RL samples of a step, or a model's answers to held-out prompts."""
     if reward and not COMPARISON.fullmatch(reward.strip()):
         raise InputError(f"--reward {reward!r} is not a comparison: give one such as '<1', '>=0.5' or '=0'")
     try:
@@ -229,18 +231,18 @@ def samples(
         return
     blocks = (render_sample(record, path.stem) for record in found)
     if (first := next(blocks, None)) is None:
-        raise InputError(f"{path} has no sample that fits: leave out --reward, --grep or --prompt")
+        raise InputError(f"{path} has no matching sample: leave out --reward, --grep or --prompt")
     page(chain([first], blocks))
 
 
 def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None, model: str) -> Path:
-    """The file with RL samples of a step, the newest by default, or with held-out answers of a model.
+    """The file with the RL samples of a step (default: the latest step), or with the held-out answers of a model.
 
     Raises:
-        InputError: the run has no such file; the message names the files that it has.
+        InputError: the run has no such file. The message names the steps or models for which it has files.
     """
     if step is not None and model:
-        raise InputError("--step names RL samples and --model held-out answers: give one of them")
+        raise InputError("--step selects RL samples, --model selects held-out answers: give one of them")
     folders = [RunDirectory(store / "stages" / use.stage).samples for use in uses]
     files = [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
     trained = [path for path in files if is_training(stage_of(path))]
@@ -257,7 +259,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     if steps:
         return steps[max(steps)]
     if answers:
-        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # the last model of the run
+        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # of the model that was evaluated last
     raise InputError(f"{uses[0].run} has no samples yet: RL writes them at each step, and the evaluation at the end")
 
 
@@ -270,7 +272,7 @@ def _span(steps: Mapping[int, Path]) -> str:
 
 
 def stage_of(path: Path) -> str:
-    """The stage of a file of samples."""
+    """The name of the stage that wrote a file of samples."""
     return path.parent.parent.name.rpartition("-")[0]
 
 
@@ -292,7 +294,8 @@ def prompt_id(record: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 def turns_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:  # Any: JSON
-    """The roles and texts of a sample: its prompt, what the policy said, answers of tools, and the reference."""
+    """The roles and texts of a sample: the prompt, the policy's turns, the tools' answers, and the reference
+    answer."""
     prompt = record.get("prompt") or []
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     metadata = record.get("metadata") or {}
@@ -308,7 +311,7 @@ def _text_of(content: object) -> str:
 
 
 def render_sample(record: Mapping[str, Any], source: str) -> str:  # Any: JSON
-    """A sample as text: a line of facts, then its turns."""
+    """Format a sample: a line with its step, prompt id, reward and length, then its turns."""
     reward = record.get("reward")
     length = sum(1 for each in record.get("loss_mask") or () if each)
     facts = [
@@ -332,9 +335,11 @@ def render_sample(record: Mapping[str, Any], source: str) -> str:  # Any: JSON
 
 def logs(
     run: RunName,
-    stage: Annotated[str, typer.Argument(metavar="[STAGE]", help="sft, rl, engine ...; the last one otherwise.")] = "",
+    stage: Annotated[
+        str, typer.Argument(metavar="[STAGE]", help="sft, rl, engine, ...; default: the last stage.")
+    ] = "",
     store: Store = DEFAULT_STORE,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what comes, until the stage ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new lines, until the stage ends.")] = False,
 ) -> None:
     """Print the output of a stage's processes."""
     store = store.resolve()
@@ -352,7 +357,7 @@ def logs(
 
 
 def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
-    """The run directory of the stage, or of an engine of the run's RL.
+    """The run directory of a stage of the run, or of an inference engine of its RL stage.
 
     Raises:
         InputError: the run has not reached this stage.
@@ -366,15 +371,15 @@ def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
         return store / "stages" / uses[-1].stage
     if stage not in folders:
         hint = closest_name(stage, [*folders])
-        raise InputError(f"{uses[0].run} has not come to a stage {stage}{hint}")
+        raise InputError(f"{uses[0].run} has not reached a stage {stage}{hint}")
     return folders[stage]
 
 
 def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
-    """The text of a file, and the text that is appended to it until `is_over`, in whole lines."""
+    """Yield the text of a file in whole lines, and the lines that are appended, until `is_over` returns True."""
     offset, rest = 0, b""
     while True:
-        ends_now = is_over()  # before reading: nothing is appended after the end
+        ends_now = is_over()  # called before the read, so that the last read gets everything
         if path.is_file():
             with path.open("rb") as file:
                 file.seek(offset)
@@ -391,9 +396,9 @@ def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
 def report(
     run: RunName,
     store: Store = DEFAULT_STORE,
-    opens: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    opens: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
 ) -> None:
-    """Render the report of a finished run again, with the present code, and print its path."""
+    """Render the report of a finished run again with the installed version, and print the file's path."""
     store = store.resolve()
     uses = find_named_run(store, run)
     path = report_path(store, uses)
@@ -406,24 +411,24 @@ def report(
     except InputError as error:
         if not path.is_file():
             raise
-        typer.echo(f"{error}. The report is the earlier one.", err=True)
+        typer.echo(f"{error}. The earlier report is kept.", err=True)
     typer.echo(path)
     if opens:
         open_in_browser(path)
 
 
 def refuse_evaluation(store: Path, run: str) -> None:
-    """Raise InputError for an evaluation by hand: it trained nothing and has no report."""
+    """Raise InputError if the run is an evaluation by `rollouts evaluate`, because such a run has no report."""
     record = store / "runs" / run / EVALUATION_FILE
     if record.is_file():
-        raise InputError(f"{run} is an evaluation by hand and has no report: its scores are in {record}")
+        raise InputError(f"{run} is a run of `rollouts evaluate` and has no report: its scores are in {record}")
 
 
 def open_in_browser(path: Path) -> None:
     """Open a file in the browser of this machine.
 
     Raises:
-        InputError: there is no browser.
+        InputError: this machine has no browser.
     """
     if not webbrowser.open(path.as_uri()):
-        raise InputError(f"no browser can be opened here: open {path} by hand")
+        raise InputError(f"this machine has no browser: open {path} by hand")

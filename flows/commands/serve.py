@@ -1,6 +1,6 @@
-"""`rollouts serve` and `rollouts chat`: use a checkpoint that was trained here, or any other.
+"""`rollouts serve` and `rollouts chat`: use a checkpoint of a run, or any other Hugging Face checkpoint.
 
-Not here: the embedded engine (rollouts_core/embedded), SGLang and vLLM (serve_engine.py), talking in the terminal
+Not here: the embedded engine (rollouts_core/embedded), SGLang and vLLM (serve_engine.py), the chat in the terminal
 (chat.py), the other commands (cli.py).
 """
 
@@ -22,7 +22,7 @@ from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import InputError
 from rollouts_core.system.open_files import raise_file_limit
 
-MODEL_HELP = "A run, a registered model or its line (its production model), or the folder of a Hugging Face checkpoint."
+MODEL_HELP = "A run, a registered model, a line of models (its production model), or a folder with a checkpoint."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Store = Annotated[
     Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder with the runs and registered models.")
@@ -35,12 +35,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0: any free port).")] = 30000,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
-    max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
+    max_running_requests: Annotated[int, typer.Option(min=1, help="Most completions that are generated at once.")] = 64,
     context_length: Annotated[
         int, typer.Option(min=0, help="Most tokens of a prompt and its answer (0: what the model and memory allow).")
     ] = 0,
     gpus: Annotated[
-        str, typer.Option(metavar="0,1", help="GPUs of sglang or vllm, which divide the model; the first otherwise.")
+        str, typer.Option(metavar="0,1", help="GPUs of sglang or vllm, which share the model; default: the first GPU.")
     ] = "",
     engine_python: Annotated[
         str, typer.Option(metavar="PATH", help="Interpreter of the environment with sglang or vllm.")
@@ -55,16 +55,16 @@ def serve(
         str,
         typer.Option(
             envvar="ROLLOUTS_API_KEY",
-            help="Key that every request must carry; needed if other machines can reach --host.",
+            help="Key that every request must contain; required if other machines can reach --host.",
             show_default=False,
         ),
     ] = "",
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Serve a checkpoint by the embedded engine, SGLang or vLLM. All speak the APIs of OpenAI and Anthropic.
+    """Serve a checkpoint over the APIs of OpenAI and Anthropic, with the embedded engine, SGLang or vLLM.
 
-    Prints the server's address and example requests. Ctrl-C ends the server. Runs need no such server, because they
-    start their own engines.
+    Prints the server's address and example requests. Ctrl-C stops the server. Runs do not need this command, because
+    they start their own engines.
     """
     raise_file_limit()
     own_options = {
@@ -82,7 +82,7 @@ def serve(
         check_loopback()
 
     def announce(url: str) -> None:
-        console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)
+        console.print(f"serving {model_dir} at {url} (Ctrl-C stops it)", markup=False)
         console.print(render_examples(url, model, model_dir, has_key=bool(api_key)), markup=False)
 
     if is_embedded:
@@ -118,13 +118,13 @@ def serve(
 
 
 def check_engine(kind: str, *, threads: int, own_options: Mapping[str, str]) -> bool:
-    """True for the embedded engine, False for an engine of another project.
+    """Check the engine and its options. Returns True for the embedded engine, False for SGLang and vLLM.
 
     Args:
-        own_options: the options of engines of other projects, with their values.
+        own_options: values of the options that only SGLang and vLLM have, by option.
 
     Raises:
-        InputError: no engine has this name, or it does not have one of the options.
+        InputError: the engine does not exist, or it does not have one of the given options.
     """
     if kind not in ENGINES:
         raise InputError(f"--engine {kind}: expected {', '.join(ENGINES)}")
@@ -152,10 +152,10 @@ def chat(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Talk to one model, or to two at once. Each line is a message, from a terminal or a pipe.
+    """Chat with one model, or with two at once. Each line of input is a message.
 
-    Answers go to the standard output, everything else to the standard error. /help shows the commands. Ctrl-C ends an
-    answer, Ctrl-D ends the chat.
+    The input is a terminal or a pipe. Answers go to standard output, all other text goes to standard error. /help shows
+    the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
     folders = {given: find_checkpoint(given, store) for given in (model, other) if given}
     from rollouts.flows.commands.chat import Settings, talk  # loads torch
@@ -165,11 +165,14 @@ def chat(
 
 
 def find_checkpoint(given: str, store: Path) -> Path:
-    """The checkpoint's folder. `given` is a folder, a run (the latest of several with this name), or a registered
-    model.
+    """The folder of a checkpoint.
+
+    Args:
+        given: a folder, a registered model, a line of models, or a run. If several runs have the name, the latest one
+            is used.
 
     Raises:
-        InputError: no folder, finished run or registered model has this name.
+        InputError: `given` is not a folder with a checkpoint, a finished run or a registered model.
     """
     folder = Path(given)
     for found in (folder, folder / "checkpoint"):
@@ -203,7 +206,7 @@ def _registered(given: str, store: Path) -> Path | None:
 
 
 def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> str:
-    """Example requests for the server, with the name of the key's variable in place of the key."""
+    """Example requests for the server. They name the environment variable of the key and never contain the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

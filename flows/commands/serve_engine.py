@@ -1,7 +1,7 @@
-"""Serve a checkpoint by SGLang or vLLM as a child of this process, for `rollouts serve --engine`.
+"""Serve a checkpoint with SGLang or vLLM in a child process, for `rollouts serve --engine`.
 
-    find or install the engine ── start ── answers with one token: on_ready(url) ── Ctrl-C or SIGTERM ── end
-                                     └──────────── ended before that: the reason, from its log ──────────┘
+    find or install the engine ── start ── generates one token: on_ready(url) ── Ctrl-C or SIGTERM ── end
+                                     └──── ends earlier: an error with the end of the log ─────────────┘
 
 Not here: the embedded engine (rollouts_core/embedded/server.py), the engines' command lines (rollouts_core/engines).
 """
@@ -38,12 +38,12 @@ from rollouts_core.run_directory import RunDirectory
 
 START_TIMEOUT_S = 3600.0
 PROBE_TIMEOUT_S = 40.0
-"""Limit of one request for a token: an engine compiles kernels at its first completion."""
+"""Timeout of a test request for one token. It is long because an engine compiles kernels at its first completion."""
 LOOK_S = 0.5
 TELL_S = 30.0
-"""Seconds between two lines about the start, where no terminal shows the last line of the log."""
+"""Seconds between two printed lines about the start, if the output is not a terminal."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end the server."""
+"""Signals that stop the server."""
 NAMED_AS_OPTIONS = {
     "rollout.engine.extra_args": "--engine-args",
     "engine.extra_args": "--engine-args",
@@ -56,12 +56,12 @@ NAMED_AS_OPTIONS = {
     "set rollout.engine.dtype = ": "add to --engine-args: --dtype ",
     "rollout.engine.dtype": "--dtype in --engine-args",
 }
-"""Settings of runs in messages, and the options that take their place here."""
+"""For each setting of a run that messages mention, the option of `rollouts serve` with the same meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServer:
-    """The options of a server by SGLang or vLLM."""
+    """The options of a server that SGLang or vLLM runs."""
 
     kind: str
     name: str
@@ -72,9 +72,9 @@ class EngineServer:
     max_running_requests: int
     api_key: str
     context_length: int
-    """Highest number of tokens of a request; 0: as many as the model and the memory allow."""
+    """Most tokens of a prompt and its answer (0: as many as the model and the memory allow)."""
     gpus: str
-    """Numbers of GPUs with commas between them; empty takes the first GPU."""
+    """Indices of GPUs, separated by commas (empty: the first GPU)."""
     python: str
     install: str
     arguments: str
@@ -82,15 +82,15 @@ class EngineServer:
 
 
 def serve_by_engine(model_dir: Path, options: EngineServer, store: Path, *, on_ready: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM, and leave no process behind.
+    """Serve until Ctrl-C or SIGTERM, then end all processes of the engine.
 
     Args:
-        store: has or gets the engine's installation, and the log: `served/<kind>-<port>/log.txt`.
-        on_ready: called with the server's URL when it has generated a token.
+        store: folder for the engine's installation and for the log, `served/<kind>-<port>/log.txt`.
+        on_ready: called with the server's URL after the engine has generated its first token.
 
     Raises:
         InputError, PermanentInfraError: an option, the model or the engine's installation cannot be used.
-        EngineError: the engine ended by itself.
+        EngineError: the engine ended unexpectedly.
     """
     with _settings_named_as_options():
         if not (model_dir / "tokenizer_config.json").is_file():
@@ -146,11 +146,11 @@ def _split(arguments: str) -> list[str]:
     try:
         return shlex.split(arguments)
     except ValueError as error:
-        raise InputError(f"--engine-args cannot be read as in a shell ({error}): close the quotes") from error
+        raise InputError(f"--engine-args is not a valid shell command line ({error}): close the quotes") from error
 
 
 def _with_installed_engine(job: ServeJob, store: Path) -> ServeJob:
-    """The job with the interpreter of the engine, which is installed in the store if it is missing."""
+    """Return the job with the path of the engine's interpreter. A missing engine is installed in the store first."""
     settings = LocalNode()
     node = provision_node(settings, store)
     with open_session(node) as session:
@@ -167,19 +167,19 @@ def _with_installed_engine(job: ServeJob, store: Path) -> ServeJob:
 
 @contextmanager
 def _started(job: ServeJob, directory: RunDirectory, log: Path) -> Iterator[ChildEngine]:
-    """The engine of the job, which ends with the block."""
+    """Start the job's engine, and stop it at the end of the block."""
     child = start_child(job, directory, log)
     try:
         yield child
     finally:
-        for number in ENDS:  # a second Ctrl-C must not leave processes behind
+        for number in ENDS:  # a second Ctrl-C must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
         stop_engines([child])
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End the block at the first signal of `ENDS`."""
+    """Leave the block at the first signal of `ENDS`."""
 
     def stop(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _wait_until_ready(child: ChildEngine, api_key: str) -> None:
-    """Return when the engine has generated a token, and show the last line of its log until then."""
+    """Wait until the engine has generated a token. Meanwhile, show the last line of its log."""
     job, began = child.job, time.monotonic()
     url = _url(job.host, job.port, is_local=True)
     told_at = began
@@ -218,7 +218,7 @@ def _wait_until_ready(child: ChildEngine, api_key: str) -> None:
 
 
 def _url(host: str, port: int, *, is_local: bool = False) -> str:
-    """The server's URL, for this machine alone if a loopback address serves for the same."""
+    """The server's URL. `is_local` replaces the address of all interfaces by the loopback address."""
     place = "127.0.0.1" if is_local and host == "0.0.0.0" else "::1" if is_local and host == "::" else host
     return f"http://{f'[{place}]' if ':' in place else place}:{port}"
 
@@ -235,7 +235,7 @@ def _in_options(message: str) -> str:
 
 @contextmanager
 def _settings_named_as_options() -> Iterator[None]:
-    """Let messages of the block name options of the command instead of settings of runs."""
+    """In exceptions of the block, replace settings of runs by the options of `rollouts serve`."""
     try:
         yield
     except (InputError, EngineError, PermanentInfraError) as error:

@@ -1,6 +1,6 @@
-"""The process that serves the deployments of a store: whether it lives, what it serves, and at which server.
+"""The state of a store's serving process: whether the process runs, its deployments, and its Prefect server.
 
-Not here: starting and ending it (up.py), the process (serving.py).
+Not here: starting and ending this process (up.py), its code (serving.py).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rollouts.infra.process_identity import ProcessIdentity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The process that serves the deployments of a store."""
+    """The process that starts the runs of a store's deployments."""
 
     pid: int
     process: ProcessIdentity
-    """Tells whether `pid` is a process of this machine: several containers may share the store."""
+    """Shows whether `pid` is a process of this machine, because several containers may share the store."""
     since: float
     """Seconds since 1970."""
     deployments: dict[str, str]
-    """Digests by name."""
+    """Digest of each served deployment, by the deployment's name."""
     gpu_slots: int = DEFAULT_GPU_SLOTS
-    """So many runs go at once."""
+    """Maximum number of concurrent runs."""
     named_url: str | None = None
-    """The server of PREFECT_API_URL that the process uses. Empty: the store's own. None: an earlier version wrote the
-    file."""
+    """The value of PREFECT_API_URL in the process. Empty: the process uses the store's own server. None: unknown,
+    because an earlier version wrote the file."""
 
 
 def find_server(store: Path) -> tuple[ServerAddress | None, str]:
@@ -44,7 +44,7 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def find_serving(store: Path) -> Serving | None:
-    """The process that serves the store's deployments (None if no such process lives or it is not ready)."""
+    """The serving process of the store (None if it does not run or is not ready yet)."""
     home = store.resolve() / "prefect"
     try:
         state = json.loads((home / "serving.json").read_text())
@@ -57,23 +57,26 @@ def find_serving(store: Path) -> Serving | None:
 
 
 def is_starting(store: Path) -> bool:
-    """Whether the serving process of the store lives but is not ready yet."""
+    """Whether the serving process of the store runs but is not ready yet."""
     home = store.resolve() / "prefect"
     return home.is_dir() and is_serving(home) and find_serving(store) is None
 
 
 def served_elsewhere(serving: Serving) -> str:
-    """The other server at which the deployments are served, if commands of this terminal use another one."""
+    """A sentence that names the serving process's Prefect server, if the commands of this terminal use another server
+    (otherwise empty)."""
     if serving.named_url in (None, named_url()):
         return ""
     if url := serving.named_url:
-        return f"its deployments are served, and its runs shown, at {url}: export PREFECT_API_URL={url}"
-    return "its deployments are served at a server of its own, and PREFECT_API_URL names another: unset PREFECT_API_URL"
+        return f"its deployments and runs are at the Prefect server {url}: export PREFECT_API_URL={url}"
+    return "its deployments are at the store's own Prefect server, not at PREFECT_API_URL: unset PREFECT_API_URL"
 
 
 def describe_deployments(serving: Serving) -> str:
-    """The names of the served deployments. Short forms and evaluations, one per pipeline, are summed up by their common
-    endings."""
+    """A phrase with the names of the served deployments.
+
+    Each pipeline also has a short form and an evaluation. These are mentioned only by the endings of their names.
+    """
     from rollouts.flows.deployments import evaluation_name, form_name  # loads all settings
     from rollouts.flows.tools import TOOLS
 
@@ -85,10 +88,10 @@ def describe_deployments(serving: Serving) -> str:
 
 
 def describe_gpu_slots(serving: Serving) -> str:
-    """A phrase about the number of runs that may be under way at once."""
-    return f"{serving.gpu_slots}: as many runs go at once, further ones are queued"
+    """A phrase about the maximum number of concurrent runs."""
+    return f"{serving.gpu_slots}: number of runs under way at once; further runs are queued"
 
 
 def is_serving(home: Path) -> bool:
-    """Whether the process lives: a killed one holds no lock, whatever its file says."""
+    """Whether the serving process runs. It holds a lock, which the system releases if the process is killed."""
     return is_locked(home / "serving.lock", fcntl.LOCK_EX)

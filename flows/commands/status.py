@@ -1,7 +1,7 @@
-"""`rollouts status`: the state of a store, its runs, their jobs, and the machines that it rents.
+"""`rollouts status`: print the state of a store: its server, runs, jobs and rented machines.
 
-Modules with settings, pages and machines are imported where they are needed: without runs under way, the answer takes a
-fraction of a second.
+Slow modules are imported only in the functions that need them. Without running runs, the command takes a fraction of a
+second.
 
 Not here: starting and ending the server and its deployments (up.py).
 """
@@ -46,15 +46,16 @@ from rollouts_core.stopping import describe_stop
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """Suffix that Prefect adds to the name of a task run."""
 LATEST = 5
-"""Number of ended runs that are shown, besides all runs under way."""
+"""Number of ended runs to print. All runs that have not ended are printed, too."""
 LIVE_FILE = "prefect/live.json"
-"""The state of the live pages (live.py) in the store."""
+"""File in a store with the port of its live pages (live.py)."""
 MANY = 200
-"""Number of ended runs to read from a shared server, where most may be of other stores. Prefect returns at most 200."""
+"""Number of ended runs to request from a shared server, because most of them may belong to other stores. Prefect
+returns at most 200."""
 TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
-"""States whose message says more than their name."""
+"""States of Prefect whose message is printed, because the state's name alone says too little."""
 OF_PREFECT = re.compile(r"^Flow run encountered an exception: (\w+: )?")
-"""Words that Prefect puts before the message of an exception."""
+"""Prefix that Prefect adds to the message of an exception."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW]}}
 NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
@@ -62,7 +63,8 @@ ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}
 
 
 def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
-    """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
+    """Show the Prefect server, the process that starts its runs, the runs, training jobs without a run, and rented
+    machines."""
     address, said = find_server(store)
     serving = find_serving(store)
     if as_json:
@@ -71,7 +73,7 @@ def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
         return
     if not store.is_dir():
         state = "is a file" if store.exists() else "does not exist"
-        typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
+        typer.echo(f"store        {store} {state}: it has no runs yet, or --store should name another folder")
     typer.echo(f"server       {said}")
     for line in lines_about_serving(store, serving):
         typer.echo(line)
@@ -84,7 +86,7 @@ def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
     for lines in runs:
         typer.echo("\n             ".join((f"run          {lines[0]}", *lines[1:])))
     if runs:
-        typer.echo("             (rollouts cancel, finish and evaluate take the name of a run)")
+        typer.echo("             (rollouts cancel, finish and evaluate accept the names of these runs)")
     for line in describe_reports(store) if not address else []:
         typer.echo(f"report       {line}")
     jobs = going_jobs(store.resolve())
@@ -97,7 +99,7 @@ def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
 def lines_about_serving(store: Path, serving: Serving | None) -> Iterator[str]:
     """The lines of `rollouts status` about the serving process."""
     if serving is None:
-        state = "a process that is starting" if is_starting(store) else "none: rollouts up starts it"
+        state = "the process is starting" if is_starting(store) else "none: rollouts up starts it"
         yield f"serving      {state}"
         return
     if elsewhere := served_elsewhere(serving):
@@ -110,22 +112,22 @@ def lines_about_serving(store: Path, serving: Serving | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingJob:
-    """A job that runs on this machine, or may run on another node, because other nodes are not asked."""
+    """A job that runs on this machine, or that may run on another node. This command does not contact other nodes."""
 
     run_dir: str
     node: str
     is_known_to_run: bool
-    """Whether the job is known to run: True on this machine, False on another node, because other nodes are not
-    asked."""
+    """Whether the job certainly runs: True on this machine, False on another node, which is not contacted."""
     has_run: bool
-    """Whether a run wants the job: False if the processes of all runs that wanted the job have died."""
+    """Whether a run uses the job. False if the processes of all runs that used the job have died."""
     run: str
-    """The name of a run that wants the job, or was the last to want it."""
+    """The name of the run that used the job last."""
     waits_for: str = ""
-    """A sentence about the GPU that the job waits for and the job that has this GPU (empty while the job works)."""
+    """A sentence about the GPU that the job waits for, and about the job that occupies this GPU (empty if the job does
+    not wait)."""
 
     def sentence(self) -> str:
-        """Describe the job to users: its state, its node and its run."""
+        """Describe the job in a sentence: its state, its node and its run."""
         state = "goes on" if self.is_known_to_run else "may go on"
         ended_by = f", rollouts cancel {self.run} ends it" if self.run else ""
         owner = "" if self.has_run else f", without a run: the next run that needs it attaches to it{ended_by}"
@@ -134,7 +136,7 @@ class GoingJob:
 
 
 def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
-    """The lines about each run under way, and about each of the latest ended runs."""
+    """The output lines for each run that has not ended, and for each of the latest ended runs."""
     from rollouts.flows.prefect_api import ask
 
     runs, ended = _runs_of_store(address, store)
@@ -160,7 +162,7 @@ def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
 
 
 def latest_runs(address: ServerAddress, store: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """Every run under way and the latest ended ones, as Prefect's records."""
+    """Every run that has not ended and the latest ended runs, as JSON of Prefect's API."""
     runs, ended = _runs_of_store(address, store)
     return [*runs, *ended]
 
@@ -172,13 +174,13 @@ def _runs_of_store(
 
     latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
     ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
-    # Earliest first: schedules plan more runs than the server returns at once, and planned runs come last.
+    # The server returns a limited number. Sorted by start time, runs that a schedule plans come last.
     under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
     return of_store(address, store, without_later_looks(under_way))[::-1], ended
 
 
 def describe_reports(store: Path) -> list[str]:
-    """A line per report of the latest finished runs, for use when no server knows the runs."""
+    """A line for each report of the latest finished runs, printed if no Prefect server runs."""
     reports = sorted((store / "runs").glob("*/report.html"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [f"{path}  {verdict_of(path.with_name('run.json'))}".rstrip() for path in reports[:LATEST]]
 
@@ -195,7 +197,7 @@ def uses_of_runs(store: Path) -> dict[str, list[StageUse]]:
 
 
 def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageUse]) -> list[str]:  # Any: JSON
-    """How far a run is, what it waits for, or how it ended and why."""
+    """Describe a run's progress, the decision that it waits for, or the message of its final state."""
     from rollouts_core.config.messages import first_line
     from rollouts_core.report.live import describe_readable
 
@@ -210,7 +212,7 @@ def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageU
 
 
 def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
-    """The stages that these runs ended early or stopped, a sentence each, by the run's id."""
+    """A sentence for each stage that one of these runs ended early or stopped, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     from rollouts.tasks.early_end import read_early_end
@@ -228,8 +230,8 @@ def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
 
 
 def read_stop(directory: RunDirectory) -> str:
-    """A sentence about the last saved step of a training that was stopped and not resumed (empty for any other
-    stage)."""
+    """A sentence about the last saved step, if the stage is a training that was stopped and not resumed (else
+    empty)."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "stopped":
         return ""
@@ -237,7 +239,7 @@ def read_stop(directory: RunDirectory) -> str:
 
 
 def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
-    """Select the runs of this store, because a server of PREFECT_API_URL also has runs of other stores."""
+    """Select the runs of this store. A server of PREFECT_API_URL also has runs of other stores."""
     if address.is_local:
         return runs
     own: set[str] = set()
@@ -249,7 +251,7 @@ def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) ->
 
 
 def without_later_looks(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
-    """The runs, earliest first. Only the next scheduled run of each deployment is kept."""
+    """The runs, earliest first, with only the next scheduled run of each deployment."""
     now = datetime.now().astimezone()
     foreseen = [
         run
@@ -267,8 +269,8 @@ def describe_run(
     tasks: list[dict[str, Any]],  # Any: JSON
     nodes: Mapping[str, str],
 ) -> str:
-    """The name by which `cancel`, `finish` and `evaluate` know a run, its state and stage, since when, and where."""
-    # Task runs of a killed attempt stay Running for ever, so only the latest task run counts.
+    """A line about a run: its name for other commands, its state, its stage, the time of the last change, its node."""
+    # Task runs of a killed attempt stay Running forever, so only the latest task run counts.
     own = [each for each in tasks if each["flow_run_id"] == run["id"] and each["start_time"]]
     last = max(own, key=lambda each: str(each["start_time"]), default=None)
     is_running = run["state_type"] == "RUNNING" and last is not None
@@ -278,17 +280,18 @@ def describe_run(
     stage = f", {SUFFIX.sub('', last['name'])}" if is_running and last else ""
     where = nodes.get(run["id"], parameter_of(run, "node").get("kind", "local"))
     line = f"{full_name(run):<20} {run['state_name']}{stage} {when} on {where}"
-    return shown_lines(line).replace("\n", " ")  # on a shared server, other users chose the names
+    return shown_lines(line).replace(
+        "\n", " "
+    )  # on a shared server, other users chose the names, so control characters are escaped
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
-    """A run's name. Prefect names a run by two random words until it starts, so the name then comes from its
-    parameters."""
+    """A run's name. Before a run starts, Prefect shows a random name, so that the name is read from the parameters."""
     return str((not run.get("start_time") and parameter_of(run, "run").get("name")) or run["name"])
 
 
 def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
-    """The name of the folder of a run's results, which no other run has."""
+    """The unique name of a run, which is also the name of the folder with its results."""
     return f"{name_of_run(run)}-{short_id(run['id'])}"
 
 
@@ -299,7 +302,7 @@ def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any
 
 
 def going_jobs(store: Path) -> list[GoingJob]:
-    """The running jobs of the store. Jobs on other machines are listed without asking these machines."""
+    """The running jobs of the store. Jobs on other machines are listed without contacting these machines."""
     by_place: dict[tuple[str, str], list[Lease]] = {}
     for lease in _leases(store):
         if lease.is_started:
@@ -333,7 +336,10 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 
 def waits_for_gpus(directory: RunDirectory) -> str:
-    """A sentence about the GPUs that a job waits for, from its last fetched event (empty if the job does not wait)."""
+    """A sentence about the GPUs that a job waits for, from the job's last event (empty if the job does not wait).
+
+    Events of a job on another machine are read from their latest downloaded copy.
+    """
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "waits_for_gpus":
         return ""
@@ -343,7 +349,7 @@ def waits_for_gpus(directory: RunDirectory) -> str:
 def status_records(
     store: Path, address: ServerAddress | None, served: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
-    """The state of a store for programs: a record per server, serving process, run of Prefect, job and machine."""
+    """Yield the JSON objects of --json: one each for the server, the serving process, each run, job and machine."""
     yield {"kind": "server", "api_url": address and address.api_url, "ui_url": address and address.ui_url}
     yield {"kind": "serving", "is_served": bool(served), **served}
     if address:
@@ -358,7 +364,7 @@ def status_records(
 
 
 def describe_machines(store: Path) -> list[str]:
-    """A line for every machine that the store rents now, with what it has cost so far."""
+    """A line for each machine that the store currently rents, with its cost so far."""
     now = time.time()
     return [
         f"{rental.name} {rental.state.value}, {rental.gpu} at {rental.provider}, {rental.usd(now):.2f} USD so far"
@@ -368,7 +374,7 @@ def describe_machines(store: Path) -> list[str]:
 
 
 def rented_now(store: Path) -> list[Rental]:
-    """The machines that the store rents now."""
+    """The machines that the store currently rents."""
     path = store / LEDGER_FILE
     if not path.is_file():
         return []

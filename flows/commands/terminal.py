@@ -1,4 +1,4 @@
-"""Common parts of the commands: their console, and options that several of them have.
+"""Common parts of the commands: the console, options that several commands have, and the output of checks.
 
 Not here: the commands (cli.py, up.py).
 """
@@ -26,16 +26,14 @@ from rollouts_core.system.standard_error import standard_error
 DEFAULT_STORE = Path(".rollouts")
 Store = Annotated[
     Path,
-    typer.Option(
-        envvar=STORE_VARIABLE, callback=from_home, help="Folder that keeps stages, runs and Prefect's database."
-    ),
+    typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder for stages, runs and Prefect's database."),
 ]
 Port = Annotated[
     int,
     typer.Option(
         min=0,
         max=65535,
-        help="Port of the Prefect server; `rollouts up` remembers it. 0: the remembered port, 4200 or a free one.",
+        help="Port of the Prefect server; `rollouts up` saves it. 0: the saved port, else 4200 or a free port.",
     ),
 ]
 
@@ -47,13 +45,13 @@ console = Console(file=standard_error(), highlight=False, soft_wrap=True)
 
 
 def emit(records: Iterable[Mapping[str, Any]]) -> None:  # Any: JSON
-    """Print records for programs: a JSON object per line."""
+    """Print the records as JSON, one object per line."""
     for record in records:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
 def describe_finding(finding: str) -> dict[str, str]:
-    """A finding of the checks for programs."""
+    """The JSON object of a finding of the checks."""
     return {
         "kind": "finding",
         "severity": "warning" if isinstance(finding, Caution) else "fact",
@@ -62,7 +60,7 @@ def describe_finding(finding: str) -> dict[str, str]:
 
 
 def style(text: str, *, fg: str | None = None, bold: bool = False, dim: bool = False) -> str:
-    """The text in colour on a terminal with colours. NO_COLOR and TERM=dumb turn colours off."""
+    """The text with colours, if stdout is a terminal. NO_COLOR and TERM=dumb turn colours off."""
     shows_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return typer.style(text, fg=fg, bold=bold, dim=dim) if shows_colours else text
 
@@ -97,7 +95,7 @@ def told_progress(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) -> None:
-    """Run the checks and print a line per finding. Warnings and their number come last, where users see them.
+    """Run the checks and print a line per finding. Warnings and their number come last, so that users notice them.
 
     Args:
         fact: the start of a line with a fact, or with the progress of a long check.
@@ -109,4 +107,4 @@ def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) 
         for finding in found:
             console.print(f"{mark}{finding}", markup=False)
     if cautions:
-        console.print(f"{caution}{count_cautions(cautions)} in all; a run starts in spite of them", markup=False)
+        console.print(f"{caution}{count_cautions(cautions)} in all; warnings do not stop a run", markup=False)

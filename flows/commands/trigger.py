@@ -1,6 +1,6 @@
-"""Ask a store's Prefect server to run a deployment, as the deployment's form in the UI does.
+"""Start a run of a deployment at a store's Prefect server, as the deployment's form in the UI does.
 
-Not here: what deployments there are (deployments.py), the process that runs them (serving.py).
+Not here: the list of deployments (deployments.py), the process that starts their runs (serving.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
     """Start a run of a deployment, with settings replaced by `key=value`, and return the URL of the run's page.
 
     Raises:
-        ServerError: nothing serves the deployments of the store, or the server refuses.
+        ServerError: the store has no serving process, or the server refuses the run.
         ConfigError: the deployment does not exist, or a setting does not fit.
     """
     require_serving(store)
@@ -31,7 +31,9 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
     flow = known[name].flow if name in known else FLOW
     if name in known and known[name].is_short:
         full = name.removesuffix(form_name(""))
-        raise ConfigError(f"{name} is a form for Prefect's UI: rollouts run --deployment {full} takes every setting")
+        raise ConfigError(
+            f"{name} is only for the form in Prefect's UI: rollouts run --deployment {full} accepts every setting"
+        )
     with local_server(store) as address:
         try:
             deployment = ask(address, "GET", f"/deployments/name/{flow}/{offered_name(store.resolve(), name)}")
@@ -49,6 +51,6 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
                 f"{name} needs a model: evaluate.model=production, or candidate, base, a run, a folder, a URL"
             )
         question = {"name": parameters.get("run", {}).get("name", name), "parameters": parameters}
-        question["idempotency_key"] = str(uuid4())  # a request that is sent once more creates no second run
+        question["idempotency_key"] = str(uuid4())  # a repeated request must not create a second run
         run = ask(address, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
     return run_url(address, run["id"])

@@ -1,10 +1,10 @@
-"""`rollouts up` and `down`: a Prefect server with deployments, which outlives the terminal.
+"""`rollouts up` and `rollouts down`: start and stop a Prefect server with deployments in the background.
 
 Not here: the state of the serving process (serving_state.py), the process itself (serving.py), the server
 (own_server/), and the deployments (deployments.py).
 
-    up     joins or starts the server, then the serving process, which keeps the server
-    down   ends the serving process and its flows; the server then stops by itself, and jobs go on
+    up     joins or starts the server, then starts the serving process, which keeps the server running
+    down   ends the serving process and its flows; the server then stops by itself, and training jobs go on
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ from rollouts_core.errors import InputError
 READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 45.0
 SERVER_END_S = 12.0
-"""How long `rollouts down` waits for the server, which stops about two seconds after its last user left."""
+"""How long `rollouts down` waits for the server to stop. The server stops about two seconds after the last process
+that uses it has ended."""
 POLL_S = 0.05
 
 
 def up(
     configs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[CONFIG]...", help="Configurations to offer besides the presets.")
+        list[Path] | None, typer.Argument(metavar="[CONFIG]...", help="Configurations to deploy besides the presets.")
     ] = None,
     store: Store = DEFAULT_STORE,
     port: Port = 0,
@@ -81,13 +82,14 @@ def up(
         int,
         typer.Option(
             min=0,
-            help="Runs under way at once; further runs are queued. Kept in the store. 0: unchanged, at first 5.",
+            help="Most runs at once; further runs are queued. Saved in the store. 0: unchanged (initially 5).",
         ),
     ] = 0,
 ) -> None:
-    """Start Prefect with a deployment per preset, and per CONFIG, in the background. `rollouts down` ends Prefect.
+    """Start a Prefect server in the background, with a deployment for each preset and each CONFIG. `rollouts down`
+    stops it.
 
-    If Prefect runs already, the deployment of a CONFIG is added to it.
+    If the server runs already, the deployment of each CONFIG is added to it.
     """
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_names(own)
@@ -108,13 +110,15 @@ def up(
         if port and not named_url():
             remember_port(store.resolve() / "prefect", port)
         for name in renew_notifications(address):
-            said = f"{name} now gets messages of no-improvement, too: such runs no longer count as failed"
+            said = f"{name} now also gets messages about no-improvement: such runs no longer count as failed"
             console.print(f"notify         {said}", markup=False)
     how = "started" if is_new else "joined"
-    console.print(f"{how:<14} process {serving.pid}, which serves them, also when this terminal is closed")
+    console.print(f"{how:<14} process {serving.pid}, which serves the deployments, even after this terminal is closed")
     console.print(f"deployments    {describe_deployments(serving)}")
     if named := offered_name(store.resolve(), ""):
-        console.print(f"named          NAME{named} at this server, which other stores may use, too", markup=False)
+        console.print(
+            f"named          NAME{named} at this server, because other stores may use the server, too", markup=False
+        )
     console.print(f"gpu slots      {describe_gpu_slots(serving)}")
     at_store = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
     begin_by = f"rollouts run --deployment quickstart{at_store}"
@@ -124,17 +128,17 @@ def up(
     if address.password:
         user, _, _ = address.password.partition(":")
         console.print(f"log in with    {address.password}", markup=False)
-        said = f"as it stands in Prefect; on the live pages as user {user} with the part after the colon"
+        said = f"(in Prefect the whole text; on the live pages user {user} and the part after the colon)"
         console.print(f"               {said}", markup=False)
-        console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
+        console.print(f"               (saved in {password_file(store.resolve() / 'prefect')})", markup=False)
     if port and f":{port}/" not in address.api_url:
-        console.print(f"port           {port} is for the next server of the store: the present one was up already")
+        console.print(f"port           {port} is for the next server of the store: the current one has another port")
     console.print(f"see the runs   rollouts status{at_store}", markup=False, soft_wrap=True)
-    console.print(f"end it         rollouts down{at_store} (what trains goes on)", markup=False, soft_wrap=True)
+    console.print(f"end it         rollouts down{at_store} (training jobs go on)", markup=False, soft_wrap=True)
 
 
 def down(store: Store = DEFAULT_STORE) -> None:
-    """End what `up` started: the Prefect server and the runs. The runs' training jobs go on."""
+    """Stop the Prefect server and the runs of `rollouts up`. The training jobs of these runs go on."""
     home = store.resolve() / "prefect"
     serving = _wait_until_begun(store)
     if serving is None:
@@ -157,10 +161,10 @@ def down(store: Store = DEFAULT_STORE) -> None:
 
 
 def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
-    """Signal the process that serves.
+    """Send a signal to the serving process.
 
     Raises:
-        ServerError: the process runs in another container or machine, so its number means another process here.
+        ServerError: the process runs in another container or machine, so its process id is not valid here.
     """
     if not serving.process.is_here:
         raise ServerError(
@@ -171,13 +175,13 @@ def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
 
 
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
-    """Save the deployments in `own`, and start the serving process. Returns False if the serving process runs already,
-    which then registers `own`.
+    """Save the deployments in `own`, and start the serving process, which registers them in Prefect.
 
-    The store's server may still be starting.
+    Returns False if a serving process runs already. That process then registers `own`. The store's server may still be
+    starting.
 
     Args:
-        gpu_slots: number of runs that may be under way at once from now on (0 leaves it unchanged).
+        gpu_slots: new maximum number of concurrent runs (0 leaves it unchanged).
     """
     home = store / "prefect"
     own_folder(home)
@@ -196,13 +200,13 @@ def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> 
 
 
 def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
-    """Return when every deployment of the store is served.
+    """Wait until the serving process has registered every deployment of the store.
 
     Args:
         gpu_slots: also wait until the process uses this number of slots (0 accepts any number).
 
     Raises:
-        ServerError: the process does not start. The message has the end of the process's log.
+        ServerError: the process does not start in time. The message has the end of the process's log.
     """
     home = store / "prefect"
     log = home / "serving.log"
@@ -219,8 +223,7 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
 
 
 def check_server(store: Path) -> None:
-    """Raise InputError if the store's deployments are served at another Prefect server than the one that this command
-    uses."""
+    """Raise InputError if the serving process of the store uses another Prefect server than this command."""
     serving = find_serving(store)
     if serving and (elsewhere := served_elsewhere(serving)):
         raise InputError(f"{store}: {elsewhere}")
@@ -230,8 +233,8 @@ def require_serving(store: Path) -> Serving:
     """The process that serves the store's deployments.
 
     Raises:
-        ServerError: no process serves, so no run would start.
-        InputError: the deployments are served at another Prefect server than the one that this command uses.
+        ServerError: the store has no serving process, so that a requested run would never start.
+        InputError: the serving process uses another Prefect server than this command.
     """
     check_server(store)
     if (serving := find_serving(store)) is None:
@@ -240,13 +243,13 @@ def require_serving(store: Path) -> Serving:
 
 
 def _wait_until_begun(store: Path) -> Serving | None:
-    """The serving process. Waits for a process that is starting, because only a ready process writes its id.
+    """The serving process. If it is still starting, wait until it is ready and has written its process id.
 
     Raises:
         ServerError: the process did not become ready in time.
     """
     if is_starting(store):
-        console.print("waiting        for the process that is starting, to end it")
+        console.print("waiting        until the starting process is ready and can be ended")
     deadline = time.monotonic() + READY_TIMEOUT_S
     while is_starting(store):
         if time.monotonic() > deadline:
@@ -257,7 +260,7 @@ def _wait_until_begun(store: Path) -> Serving | None:
 
 
 def _start_serving(store: Path, home: Path) -> None:
-    """Start the serving process, which inherits the taken lock."""
+    """Take the lock serving.lock, and start the serving process, which inherits the lock."""
     lock = open_lock(home / "serving.lock")
     try:
         if not try_lock(lock, fcntl.LOCK_EX):

@@ -1,5 +1,4 @@
-"""The Prefect server of each store: started when a command needs it, ended when nothing uses it.
+"""The Prefect server of each store: started by the first command that needs a server, stopped after the last one.
 
-Everything here works around a property of Prefect's server or of a machine with one user. A project that only uses a
-team's server could delete this folder.
+A project that uses only a team's server (PREFECT_API_URL) could delete this folder.
 """

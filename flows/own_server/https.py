@@ -1,9 +1,9 @@
-"""HTTPS at the port of a store's Prefect server: its certificate, and how one socket answers HTTP and HTTPS.
+"""HTTPS for a store's Prefect server: its certificate, and one socket that accepts both HTTP and HTTPS.
 
-Another program may listen on the port of a server that was killed. Clients therefore connect by TLS, and accept only
-the store's certificate, before they send the password. The certificate's private key is in a file that only the owner
-of the store can read. Browsers would warn of a certificate that no authority has signed, so they use HTTP at the same
-port. The first byte of a connection shows its protocol.
+After a server was killed, another program may listen on its port. Therefore clients connect by TLS and accept only the
+store's certificate, before they send the password. The certificate's private key is in a file that only the owner of
+the store can read. Browsers would warn about a self-signed certificate, so they use HTTP at the same port. The first
+byte of a connection shows its protocol.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 from rollouts.infra.secret_file import own_secret
 
 HOST = "127.0.0.1"
-"""The only address at which a store's own server listens."""
+"""The IP address at which a store's own server listens."""
 FILE_NAME = "certificate.pem"
 VALID_FROM = datetime(2020, 1, 1, tzinfo=UTC)
-"""A fixed date in the past, because the clock of the machine may be wrong when the certificate is made."""
+"""Start of the certificate's validity: a date in the past, because the machine's clock may be wrong."""
 VALID_FOR = timedelta(days=365 * 80)
 
 
 def certificate_file(home: Path) -> Path:
-    """The path of the certificate, and of its private key, in the Prefect folder of a store."""
+    """The path of the file with the certificate and its private key, in the Prefect folder of a store."""
     return home / FILE_NAME
 
 
 def own_certificate(home: Path) -> Path:
-    """Return the path of the certificate, after making one if the store has none."""
+    """Return the path of the store's certificate. The first call generates it."""
     path = certificate_file(home)
     own_secret(path, _make_certificate)
     return path
@@ -51,7 +51,7 @@ def client_context(certificate: Path) -> ssl.SSLContext:
 
 
 def _make_certificate() -> str:
-    """The private key and a certificate for this machine that it signs itself, as PEM."""
+    """A private key and a self-signed certificate for this machine, as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -62,7 +62,7 @@ def _make_certificate() -> str:
     usage = dict.fromkeys(
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign"), False
     )
-    # Python 3.13 asks a certificate that is its own authority for all of these extensions.
+    # Python 3.13 requires all these extensions in a self-signed certificate.
     extensions: list[tuple[x509.ExtensionType, bool]] = [
         (x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), False),
         (x509.BasicConstraints(ca=True, path_length=0), True),
@@ -93,10 +93,9 @@ def _make_certificate() -> str:
 
 
 BEGINS_TLS = b"\x16"
-"""The first byte of every TLS connection. A plain HTTP request has another first byte, because it begins with a
-letter."""
+"""The first byte of every TLS connection. An HTTP request begins with a letter instead."""
 PAUSE_S = 1.0
-"""Pause after the system refused a connection, usually because this process has too many open files."""
+"""Pause after `accept` failed, usually because this process has too many open files."""
 
 
 async def accept_both(
@@ -122,7 +121,7 @@ async def accept_both(
 
 
 async def _begin(connection: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext) -> None:
-    """Hand a connection to a protocol as soon as its first byte is there."""
+    """Wait for the first byte of a connection, then connect a protocol object to it, with or without TLS."""
     loop = asyncio.get_running_loop()
     has_begun = asyncio.Event()
     loop.add_reader(connection, has_begun.set)

@@ -1,19 +1,19 @@
-"""Start the Prefect server of a store for its first user process, and stop the server after the last user left.
+"""Start the Prefect server of a store for the first process that needs a server, and stop it after the last process.
 
-Not here: what runs on the server (the other files of flows), which store is meant (cli.py).
+A process that uses the server is called a user process here. The keeper is the process of the server itself.
 
-    user A ---- shared flock ----.
-    user B ---- shared flock ---- <store>/prefect/users.lock     the kernel frees it, on kill -9 too
+    user process A -- shared flock --.
+    user process B -- shared flock -- <store>/prefect/users.lock     the kernel releases it, also after kill -9
                                        ^
-                                       |  twice a second: is it free?  then stop the server and exit
-    keeper = the server's process (server_process.py), in a session of its own, reached by no Ctrl-C of a terminal;
-             its users check once a second that it lives, and start another keeper if it was killed
+                                       |  twice a second: if it is free, stop the server and exit
+    keeper (server_process.py): runs in its own session, so that Ctrl-C in a terminal does not reach the keeper. User
+             processes check once a second that the keeper lives, and start another keeper after a kill
 
-    start.lock   held by a user while it looks for or starts the keeper, and by the keeper from its decision
-                 to stop until its process is gone: no user ever joins a server that is stopping
+    start.lock   held by a user process while it looks for or starts the keeper, and by the keeper from its decision
+                 to stop until its process is gone, so that no process joins a server that is stopping
     keeper.lock  held by the keeper as long as its process lives; checked only under start.lock
-    server.json  the address, written by the keeper; it counts only while keeper.lock is held
-    server.log   output of the present server; server.log.1: output of the last server that printed anything;
+    server.json  the address, written by the keeper; valid only while keeper.lock is held
+    server.log   output of the current server; server.log.1: output of the last server that printed anything;
                  prefect.db, results/, ui/ are Prefect's own
     password     the server's password (password.py)
 
@@ -50,41 +50,41 @@ from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
-"""The port in Prefect's documentation and in bookmarks, taken if it is free."""
+"""Prefect's documented port, which users may have bookmarked. It is used if it is free."""
 
 LOG_FILE = "server.log"
 PORT_FILE = "port"
-"""In the store's Prefect home: the port that `rollouts up --port` asked for."""
+"""File in the store's Prefect home with the port of the last `rollouts up --port`."""
 START_TIMEOUT_S = 180.0
-"""Timeout of a server's start. A new database takes one core 6 s, and on a busy machine more than a minute."""
+"""Timeout of a server's start. Creating a database takes 6 s on one core, and more than a minute on a busy machine."""
 BUSY_SERVER_S = 10.0
-"""Timeout of a health check of a server whose keeper lives."""
+"""Timeout of a health check if the keeper is known to live."""
 JOIN_TIMEOUT_S = 30.0
-"""How long another process may hold start.lock: a stop, or a few failing starts."""
+"""Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts."""
 LOOK_S = 1.0
-"""Seconds between two checks that the server lives. Prefect's runner stops polling for cancelled runs after ten seconds
-of refused connections. A new server accepts connections at once, and answers when it is up."""
+"""Seconds between two checks that the server lives. They must be short, because Prefect's runner stops polling for
+cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
 AGAIN_S = 30.0
-"""Pause before another restart: the cause of the first death may still be there."""
+"""Pause between two restarts of a server, because the cause of its death may persist."""
 
 ROOT = Path(__file__).absolute().parents[2]
 SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
 )
-"""The package's folder is added to sys.path, because the package need not be installed. As the last entry, and with -P,
-it shadows no module."""
+"""Program of the keeper. It adds the package's folder to sys.path, because the package may not be installed. The folder
+is the last entry, so that no other module is hidden."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
-"""Loggers whose INFO lines inside a flow or a task are stored with the run, as Prefect stores those of its own
-loggers."""
+"""Loggers whose INFO lines inside a flow or a task Prefect stores with the run."""
 
 NAMED_SERVER_RETRIES = "7"
-"""Attempts at each request, 4 minutes in all. A serving process gives up after three failed requests, a flow after one.
-Prefect's default of five attempts takes one minute, which is too short for an update of a shared server."""
+"""Number of attempts at each request to a server of PREFECT_API_URL, 4 minutes in total. Prefect's default of five
+attempts takes one minute, which is too short for an update of a shared server. A flow fails after one failed request, a
+serving process after three."""
 
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
-"""Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
-the user named a server or this module did."""
+"""Environment variable that `prefect_environment` sets together with PREFECT_API_URL. It shows this process and its
+children that this module, and not the user, set PREFECT_API_URL."""
 
 OF_RUNS = tuple(f"PREFECT_{group}_" for group in ("CLIENT", "FLOWS", "LOGGING", "RESULTS", "RUNNER", "TASKS", "WORKER"))
 """Prefixes of Prefect settings that take effect in commands and runs, but not in the server of a store."""
@@ -94,7 +94,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerError(RuntimeError):
-    """No Prefect server can be used. The message is one sentence for the user."""
+    """No Prefect server can be used. The message is a sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,29 +106,29 @@ class ServerAddress:
     ui_url: str
     """URL of the UI, for example http://127.0.0.1:4200/v2, without a slash at the end."""
     is_local: bool = True
-    """False for a server that the user named by PREFECT_API_URL."""
+    """True for a store's own server, False for a server of PREFECT_API_URL."""
     password: str = field(default="", repr=False)
     """The server's password, `user:token`. Empty for a server of PREFECT_API_URL, whose password is in the user's
     settings."""
     certificate: Path | None = None
-    """The certificate by which a store's own server proves itself before the password is sent."""
+    """The certificate of a store's own server. Clients verify it before they send the password."""
 
 
 def local_server(
     store: Path, *, port: int = 0, meanwhile: Callable[[ServerAddress], object] | None = None
 ) -> AbstractContextManager[ServerAddress]:
-    """Return a context in which the Prefect server of `store` answers.
+    """Return a context in which the Prefect server of `store` runs.
 
-    A running server of this store is joined, whatever its port. A killed server is restarted on its port, even during
-    the block. The server stops about two seconds after its last user left or died. If PREFECT_API_URL is set, the
-    server at that URL is used, and nothing is started.
+    A running server of this store is joined, with any port. A killed server is restarted on its port, even during the
+    block. The server stops about two seconds after the last process that uses it left the block or died. If
+    PREFECT_API_URL is set, the server at that URL is used, and no server is started.
 
     Args:
         port: 0 takes 4200 if it is free, otherwise any free port.
         meanwhile: called once with the server's address, while the server may still be starting.
 
     Raises:
-        ServerError: On entering: the store cannot be written, the port is taken, the server does not start, or the
+        ServerError: On entering: the store cannot be written, the port is in use, the server does not start, or the
             server of PREFECT_API_URL does not answer.
     """
     if named_url():
@@ -140,13 +140,13 @@ def local_server(
 
 
 def named_url() -> str:
-    """The user's PREFECT_API_URL (empty if the variable is missing or this module set it)."""
+    """The value of PREFECT_API_URL that the user set (empty if the variable is missing or this module set it)."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     return "" if url == os.environ.get(OWN_API_URL) else url
 
 
 def ignored_settings(environment: Mapping[str, str]) -> list[str]:
-    """Names of the caller's variables for Prefect that have no effect on a store's own server and its clients."""
+    """Names of Prefect's environment variables that the user set, but that have no effect on a store's own server."""
     if OWN_API_URL in environment:
         return []  # this module set the variables
     return sorted(
@@ -158,7 +158,7 @@ def ignored_settings(environment: Mapping[str, str]) -> list[str]:
 
 @cache
 def _name_ignored(home: Path, names: tuple[str, ...]) -> None:
-    """Warn, once per process, of settings that have no effect."""
+    """Warn, once per process, about environment variables that have no effect."""
     if names:
         reason = "the Prefect server of a store takes its settings from the store alone"
         logger.warning("%s: ignored, because %s (%s)", ", ".join(names), reason, home)
@@ -170,10 +170,10 @@ def _is_of_prefect(name: str) -> bool:
 
 
 def check_path(store: Path) -> None:
-    """Raise ServerError if the store's path has a ?, because the URL of the server's database would end there."""
+    """Raise ServerError if the store's path contains a ?, which would end the path in the database's URL."""
     if "?" in str(store.resolve()) and not named_url():
         raise ServerError(
-            f"the path of the store {store.resolve()} has a ?, where the address of Prefect's database would end: "
+            f"the path of the store {store.resolve()} has a ?, which Prefect cannot have in its database's URL: "
             "choose another with --store"
         )
 
@@ -188,9 +188,9 @@ def running_server(store: Path) -> ServerAddress | None:
 
 @contextmanager
 def held_server() -> Iterator[None]:
-    """While the block runs, keep the server that this process inherited from its parent, if a store owns the server.
+    """While the block runs, keep the server running that this process's environment names, if it is a store's server.
 
-    For processes that outlive the parent, which kept the server so far.
+    Used by child processes that may outlive their parent, because the server stops when no process uses it.
     """
     if OWN_API_URL not in os.environ:
         yield
@@ -205,13 +205,13 @@ def held_server() -> Iterator[None]:
 def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     """Return environment variables with which Prefect uses the server at `address` and the store, and prints nothing.
 
-    Set the variables before the first import of prefect. A value of the user wins for `preferences`, but not for the
-    other variables. For a server of PREFECT_API_URL, the user's PREFECT_HOME stays, because a profile there may have
-    the server's key.
+    Set the variables before the first import of prefect. For the variables in `preferences`, values of the user are
+    kept. For a server of PREFECT_API_URL, the user's PREFECT_HOME is kept, because a profile there may have the
+    server's key.
     """
     preferences = {
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(_home(store) / "results"),
-        # The console handler prints only CRITICAL lines. The handler that sends to the server gets all lines.
+        # Limits only the console. The handler that sends log lines to the server gets all lines.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OWN_LOGGERS),
         # An extra logger gets Prefect's handler but no level, so the root logger's level applies.
@@ -242,8 +242,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
 def use_prefect(store: Path, address: ServerAddress) -> None:
     """Set the environment for Prefect's client in this process, and set up Prefect's logging.
 
-    Commands that import only blocks need this, because only the import of flows sets up the logging by itself.
-    Otherwise Python prints Prefect's warnings on the terminal.
+    Importing flows sets up the logging, but importing only blocks does not. Python would then print Prefect's warnings
+    on the terminal.
     """
     os.environ.update(prefect_environment(store.resolve(), address))
     from prefect.logging.configuration import setup_logging
@@ -261,7 +261,7 @@ def _home(store: Path) -> Path:
 
 
 def _home_environment(home: Path) -> dict[str, str]:
-    """Return variables that replace the user's own Prefect home, so that its profiles and settings have no effect."""
+    """Return variables that set Prefect's home to the store. The user's profiles and settings then have no effect."""
     return {
         "PREFECT_HOME": str(home),
         "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
@@ -270,7 +270,7 @@ def _home_environment(home: Path) -> dict[str, str]:
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that exclude this machine from the user's proxy (empty if the user has no proxy)."""
+    """Return variables with which requests to this machine bypass the user's proxy (empty without a proxy)."""
     if not any(environment.get(key) for name in ("http_proxy", "all_proxy") for key in (name, name.upper())):
         return {}
     excepted = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
@@ -278,7 +278,7 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     return {"NO_PROXY": value, "no_proxy": value}
 
 
-# --- the server that the user named -----------------------------------------------------------------------
+# --- a server of PREFECT_API_URL --------------------------------------------------------------------------
 
 
 def named_server(store: Path) -> ServerAddress:
@@ -294,13 +294,13 @@ def named_server(store: Path) -> ServerAddress:
     os.environ.update(prefect_environment(store, address))
     if (status := _named_status(api_url, "/health")) not in (200, 401, 403):
         raise ServerError(
-            f"PREFECT_API_URL is set, but {api_url}/health answers {status}: unset or correct it; it ends with /api "
-            "where a Prefect server is meant"
+            f"PREFECT_API_URL is set, but {api_url}/health answers {status}: unset or correct it; the URL of a "
+            "Prefect server's API ends with /api"
         )
     if _named_status(api_url, "/admin/version") == 401:
         raise ServerError(
-            f"the Prefect server at {api_url} knows another password: set PREFECT_API_AUTH_STRING to the one that it "
-            "was started with (PREFECT_API_KEY at Prefect Cloud)"
+            f"the Prefect server at {api_url} refuses the password: set PREFECT_API_AUTH_STRING to the server's "
+            "password (for Prefect Cloud, set PREFECT_API_KEY)"
         )
     return address
 
@@ -315,24 +315,24 @@ def _used_server(
 
 
 def _named_status(api_url: str, path: str) -> int:
-    """Return the HTTP status with which the server of PREFECT_API_URL answers."""
+    """Return the HTTP status of the response of the server of PREFECT_API_URL."""
     from rollouts.flows.prefect_api import FAILURES, describe_failure, request_named
 
     try:
         return request_named(api_url, "GET", path).status_code
     except FAILURES as error:
         raise ServerError(
-            f"PREFECT_API_URL is set to {api_url}, where nothing answers ({describe_failure(error)}): "
-            "start that server, or unset it to use one of this store"
+            f"PREFECT_API_URL is set to {api_url}, where no server answers ({describe_failure(error)}): "
+            "start the server, or unset the variable to use a server of this store"
         ) from error
 
 
 def _check_key() -> None:
-    """Raise ServerError if PREFECT_API_KEY cannot be sent in a header, because the client's own error would show the
+    """Raise ServerError if PREFECT_API_KEY cannot be sent in a header. The error of Prefect's client would print the
     key."""
     key = os.environ.get("PREFECT_API_KEY", "").strip()
     if key and not SENDABLE.fullmatch(key):
-        raise ServerError("PREFECT_API_KEY does not hold a key: keys have neither spaces nor accents: copy it again")
+        raise ServerError("PREFECT_API_KEY is not a key, because it has spaces or accented letters: copy it again")
 
 
 def _named_ui_url(api_url: str) -> str:
@@ -343,7 +343,7 @@ def _named_ui_url(api_url: str) -> str:
     return f"{api_url.removesuffix('/api')}/v2"
 
 
-# --- the server of the store, seen by a user --------------------------------------------------------------
+# --- the server of the store, for user processes ----------------------------------------------------------
 
 
 @contextmanager
@@ -352,7 +352,7 @@ def _shared_server(
 ) -> Iterator[ServerAddress]:
     with ExitStack() as held:
         try:
-            # The database has blocks with secrets, and the key that decrypts them.
+            # Only the owner may read the database: it contains encrypted secrets and the key to decrypt them.
             own_folder(home)
             own_password(home)
             own_certificate(home)
@@ -365,7 +365,7 @@ def _shared_server(
 
 
 def _join_users(users_lock: int) -> None:
-    """Keep the server from stopping while the lock is open. Call this with start.lock held."""
+    """Take the shared lock that keeps the server running while it is open. Call this with start.lock held."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
     # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
     assert is_taken, "users.lock held exclusively by a process without start.lock"
@@ -393,7 +393,7 @@ def _join_or_start(
         if address is not None and meanwhile:
             meanwhile(address)
             meanwhile = None
-        # A dead keeper may have written the file, and another program may have its port: check the keeper again.
+        # The file may be of a dead keeper, whose port another program uses now. Therefore check the keeper, too.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address
         time.sleep(0.05)
@@ -405,8 +405,7 @@ def _join_or_start(
 
 @contextmanager
 def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
-    """While the block runs, replace a dead keeper by a new one at the same address, because all users know that
-    address."""
+    """While the block runs, replace a dead keeper by a new keeper at the same address, which other processes use."""
     port = urllib.parse.urlsplit(address.api_url).port or 0
     started_at = -AGAIN_S
 
@@ -428,7 +427,7 @@ def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
 
 
 def _abandoned_keeper_lock(home: Path) -> int | None:
-    """Take keeper.lock and return it (None if a keeper lives). Call this with start.lock held."""
+    """Take keeper.lock and return its file descriptor (None if a keeper lives). Call this with start.lock held."""
     keeper_lock = open_lock(home / "keeper.lock")
     if try_lock(keeper_lock, fcntl.LOCK_EX):
         return keeper_lock
@@ -446,7 +445,8 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
 
 
 def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
-    """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
+    """Start the keeper. It inherits the lock and the listening socket, so that no other process can take the lock or
+    the port meanwhile."""
     known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
@@ -475,10 +475,10 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_API_PORT": str(port),
             "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
-            # Only this server's pages may read its answers. By default, Prefect allows pages of every site.
+            # Only pages of this server may read its responses. By default, Prefect allows pages of every site.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
-            # In memory, the default, a killed server would lose concurrency slots, and Prefect would end their runs.
+            # By default the slots are in memory: a killed server would lose them, and Prefect would end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             # Prefect unpacks the UI into this folder, because the default, site-packages, may be read-only or shared.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
@@ -490,16 +490,16 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
 
 
 def _port_of_killed(home: Path) -> int:
-    """Return the port of a keeper that was killed and left its server.json (0 without this file).
+    """Return the port in the server.json that a killed keeper left (0 without this file).
 
-    Runs that outlive the server know only this port, and find the next server at it.
+    The next server must use the same port, because runs that outlived the server know only this port.
     """
     address = _read_address(home)
     return (urllib.parse.urlsplit(address.api_url).port or 0) if address else 0
 
 
 def remember_port(home: Path, port: int) -> None:
-    """Let the store's next server take this port if it is free."""
+    """Save the port for the store's next server, which uses it if it is free."""
     (home / PORT_FILE).write_text(f"{port}\n")
 
 
@@ -511,14 +511,14 @@ def remembered_port(home: Path) -> int:
 
 
 def _listen(port: int, *, preferred: int = 0) -> socket.socket:
-    """Return a listening socket at `port`. For 0: at the preferred port, else the default, else any free one."""
+    """Return a listening socket at `port`. For 0: at the preferred port, else the default port, else any free port."""
     for wanted in [port] if port else filter(None, (preferred, DEFAULT_PORT)):
         try:
             return _bind(wanted)
         except OSError as error:
             if port:
                 raise ServerError(
-                    f"port {port} is in use ({error}): choose another with --port, or leave it out"
+                    f"port {port} is in use ({error}): choose another port with --port, or leave --port out"
                 ) from error
     return _bind(0)
 
@@ -538,7 +538,7 @@ def _bind(port: int) -> socket.socket:
 
 
 def _is_answered(port: int) -> bool:
-    """Return whether a program listens on the port. On macOS, binding succeeds although a program listens on all
+    """Return whether a program listens on the port. On macOS, `bind` alone does not show a program that listens on all
     addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
@@ -546,7 +546,7 @@ def _is_answered(port: int) -> bool:
 
 
 def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
-    # A server that still starts accepts the request and answers when it is up. Requests to this machine use no proxy.
+    # A starting server accepts the request, and responds when it is ready. Requests to this machine use no proxy.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if address.certificate is not None:
         handlers.append(urllib.request.HTTPSHandler(context=client_context(address.certificate)))

@@ -1,11 +1,11 @@
-"""Two layers around Prefect's application in a store's server: retries for a busy SQLite, and a policy for browsers.
+"""Two ASGI middlewares of a store's Prefect server: retries for a busy SQLite, and a policy for browsers.
 
-SQLite refuses a transaction that wants to write while another transaction writes. Prefect's server then answers 503,
-and has changed nothing. Prefect's clients retry, but the UI does not, and the user loses a form. Therefore the first
-layer retries the request. About the error: https://www.sqlite.org/rescode.html#busy
+SQLite refuses a transaction that wants to write while another transaction writes. Prefect's server then answers 503
+without changing anything. Prefect's clients retry, but the UI does not, and the user loses the input of a form.
+Therefore the first middleware retries the request. The error: https://www.sqlite.org/rescode.html#busy
 
-Although analytics are off, the UI's login page contacts a service for usage statistics, because the UI can read that
-setting only after the login. A Content-Security-Policy in each answer makes the browser refuse such requests.
+The UI's login page contacts a service for usage statistics even if analytics are off, because the UI reads this setting
+only after the login. The second middleware adds a Content-Security-Policy, with which browsers refuse such requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAUSE_S = 0.1
 
 
 def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> ASGIApp:
-    """Return an application that repeats a request for up to `patience_s` if `app` answers 503."""
+    """Wrap `app`: a request that it answers with 503 is retried for up to `patience_s`."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -41,8 +41,10 @@ def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> AS
 
 
 async def _is_answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, body: bytes, is_last: bool) -> bool:
-    """Pass the request to `app` once. If the answer is 503 and `is_last` is False, nothing is sent, and False is
-    returned."""
+    """Pass the request to `app` once, and send its response, except a 503 before the last attempt.
+
+    Returns False if nothing was sent.
+    """
     is_busy = False
     has_body = True
 
@@ -62,7 +64,7 @@ async def _is_answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send,
 
     try:
         await app({**scope}, receive_again, send_unless_busy)
-    except DBAPIError:  # starlette raises the error again after its answer
+    except DBAPIError:  # starlette sends the response, then raises the error again
         if not is_busy:
             raise
     return not is_busy
@@ -78,15 +80,15 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 OWN = "'self' http://127.0.0.1:* http://localhost:* ws://127.0.0.1:* ws://localhost:*"
-"""Sources that pages may use: a page at localhost uses the API at 127.0.0.1, and a forwarded port may have another
-number."""
+"""Sources that the UI's pages may load. Every port of this machine is allowed, because a page at localhost uses the API
+at 127.0.0.1, and a forwarded port may have another number."""
 POLICY = f"default-src {OWN} data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; base-uri 'self'"
-"""Content-Security-Policy for Prefect's UI, which has inline styles, compiles code for its graph, and edits JSON in
-workers."""
+"""Content-Security-Policy for Prefect's UI. The UI needs inline styles, compiles code for its graph, and edits JSON in
+web workers."""
 
 
 def with_browser_policy(app: ASGIApp) -> ASGIApp:
-    """Return an application that adds the Content-Security-Policy to each answer of `app`."""
+    """Wrap `app`: add the Content-Security-Policy to each response."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_policy(message: Message) -> None:

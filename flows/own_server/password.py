@@ -1,8 +1,9 @@
-"""The password of a store's Prefect server: made once, in a file that only its owner can read.
+"""The password of a store's Prefect server. It is generated once, in a file that only the owner can read.
 
-Not here: the server that asks for it (lend.py). A configuration names functions, so starting a run means running any
-program as the owner of the server. Therefore other users of the machine, and web pages in the owner's browser, must not
-be able to start runs.
+The password keeps other users of the machine, and web pages in the owner's browser, from starting runs. A configuration
+names functions, so a user who can start runs can execute any program as the server's owner.
+
+Not here: the server that requires the password (lend.py).
 """
 
 import base64
@@ -13,16 +14,16 @@ from rollouts.infra.secret_file import own_secret
 
 FILE_NAME = "password"
 USER = "rollouts"
-"""The part before the colon, so that `curl --user` takes the string as it is."""
+"""The user name before the colon. With it, `curl --user` accepts the string unchanged."""
 
 
 def password_file(home: Path) -> Path:
-    """The password's file in Prefect's folder of a store."""
+    """The path of the password's file in the Prefect folder of a store."""
     return home / FILE_NAME
 
 
 def own_password(home: Path) -> str:
-    """Return the password, `rollouts:<token>`. The first call creates the password."""
+    """Return the password, `rollouts:<token>`. The first call generates it."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 

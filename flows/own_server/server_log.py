@@ -1,4 +1,4 @@
-"""Find the reason of a server's end in its log, and say what its user should do.
+"""Explain from a server's log why the server ended, and what the user should do.
 
 Not here: the processes that write logs (lend.py, flows/commands/up.py).
 """
@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-FULL_DISK = "the disk of the store, or of temporary files (TMPDIR), is full: make room there, or choose another one"
+FULL_DISK = "the disk of the store, or of temporary files (TMPDIR), is full: free space there, or choose another"
 KNOWN_DEATHS = (
     (
         "unexpected keyword argument 'min_items'",
@@ -24,22 +24,22 @@ KNOWN_DEATHS = (
     ("database or disk is full", FULL_DISK),
     (
         "file is not a database",
-        "prefect.db is not a database any more: move it away, past runs are lost with it",
+        "prefect.db is no longer a database: move it away; Prefect then forgets past runs",
     ),
-    ("database disk image is malformed", "prefect.db is damaged: move it away, past runs are lost with it"),
+    ("database disk image is malformed", "prefect.db is damaged: move it away; Prefect then forgets past runs"),
 )
-"""Text in the log of a server that died, and what its user should do."""
+"""Text in the log of a dead server, and the advice for the user."""
 
 
 def describe_death(server: str, log: Path) -> str:
-    """A sentence about a server that ended during its start: the remedy if it is known, else the end of the log."""
+    """A sentence about a server that ended during its start: with advice for a known cause, else with the log's end."""
     tail = log_tail(log)
     advice = next((f": {advice}" for text, advice in KNOWN_DEATHS if text in tail), f"; its log ends with: {tail}")
     return f"{server} ended while it started{advice}"
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a process's log, for the message about its end."""
+    """The last 15 lines of a process's log."""
     try:
         lines = log.read_bytes()[-16_384:].decode(errors="replace").splitlines()
     except OSError as error:
@@ -48,7 +48,7 @@ def log_tail(log: Path) -> str:
 
 
 def set_log_aside(log: Path) -> None:
-    """Keep the last server's log: it may tell why the server ended."""
+    """Rename the log of the last server, because it may show why the server ended."""
     with suppress(FileNotFoundError):
         if log.stat().st_size:
             log.replace(f"{log}.1")

@@ -1,8 +1,9 @@
-"""The process of a store's Prefect server: serve until no process uses it any more.
+"""The process of a store's Prefect server, which runs until no process uses the server.
 
-A server whose services stand still (scheduler_watchdog.py) is replaced in the same process, at the same socket.
+A server whose background services hang (scheduler_watchdog.py) is replaced in the same process, at the same socket.
 
-Not here: its users, and the locks' meaning (lend.py). Only `lend._start_process` starts this process.
+Not here: the processes that use the server, and the meaning of the locks (lend.py). Only `lend._start_process` starts
+this process.
 """
 
 import asyncio
@@ -28,29 +29,30 @@ from rollouts.infra.locks import open_lock, try_lock
 from rollouts_core.system.files import write_json
 
 STOP_TIMEOUT_S = 8.0
-"""After this long a server that was told to stop is killed."""
+"""Seconds between SIGTERM and SIGKILL when the server stops itself."""
 POLL_S = 0.5
 ASLEEP_S = 10.0
-"""A poll that takes longer shows that this process was suspended, or got no CPU time."""
+"""If a poll takes longer, this process was suspended or got no CPU time."""
 UNUSED_S = 1.5
-"""How long the server waits after its last user left, so that this user's last logs and events still arrive."""
+"""Seconds between the end of the last process that uses the server and the server's stop. Last log lines and events of
+that process still arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 EARLIER_EVENT_WAIT = timedelta(seconds=15)
-"""How long automations, such as notifications, wait for the event that precedes an event.
+"""Maximum time that automations, such as notifications, delay an event until its preceding event arrives.
 
-Prefect's default is 15 minutes, because events may overtake each other between several server processes. A store has
-only one server process, so events cannot overtake each other. A restarted server does not know earlier events, so the
-events that follow them would wait for the full time.
+Prefect's default is 15 minutes, because events may arrive out of order at several server processes. A store has only
+one server process, so its events arrive in order. A restarted server does not know earlier events, so that the events
+after them would be delayed for the full time.
 """
 
 
 def base_url(port: int) -> str:
-    """The server's address for browsers. Clients use HTTPS at the same port."""
+    """The server's URL for browsers. Clients use HTTPS at the same port."""
     return f"http://{HOST}:{port}"
 
 
 def api_url(port: int) -> str:
-    """The address of the server's API for clients, to which the server proves itself by its certificate."""
+    """The URL of the server's API for clients. It uses HTTPS, so that clients can verify the server's certificate."""
     return f"https://{HOST}:{port}/api"
 
 
@@ -60,7 +62,7 @@ def _write_address(home: Path, port: int) -> None:
 
 
 def _keep(home: Path, listener: socket.socket) -> None:
-    """Serve Prefect until the last user left or SIGTERM comes."""
+    """Run Prefect's server until no process uses it, or until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     watchdog = SchedulerWatchdog()
     threading.Thread(target=_watch, args=(home, watchdog), daemon=True).start()
@@ -73,7 +75,7 @@ def _keep(home: Path, listener: socket.socket) -> None:
 
 def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> None:
     cores = _stay_on_one_core()
-    gc.disable()  # collection takes 0.3 s of the imports' 3 s, and 1 s of the 6 s that migrate a new database
+    gc.disable()  # saves 0.3 s of 3 s for the imports, and 1 s of 6 s for the migration of a new database
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.server.events.ordering import memory
@@ -84,7 +86,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])  # uvicorn itself would answer only one protocol
+            await super().startup([])  # without sockets: uvicorn itself accepts only one protocol
             self._accepting = asyncio.create_task(accept_both(listener, self._make_protocol, tls))
             gc.collect()
             gc.freeze()
@@ -110,8 +112,8 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 def _stay_on_one_core() -> set[int]:
     """Bind this process to one core. Returns its former cores (empty on a system without core affinity).
 
-    A new database is migrated by 34,000 statements. Each statement passes from the event loop's thread to SQLite's
-    thread and back. The migration takes 6 to 7 s across cores, but 3 s on one core.
+    The migration of a new database has 34,000 statements. Each statement passes from the event loop's thread to
+    SQLite's thread and back. The migration takes 6 to 7 s on several cores, but 3 s on one core.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return set()
@@ -121,18 +123,18 @@ def _stay_on_one_core() -> set[int]:
 
 
 def _use_cores(cores: set[int]) -> None:
-    """Let every thread of this process run on each of the cores again."""
+    """Allow all threads of this process to run on all these cores again."""
     for thread in Path("/proc/self/task").iterdir() if cores else []:
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
 
 
 def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """End this process after its last user left, or if this watch fails, because no other process would end this
-    one."""
+    """End this process when no process uses the server, or if this function fails, because no other process would end
+    it."""
     try:
         _wait_until_unused(home, watchdog)
-    except Exception:  # noqa: BLE001 - whatever it is
+    except Exception:  # noqa: BLE001 - after any exception, the process must end
         with suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -141,7 +143,7 @@ def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
 
 
 def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """Return after users.lock was free for UNUSED_S. If the services stand still meanwhile, restart the server."""
+    """Return after users.lock was free for UNUSED_S. If the background services hang meanwhile, restart the server."""
     users_lock = open_lock(home / "users.lock")
     start_lock = open_lock(home / "start.lock")
     used_at = looked_at = time.monotonic()
@@ -160,18 +162,18 @@ def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
         if not try_lock(users_lock, fcntl.LOCK_EX):
             used_at = time.monotonic()
         elif time.monotonic() - used_at > UNUSED_S:
-            return  # start.lock stays held until this process is gone
+            return  # keeps start.lock until this process is gone
         else:
             fcntl.flock(users_lock, fcntl.LOCK_UN)
         fcntl.flock(start_lock, fcntl.LOCK_UN)
 
 
 def _begin_anew(watchdog: SchedulerWatchdog) -> None:
-    """Replace this process by a new server. The locks and the socket stay, so requests wait for a moment instead of
-    failing."""
+    """Replace this process's program by a new server. The locks and the socket stay open, so that new requests wait
+    instead of failing."""
     with suppress(OSError):  # the disk may be full
         sys.stderr.write(
-            f"the services of Prefect's server stand still: it restarts. Waiting tasks:\n{watchdog.describe()}\n"
+            f"the background services of Prefect's server hang: it restarts. Waiting tasks:\n{watchdog.describe()}\n"
         )
         sys.stderr.flush()
     os.execv(sys.executable, sys.orig_argv)
@@ -180,7 +182,7 @@ def _begin_anew(watchdog: SchedulerWatchdog) -> None:
 def main() -> None:
     """Serve the Prefect home `sys.argv[1]` at the listening socket with the file descriptor `sys.argv[2]`."""
     home, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    os.umask(0o077)  # the database has blocks with secrets, and the key that decrypts them
+    os.umask(0o077)  # the database contains encrypted secrets and the key to decrypt them
     if os.fork():
         os._exit(0)
     _keep(home, listener)

@@ -125,7 +125,7 @@ def test_a_machine_runs_nothing_that_is_not_trusted(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "me@box,true")
     with pytest.raises(
-        ConfigError, match=f"^{setting} is .*which a run that is asked for through Prefect may not name"
+        ConfigError, match=f"^{setting} is .*which is not trusted in a run that was requested through Prefect"
     ):
         check(node)
 
@@ -207,14 +207,14 @@ def test_an_object_or_inner_function_of_another_package_is_not_ones_own(
 )
 def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> None:
     for settings in ({"reward_fn": name}, {"environment": name}, {"filters": [{"name": name, "settings": {"a": 1}}]}):
-        with pytest.raises(ConfigError, match="may not name here"):
+        with pytest.raises(ConfigError, match="is not trusted in a run"):
             check(**settings)
 
 
 def test_a_function_that_prepares_data_and_a_mirror_need_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"prepare": {"name": "evil_prepare:main"}}
     config = Config.model_validate({"model": {"path": "/m"}, "data": data})
-    with pytest.raises(ConfigError, match=r"data\.prepare\.name names code of evil_prepare, which a run"):
+    with pytest.raises(ConfigError, match=r"data\.prepare\.name names code of evil_prepare, which is not trusted"):
         check_trusted(config)
     monkeypatch.setenv(VARIABLE, "evil_prepare")
     check_trusted(config)
@@ -228,7 +228,7 @@ def test_a_function_that_prepares_data_and_a_mirror_need_trust(monkeypatch: pyte
 
 def test_a_taskset_that_rows_name_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "math-tasks")
-    with pytest.raises(ConfigError, match=r"rollout\.tasksets\.1 is evil, which a run that is asked for through"):
+    with pytest.raises(ConfigError, match=r"rollout\.tasksets\.1 is evil, which is not trusted in a run"):
         check(environment="verifiers", tasksets=["math-tasks", "evil"])
     check(environment="verifiers", tasksets=["math-tasks"])
 
@@ -247,7 +247,7 @@ def test_modules_that_grade_are_those_of_the_named_graders() -> None:
     ],
 )
 def test_credentials_carry_nothing_that_steers_a_process(variable: str) -> None:
-    with pytest.raises(ConfigError, match="the credentials team may not carry"):
+    with pytest.raises(ConfigError, match="the credentials team may not contain"):
         check_carried("team", variable)
 
 
@@ -259,5 +259,5 @@ def test_credentials_carry_keys(variable: str) -> None:
 def test_a_block_that_steers_a_process_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     block = {"more": {"JUDGE_KEY": "k", "ROLLOUTS_TRUSTED_CODE": "os"}}
     monkeypatch.setattr("rollouts.flows.credentials.find_credentials", lambda: {"team": variables_in(block)})
-    with pytest.raises(ConfigError, match="the credentials team may not carry 'ROLLOUTS_TRUSTED_CODE'"):
+    with pytest.raises(ConfigError, match="the credentials team may not contain 'ROLLOUTS_TRUSTED_CODE'"):
         variables_of("team")

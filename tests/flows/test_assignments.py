@@ -146,7 +146,10 @@ def test_validate_and_show_take_settings(config: Path, tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["run", "CONFIG", "other.toml"], "expected settings as key=value after the configuration, found other.toml"),
-        (["run", "CONFIG", "mode=rl", "--deployment", "a"], "--deployment a has a configuration already, found CONFIG"),
+        (
+            ["run", "CONFIG", "mode=rl", "--deployment", "a"],
+            "--deployment a has its own configuration, but found CONFIG",
+        ),
         (["validate", "run.name=a"], "expected CONFIG before run.name=a"),
         (["show", "small-11111111", "run.name=a"], "small-11111111 is not a file, and the settings of a run are fixed"),
         (

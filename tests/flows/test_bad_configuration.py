@@ -107,7 +107,7 @@ def test_a_kernel_for_gpus_is_refused_on_a_machine_without_one(folder: Path, ker
 
 def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(folder: Path) -> None:
     config = write_config(folder, mode="sft", deployment__trainer_gpu_ranks=list(range(64)))
-    assert_refused(config, "deployment names 64 GPUs", "this machine has ", "name others, leave them out")
+    assert_refused(config, "deployment names 64 GPUs", "this machine has ", "name other GPUs, leave these settings out")
 
 
 def test_a_run_of_which_nobody_says_who_grades_is_refused(folder: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert f"{name}: cancelled" in other.said()
     assert process.wait(120) == 130, rollouts.said()
     assert (
-        "rollouts: the run was cancelled in Prefect, or set to an ended state there. Finished work is"
+        "rollouts: the run was cancelled in Prefect, or a final state was set there. Finished work is"
         in rollouts.said()
     )
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
@@ -64,10 +64,10 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert_nothing_is_left(rollouts)
     code, output = rollouts.run("cancel", name)
     assert code == 2
-    assert "is Cancelled and holds nothing: there is nothing to cancel" in output
+    assert "is Cancelled and holds no jobs or machines: there is nothing to cancel" in output
     code, output = rollouts.run("cancel", "smaller")
     assert code == 2
-    _, explained, others = output.partition("there is no run smaller: the runs that can be cancelled are ")
+    _, explained, others = output.partition("there is no run smaller; runs that can be cancelled: ")
     assert explained and name not in others
 
 
@@ -86,7 +86,9 @@ def test_pause_changes_nothing_and_delete_on_the_page_of_a_run_cancels_it(rollou
         assert ask(address, "GET", page)["state"]["message"] == NOT_PAUSED
         ask(address, "DELETE", page)
         assert process.wait(60) == 1, rollouts.said()
-    ending = "rollouts: the run was deleted in Prefect, and ended\nFinished work is kept: the same command continues"
+    ending = (
+        "rollouts: the run was deleted in Prefect: its process ended\nFinished work is kept: the same command continues"
+    )
     assert f"{ending} from there.\n" in rollouts.said()
     assert "Traceback" not in rollouts.said()
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
@@ -228,5 +230,5 @@ def wait_for_request(run_dir: Path, asking: subprocess.Popen[bytes], command: Ro
 def test_a_store_without_runs_stays_none(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["cancel", "small", "--store", str(tmp_path / "nothing")])
     assert outcome.exit_code == 2
-    assert "nothing was trained in it" in outcome.stderr
+    assert "no run has used it" in outcome.stderr
     assert not (tmp_path / "nothing").exists()

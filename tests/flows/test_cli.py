@@ -206,7 +206,7 @@ def test_what_somebody_should_look_at_is_said_last_and_is_no_refusal(folder: Pat
     assert [line.partition("  ")[2] for line in outcome.stderr.splitlines() if not line.startswith("ok  ")] == [
         "training.sft.optim.lr is 0, so the model does not change",
         "training.sft.policy.lora.alpha does nothing without lora.rank: all weights are trained",
-        "2 warnings in all; a run starts in spite of them",
+        "2 warnings in all; warnings do not stop a run",
     ]
     assert [line.startswith("warn  ") for line in outcome.stderr.splitlines()[-4:]] == [False, True, True, True]
 
@@ -221,8 +221,8 @@ def test_validate_warns_of_a_training_that_older_code_finished(folder: Path, tmp
     outcome = CliRunner().invoke(app, ["validate", str(folder / "small.toml"), "--store", str(tmp_path / "store")])
     assert outcome.exit_code == 0, outcome.output
     assert next(line for line in outcome.stderr.splitlines() if line.startswith("warn  ")) == (
-        f"warn  sft: {name} has the same settings and data, but an older version of rollouts trained it: results "
-        "changed since, so a run trains again"
+        f"warn  sft: {name} has the same settings and data, but an older version of rollouts trained it: the "
+        "current version gives other results, so the run trains again"
     )
 
 
@@ -482,7 +482,7 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
         (["chat", "--engine", "vllm", "--engine-install", "never"], r"has no vllm, which this --engine needs"),
         (["chat", "--engine", "vllm", "--engine-install", "conda"], r"--engine vllm: install.*auto.*never"),
         (["chat", "--engine", "vllm", "--engine-python", "python9"], r"--engine-python is '/\S+/python9', which"),
-        (["chat", "--engine", "vllm", "--engine-args", "'--a"], r"--engine-args cannot be read as in a shell"),
+        (["chat", "--engine", "vllm", "--engine-args", "'--a"], r"--engine-args is not a valid shell command line"),
         (["chat", "--engine", "vllm", "--engine-args", "--api-key k"], r"--engine-args contains a key, .*: set ROLL"),
     ],
 )
@@ -527,7 +527,7 @@ def test_what_somebody_may_not_read_or_write_is_named(tmp_path: Path, monkeypatc
     outcome = CliRunner().invoke(app, ["models", "--store", str(tmp_path)])
     ledger = tmp_path / "ledger.db"
     assert outcome.exit_code == 2
-    assert f"rollouts: {ledger} may not be used by you (Permission denied): change" in outcome.output.replace("\n", "")
+    assert f"rollouts: no permission for {ledger} (Permission denied): change" in outcome.output.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def test_a_text_that_is_too_long_for_a_path_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(app, [each.format(long=long) for each in arguments])
     assert outcome.exit_code == 2, outcome.output
-    said = r"rollouts: .*\.\.\. is too long for a path or a name: it has 3\d\d characters: correct it\n"
+    said = r"rollouts: .*\.\.\. is too long for a path or a name: it has 3\d\d characters: shorten it\n"
     assert re.fullmatch(said, outcome.stderr), outcome.stderr
 
 
@@ -558,7 +558,7 @@ def test_a_server_that_is_gone_is_named_in_one_sentence_and_other_services_are_n
     with pytest.raises(httpx.ConnectError) as refused:
         httpx.get(f"{url}/health")
     explained = explain_server(refused.value, ServerAddress(api_url=url, ui_url=""))
-    assert str(explained).startswith(f"the Prefect server at {url} does not answer any more, so that the run ended (")
+    assert str(explained).startswith(f"the Prefect server at {url} no longer answers, and the run ended (")
     assert explain_server(refused.value, ServerAddress(api_url="http://elsewhere/api", ui_url="")) is None
     assert explain_server(ValueError("a bug"), ServerAddress(api_url=url, ui_url="")) is None
 
@@ -572,7 +572,7 @@ def test_the_text_of_a_help_is_broken_by_the_terminal_alone() -> None:
 def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["status", "--store", str(tmp_path / "typo")])
     assert outcome.exit_code == 0 and not (tmp_path / "typo").exists()
-    assert f"{tmp_path}/typo does not exist: nothing was run in it, or --store names" in outcome.output
+    assert f"{tmp_path}/typo does not exist: it has no runs yet, or --store should name" in outcome.output
 
 
 @pytest.mark.parametrize("command", [["status"], ["nodes"], ["models"]])

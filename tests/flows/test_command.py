@@ -33,7 +33,7 @@ def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
-    assert capsys.readouterr().err == "\nrollouts: interrupted before it began.\n"
+    assert capsys.readouterr().err == "\nrollouts: interrupted before the command began.\n"
 
 
 @pytest.mark.slow

@@ -51,11 +51,14 @@ def test_the_same_facts_come_as_objects(store: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((FIRST,), f"a comparison needs two runs or more, and {FIRST} is one: rollouts runs lists others"),
+        ((FIRST,), f"a comparison needs two runs or more, not only {FIRST}: rollouts runs lists others"),
         ((FIRST, "small-1111111"), f"has no run small-1111111; did you mean {FIRST}?"),
         ((FIRST, "11111111"), f"{FIRST} and 11111111 are the same run, {FIRST}: name another one"),
-        ((FIRST, "other"), f"{RUNNING} did not come to its end, so it has no scores to compare"),
-        ((FIRST, SECOND, "--open", "--json"), "--open shows a page and --json prints objects: give one of them"),
+        ((FIRST, "other"), f"{RUNNING} ended before its report, so it has no scores to compare"),
+        (
+            (FIRST, SECOND, "--open", "--json"),
+            "--open shows a page, but --json prints objects: give only one",
+        ),
         ((FIRST, SECOND) * 5, "10 runs are too many for one comparison: name at most 8"),
     ],
 )

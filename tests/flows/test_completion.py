@@ -62,7 +62,7 @@ def test_the_script_of_a_shell_asks_this_command(shell: str) -> None:
 def test_another_shell_is_refused_in_one_sentence() -> None:
     outcome = CliRunner().invoke(app, ["completion", "tcsh"])
     assert outcome.exit_code == 2
-    assert "there is no completion for tcsh: expected one of bash, zsh, fish" in outcome.stderr
+    assert "completion does not support tcsh: expected one of bash, zsh, fish" in outcome.stderr
 
 
 @pytest.mark.slow

@@ -120,5 +120,5 @@ def test_machines_are_ended_with_the_credentials_that_rented_them(
         code, output = served.run("credentials", "team", "--remove")
         assert code == 0, output
         message, [row] = reap(served, state="FAILED")
-        assert "machines of the credentials team cannot be looked at: Prefect has no credentials named" in message
+        assert "machines rented with the credentials team cannot be checked: Prefect has no credentials" in message
         assert [machine.name for machine in fake.alive()] == [rental.name]

@@ -160,7 +160,7 @@ def test_a_tool_is_a_deployment_of_the_store_whose_settings_can_be_replaced(tmp_
 
 
 def test_a_configuration_with_the_name_of_a_tool_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="reap is the name of a deployment that there is already: rename the file"):
+    with pytest.raises(ConfigError, match="reap is the name of a built-in deployment: rename the file"):
         deployments_of((folder / "small.toml").rename(folder / "reap.toml"))
 
 

@@ -114,9 +114,7 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     failed = trigger(served, "small-evaluate", "evaluate.model=production", "rollout.reward_fn=antigravity:fly")
     wait_for_state(served, failed, "FAILED")
     message = api(served, "GET", f"/flow_runs/{failed}")["state"]["message"]
-    assert (
-        "rollout.reward_fn names code of antigravity, which a run that is asked for through Prefect may not" in message
-    )
+    assert "rollout.reward_fn names code of antigravity, which is not trusted in a run that was requested" in message
     # Made by a version that had another setting.
     older = api(served, "GET", "/deployments/name/evaluate/small-evaluate")
     parameters = {**older["parameters"], "config": {**older["parameters"]["config"], "gone": 1}}
@@ -142,7 +140,7 @@ def refused(config: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "evaluate.model is missing: name a model, rollouts evaluate"),
+        ((), "evaluate.model is missing: name a model: rollouts evaluate"),
         (("production",), "no model has the alias production: `rollouts models`"),
         (("base", "--data", "/nowhere/rows.jsonl"), "evaluate.data: /nowhere/rows.jsonl does not exist"),
         (("base", "--against", "./nowhere"), "there is no model /"),

@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_n
     stage, num_steps = "rl", NUM_STEPS["rl"]
     config = write_config(tmp_path / "small", stage)
     process, early, said = finish_in_the_middle(rollouts, config, stage)
-    assert f"{early.name} ends after the step under way, and the run goes on with its best checkpoint" in said
+    assert f"{early.name} ends after the current step, and the run continues with its best checkpoint" in said
     assert process.wait(240) == 0, rollouts.said()
     assert f"{stage:<14} asked the job to finish after its current step" in rollouts.said()
     record = json.loads((early / "result.json").read_text())
@@ -113,7 +113,7 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
         refused = trigger(served, "finish", f"finish.run={run_id}")
         wait_for_state(served, refused, "FAILED")
         message = api(served, "GET", f"/flow_runs/{refused}")["state"]["message"]
-        assert f"{sft.name} is trained for second-{second[:8]} too, which needs all steps" in message
+        assert f"{sft.name} is also the training of second-{second[:8]}, which needs all its steps" in message
         api(served, "POST", f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}, "force": False})
         wait_for_state(served, second, "CANCELLED")
         wait_until(lambda: f"left the job in {sft} to another run" in logs_of(served, second), what="it being said")
@@ -129,7 +129,7 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
 
     code, output = served.run("finish", "small")
     report = served.store / f"runs/small-{run_id[:8]}/report.html"
-    assert (code, output) == (2, f"rollouts: small-{run_id[:8]} trains no more: its report is {report}\n")
+    assert (code, output) == (2, f"rollouts: small-{run_id[:8]} has finished: its report is {report}\n")
     retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
     api(served, "POST", f"/flow_runs/{run_id}/set_state", retry)
     wait_until(
@@ -194,15 +194,15 @@ def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:
     with Ledger(tmp_path / LEDGER_FILE) as ledger:
         ledger.note_use("evaluate-1", "11111111-a", run="small-11111111")
         ledger.note_use("sft-2", "22222222-b", run="small-22222222")
-        assert "there is no run large: the running ones are none" in refusal("large")
-        assert "small may be small-11111111 or small-22222222: name one of them" in refusal("small")
+        assert "there is no run large; running runs: none" in refusal("large")
+        assert "small could mean small-11111111 or small-22222222: give one of these names" in refusal("small")
         with ledger.living_run("11111111-a"):
             assert "small-11111111 is not training at the moment" in refusal("small")
             assert "small-22222222 has no process" in refusal("22222222")
             report = tmp_path / "runs/small-22222222/report.html"
             report.parent.mkdir(parents=True)
             report.touch()
-            assert f"small-22222222 trains no more: its report is {report}" in refusal("22222222")
+            assert f"small-22222222 has finished: its report is {report}" in refusal("22222222")
             ledger.add_lease(str(tmp_path / "stages/sft-2"), "11111111-a", "local")
             outcome = CliRunner().invoke(app, ["finish", "small-11111111", "--store", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output
@@ -226,7 +226,7 @@ def test_several_who_ask_at_once_ask_for_the_same(tmp_path: Path) -> None:
         asking = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
         said = {process.communicate()[0] for process in asking}
     assert [process.returncode for process in asking] == [0] * 4
-    told = f"{training} ends after the step under way, and the run goes on with its best checkpoint"
+    told = f"{training} ends after the current step, and the run continues with its best checkpoint"
     assert said == {f"small-01234567: {told}\n"}
     [request] = (tmp_path / "stages" / training).iterdir()
     assert request.read_text() == run_id

@@ -73,13 +73,13 @@ def test_a_misfit_is_one_sentence(node: dict[str, Any], sentence: str) -> None:
     ("overrides", "sentence"),
     [
         ({"mode": "sft"}, 'mode "sft" samples nothing'),
-        ({"deployment__colocated": True}, "with deployment.colocated engines and trainer share GPUs"),
+        ({"deployment__colocated": True}, "with deployment.colocated, engines and trainer share GPUs"),
         ({"rollout__engine__kind": "vllm"}, "the development endpoints of vLLM"),
         (
             {"rollout__engine": {"kind": "sglang", "weight_transfer": "tensors"}},
-            '"tensors" maps memory of the trainer, which is on another node',
+            '"tensors" shares memory with the trainer, which is on another node',
         ),
-        ({"rollout__engine__router_url": "http://10.0.0.1:30100"}, "name the variable that holds it"),
+        ({"rollout__engine__router_url": "http://10.0.0.1:30100"}, "to the variable with the key"),
     ],
 )
 def test_what_engines_on_other_machines_cannot_do_is_one_sentence(overrides: dict[str, Any], sentence: str) -> None:
@@ -95,15 +95,19 @@ def test_what_engines_on_other_machines_cannot_do_is_one_sentence(overrides: dic
     [
         ("tensors", {"trainer_gpu_ranks": [0, 1], "engine_gpu_ranks": [0, 1]}, ""),
         ("tensors", {}, ""),
-        ("tensors", {"trainer_gpu_ranks": [0], "engine_gpu_ranks": [1]}, "maps memory of GPU 0.* has GPUs 1 alone"),
+        (
+            "tensors",
+            {"trainer_gpu_ranks": [0], "engine_gpu_ranks": [1]},
+            "shares memory with the trainer on GPU 0.* has only GPUs 1:",
+        ),
         (
             "tensors",
             {"trainer_gpu_ranks": [0, 1], "engine_gpu_ranks": [0, 1], "num_engines": 2, "colocated": True},
-            "maps memory of GPU 0.* has GPUs 1 alone",
+            "shares memory with the trainer on GPU 0.* has only GPUs 1:",
         ),
         ("nccl", {"trainer_gpu_ranks": [0, 1], "engine_gpu_ranks": [1, 2]}, ""),
-        ("nccl", {"trainer_gpu_ranks": [1], "engine_gpu_ranks": [2, 1]}, "GPU 1, from which the trainer sends, is an"),
-        ("nccl", {}, "GPU 0, from which the trainer sends, is an"),
+        ("nccl", {"trainer_gpu_ranks": [1], "engine_gpu_ranks": [2, 1]}, "GPU 1, from which the trainer sends: give"),
+        ("nccl", {}, "GPU 0, from which the trainer sends: give"),
         ("gloo", {}, ""),
     ],
 )

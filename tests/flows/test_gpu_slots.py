@@ -27,7 +27,7 @@ def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     assert load_gpu_slots(tmp_path) == 12
     for text in ("", "0", "many"):
         (tmp_path / "gpu_slots").write_text(text)
-        with pytest.raises(ConfigError, match="gpu_slots is not a number of slots: delete it"):
+        with pytest.raises(ConfigError, match="gpu_slots does not contain a number of slots: delete it"):
             load_gpu_slots(tmp_path)
 
 

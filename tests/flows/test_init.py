@@ -161,9 +161,9 @@ def test_at_a_terminal_it_asks_and_asks_again_after_a_wrong_answer(small: Path, 
         ("neither a folder", str(small / "base_model")),
         ("Environment or reward", "arithmetic"),
         ("demonstrations", str(small / "sft.jsonl")),
-        ("prompts for rewards", str(small / "prompts.jsonl")),
-        ("choose between checkpoints", str(small / "selection.jsonl")),
-        ("for the report", str(small / "heldout.jsonl")),
+        ("prompts for RL", str(small / "prompts.jsonl")),
+        ("choose the best checkpoint", str(small / "selection.jsonl")),
+        ("in the report", str(small / "heldout.jsonl")),
         ("Machine", ""),
     ]
     master, terminal = pty.openpty()

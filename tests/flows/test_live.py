@@ -429,6 +429,7 @@ def test_who_watches_a_store_that_does_not_exist_is_told_so(rollouts_without_ser
     finally:
         watching.send_signal(signal.SIGINT)
         assert watching.wait(30) == 0 and "interrupted" not in rollouts_without_server.said()
-    assert f"{rollouts_without_server.store} did not exist: its runs" in rollouts_without_server.said().replace(
-        "\n", ""
+    assert (
+        f"{rollouts_without_server.store} did not exist: the pages show its runs"
+        in rollouts_without_server.said().replace("\n", "")
     )

@@ -77,7 +77,7 @@ def test_offers_of_all_providers_are_one_table_cheapest_first(
     assert [line.split()[0] for line in lines[1:4]] == ["2.49", "2.49", "2.99"]
     assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
     without_key = "Prime Intellect (PRIME_API_KEY), Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
-    assert lines[-1] == f"not asked, because the key is missing: {without_key}, SkyPilot (ROLLOUTS_SKY)"
+    assert lines[-1] == f"not searched, because the API key is missing: {without_key}, SkyPilot (ROLLOUTS_SKY)"
 
 
 def test_an_offer_without_a_price_is_not_shown_as_free() -> None:
@@ -135,7 +135,7 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
     listed = call("nodes", "--store", str(store))
     assert rental.name in listed.stdout and "2.49" in listed.stdout and listed.exit_code == 0
     runpod.add("rollouts-somebody-elses", next(iter(runpod.machines.values())).request)
-    assert "not of this store: rollouts-somebody-elses" in call("nodes", "--store", str(store)).stdout
+    assert "not rented by this store: rollouts-somebody-elses" in call("nodes", "--store", str(store)).stdout
     shown = call("nodes", "show", rental.name, "--store", str(store)).stdout
     assert "provider says  running" in shown and rental.instance_id in shown and "ssh -p" in shown
     released = call("nodes", "release", rental.name, "--store", str(store))
@@ -152,12 +152,12 @@ def test_a_machine_that_is_there_although_the_ledger_is_done_with_it_is_listed(
     """Without it `nodes` says that nothing is rented while one that appeared late costs money."""
     store = tmp_path / "store"
     rental = rent(store)
-    assert "given up, but there" not in call("nodes", "--store", str(store)).stdout
+    assert "request given up, but it exists" not in call("nodes", "--store", str(store)).stdout
     assert call("nodes", "release", rental.name, "--store", str(store)).exit_code == 0
-    assert "given up, but there" not in call("nodes", "--store", str(store)).stdout
+    assert "request given up, but it exists" not in call("nodes", "--store", str(store)).stdout
     runpod.add(rental.name, next(iter(runpod.machines.values())).request)
     listed = call("nodes", "--store", str(store)).stdout
-    assert f"given up, but there: {rental.name} at runpod, running: `rollouts reap` ends it\n" in listed
+    assert f"request given up, but it exists: {rental.name} at runpod, running: `rollouts reap` ends it\n" in listed
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_key_that_is_none_hinders_nobody_who_looks_at_other_providers(
     runpod.add("rollouts-somebody-elses", next(iter(runpod.machines.values())).request)
     monkeypatch.setenv("LAMBDA_API_KEY", "two words")
     listed, reaped = call("nodes", "--store", str(store)), call("reap", "--store", str(store))
-    assert "not of this store: rollouts-somebody-elses" in listed.stdout and listed.exit_code == 0
+    assert "not rented by this store: rollouts-somebody-elses" in listed.stdout and listed.exit_code == 0
     assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"] and reaped.exit_code == 1
     assert all("the value of LAMBDA_API_KEY is not a key for Lambda" in each.stderr for each in (listed, reaped))
 
@@ -194,7 +194,7 @@ def test_nobody_is_logged_in_on_a_machine_that_was_asked_for_and_has_not_appeare
     with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
         [lost] = [rental for rental in open_rentals(ledger) if not rental.instance_id]
     said = call("nodes", "ssh", lost.name, "--store", str(tmp_path / "store"))
-    assert said.exit_code == 2 and f"{lost.name} is intended: its provider has not named a machine" in said.stderr
+    assert said.exit_code == 2 and f"{lost.name} is intended: the provider has not confirmed the machine" in said.stderr
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_a_store_without_models_says_what_registers_them(tmp_path: Path) -> None
         listed, path = call(tmp_path, "models"), call(tmp_path, "models", "path")
     assert (listed.exit_code, path.exit_code) == (0, 2)
     for output in (listed.output, path.output):
-        assert "a retraining registers them, and a run with a name as run.register_as" in " ".join(output.split())
+        assert "retrainings and runs with run.register_as register models" in " ".join(output.split())
 
 
 def test_what_cannot_be_is_one_sentence(store: Path, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ with get_client(sync_client=True) as client:
     ("left_out", "said"),
     [
         ("PREFECT_API_SSL_CERT_FILE", "its certificate is not trusted"),
-        ("PREFECT_CLIENT_CUSTOM_HEADERS", "PREFECT_CLIENT_CUSTOM_HEADERS what a proxy wants"),
+        ("PREFECT_CLIENT_CUSTOM_HEADERS", "headers for a proxy in PREFECT_CLIENT_CUSTOM_HEADERS"),
     ],
 )
 def test_what_is_missing_for_a_server_is_named_in_one_sentence(left_out: str, said: str, guarded: Guarded) -> None:

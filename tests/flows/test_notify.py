@@ -210,7 +210,7 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     blocks = ask(server, "POST", "/block_documents/filter", {})
     assert [each["name"] for each in blocks if each["name"] == "team"] == []
     code, output = rollouts.run("notify", "team", "--remove")
-    assert (code, "rollouts: team gets no messages: the receivers are none" in output) == (2, True)
+    assert (code, "rollouts: team gets no messages; receivers: none" in output) == (2, True)
 
 
 def test_a_decision_that_waits_is_told_with_the_link_of_its_page(

@@ -96,7 +96,7 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
     assert "Traceback" not in output
     *_, verdict, what_next = output.splitlines()
     assert verdict.startswith("rollouts: RL did not improve") and "not about the recipe; no step of 4" in verdict
-    assert what_next.endswith("evaluation.max_p_value = 1 accepts any.")
+    assert what_next.endswith("evaluation.max_p_value = 1.")
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()
 

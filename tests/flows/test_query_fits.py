@@ -58,7 +58,7 @@ def test_gpus_that_could_not_hold_the_training_are_not_rented(tmp_path: Path) ->
 def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path) -> None:
     model = write_header(tmp_path / "model", num_parameters=7_000_000_000)
     config = make_config(model, trainer_gpu_ranks=tuple(range(8)))
-    with pytest.raises(ConfigError, match=r"names GPU 7, and node\.query\.gpu_count 1 asks for GPUs up to 0"):
+    with pytest.raises(ConfigError, match=r"uses GPU 7, but with node\.query\.gpu_count 1 the last GPU is 0"):
         check_query(GPUQuery(), config, find_model_size(config.model))
     check_query(GPUQuery(gpu_count=8), config, find_model_size(config.model))
     node = with_enough_memory(RentedNode(max_usd=1.0, query=GPUQuery(gpu_count=8)), config)
@@ -67,7 +67,7 @@ def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path)
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
     config = make_config(write_header(tmp_path / "model", num_parameters=7_000_000_000))
-    with pytest.raises(ConfigError, match=r"checkpoints take 84\.0 GB.*, and node\.query\.disk_gb asks for 50"):
+    with pytest.raises(ConfigError, match=r"checkpoints take 84\.0 GB.*, but node\.query\.disk_gb is 50"):
         check_query(GPUQuery(disk_gb=50), config, find_model_size(config.model))
 
 

@@ -94,4 +94,4 @@ def test_a_provider_that_cannot_be_asked_fails_the_run_with_a_sentence(
     expire(world.path, rental)
     message, [row] = reap(served, state="FAILED")
     assert row["outcome"] == "failed"
-    assert "0 ended, 0 kept, 1 not looked at or not ended: " in message
+    assert "0 ended, 0 kept, 1 not checked or not ended: " in message

@@ -229,7 +229,7 @@ def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_with_t
     assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
     assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=said)
     code, said = rollouts.run("cancel", lease.run_id)
-    assert code == 2 and "is Cancelled and holds nothing" in said
+    assert code == 2 and "is Cancelled and holds no jobs or machines" in said
     assert len(fake.machines) == 1, "nothing is rented for this"
     for path in [*rollouts.store.rglob("*"), *tmp_path.glob("machine/**/*"), rollouts.output]:
         content = path.read_bytes() if path.is_file() else b""

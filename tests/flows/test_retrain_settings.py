@@ -52,7 +52,7 @@ def test_what_passes_for_cron_does_so_for_prefect(expression: str) -> None:
         ("0 3 0 * *", "'0' is not a valid day of month"),
         ("0 17-9 * * *", "is not a valid range of hour"),
         ("*/0 * * * *", "its step is 0"),
-        ("0 3 30 2 *", "names a day that its months do not have"),
+        ("0 3 30 2 *", "names a day of month that its months do not have"),
         ("@daily", "has 1 fields"),
         ("0 3 ? * *", "is not a valid day of month"),
     ],
@@ -65,7 +65,7 @@ def test_what_is_no_cron_expression_is_said(expression: str, words: str) -> None
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"schedule": {"cron": "0 3 * * *"}}, "a schedule needs something to retrain: add the table retrain"),
+        ({"schedule": {"cron": "0 3 * * *"}}, "the table schedule needs the table retrain: add it"),
         ({"retrain": {}, "schedule": {}}, "a schedule has either cron"),
         ({"retrain": {}, "schedule": {"cron": "0 3 * * *", "interval_minutes": 5}}, "a schedule has either cron"),
         ({"retrain": {}, "schedule": {"cron": "often"}}, "schedule: 'often' has 1 fields"),
@@ -125,14 +125,14 @@ def test_a_python_file_shows_a_schedule_of_nothing_beside_its_other_mistakes(fol
     with pytest.raises(InputError) as caught:
         load_pipeline(config)
     said = str(caught.value)
-    assert "a schedule needs something to retrain" in said and "rollout.reward_fn: the jobs" in said
+    assert "the table schedule needs the table retrain" in said and "rollout.reward_fn: the jobs" in said
 
 
 def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
     settings = small_settings(mode="sft", data__sft=[{"path": "org/name", "revision": "0" * 40}])
     config = folder / "small.toml"
     config.write_text(tomli_w.dumps({**settings, "retrain": {}, "schedule": {"cron": "0 3 * * *"}}))
-    with pytest.raises(InputError, match="the schedule has no data that could change"):
+    with pytest.raises(InputError, match="the watched data can never change"):
         deployments_of(config)
 
 

@@ -119,7 +119,7 @@ def test_a_stopped_training_names_its_step_and_a_fresh_stage_the_reason(
     lines, _ = plan(load_pipeline(config_path), store)
     assert lines[0].endswith(f"on this machine; resumes from step 40 of {Path(sft.run_dir).name}")
     lines, _ = plan(load_pipeline(config_path, ['run.fresh=["sft"]']), store)
-    assert lines[0].endswith("on this machine; asked for by run.fresh")
+    assert lines[0].endswith("on this machine; requested by run.fresh")
 
 
 def test_the_time_of_one_logged_step_is_no_pace(config_path: Path, finished: tuple[Path, Stage, Stage]) -> None:

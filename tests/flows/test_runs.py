@@ -153,7 +153,7 @@ def test_samples_that_fit(store: Path, options: list[str], texts: list[str]) -> 
         ((FIRST, "--step", "1", "--model", "rl"), "give one of them"),
         ((FIRST, "--reward", "good"), "is not a comparison: give one such as '<1'"),
         ((FIRST, "--grep", "("), "is not a regular expression"),
-        ((FIRST, "--grep", "nothing"), "has no sample that fits: leave out --reward, --grep or --prompt"),
+        ((FIRST, "--grep", "nothing"), "has no matching sample: leave out --reward, --grep or --prompt"),
         (("small-1111111",), f"has no run small-1111111; did you mean {FIRST}?"),
         (("small",), f"{SECOND} has no samples yet"),  # the latest run of the name
     ],
@@ -171,7 +171,7 @@ def test_a_failure_is_an_object_too_for_programs(store: Path) -> None:
 def test_logs_of_a_stage_or_an_engine_without_what_a_terminal_obeys(store: Path) -> None:
     assert call(store, "logs", FIRST, "rl").stdout == "first line\nred\n"
     assert call(store, "logs", FIRST, "engine").stdout == "the engine answers\n"
-    assert "has not come to a stage rll; did you mean rl?" in call(store, "logs", FIRST, "rll", code=2).stderr
+    assert "has not reached a stage rll; did you mean rl?" in call(store, "logs", FIRST, "rll", code=2).stderr
 
 
 def test_an_empty_log_and_an_evaluation_without_a_report_are_said(store: Path) -> None:
@@ -179,7 +179,7 @@ def test_an_empty_log_and_an_evaluation_without_a_report_are_said(store: Path) -
     (store / "runs" / SECOND).mkdir()
     (store / "runs" / SECOND / "evaluation.json").write_text("{}")
     said = " ".join(call(store, "report", SECOND, code=2).stderr.split())
-    assert f"{SECOND} is an evaluation by hand and has no report: its scores are in " in said
+    assert f"{SECOND} is a run of `rollouts evaluate` and has no report: its scores are in " in said
 
 
 def test_a_growing_log_is_read_to_its_end_by_whole_lines(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_growing_log_is_read_to_its_end_by_whole_lines(tmp_path: Path) -> None
 def test_the_report_is_a_path_on_stdout(store: Path) -> None:
     result = call(store, "report", FIRST)
     assert result.stdout == f"{store / 'runs' / FIRST / 'report.html'}\n"
-    assert result.stderr.endswith("The report is the earlier one.\n"), "its run.json has a verdict alone"
+    assert result.stderr.endswith("The earlier report is kept.\n"), "its run.json has a verdict alone"
     assert f"{SECOND} ended before its report" in call(store, "report", SECOND, code=2).stderr
 
 

@@ -120,7 +120,7 @@ def test_each_line_of_a_pipe_is_answered(story_dir: Path) -> None:
     said = say(lines, str(story_dir), "--temperature", "0", "--system", "Be brief.")
     assert said.returncode == 0, said.stderr
     assert said.stdout.splitlines() == [SAID, "Once upon [...]", "Once upon [...]"]
-    assert "/what is not a command" in said.stderr and "the conversation begins anew" in said.stderr
+    assert "/what is not a command" in said.stderr and "started a new conversation" in said.stderr
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_stores_with_deployments_of_one_name_do_their_own_runs_and_cannot_cancel
         assert all(f"server       {server.address.ui_url}/v2" in text for text in said)
         with pytest.raises(subprocess.CalledProcessError) as refused:
             said_by(server, stores[1], "cancel", "mine")
-        assert "there is no run mine: the runs that can be cancelled are none" in refused.value.stdout
+        assert "there is no run mine; runs that can be cancelled: none" in refused.value.stdout
         assert ": cancelled" in said_by(server, stores[0], "cancel", "mine")
         wait_until(lambda: len(exits_of(sft)) == 1, what="the end of the job")
     finally:
@@ -393,9 +393,9 @@ def test_prefect_accepts_schedules_and_limits_as_they_are_written(server: Shared
 @pytest.mark.parametrize(
     ("deployments", "store", "sentence"),
     [
-        ([deployment()], "runs", "--store runs is relative: name the folder of the workers' machine in full"),
+        ([deployment()], "runs", "--store runs is relative: give an absolute path on the workers' machine"),
         ([deployment(), deployment()], "/data", "two configurations are named small"),
-        ([deployment(description="{{ $HOME }}")], "/data", "prefect.yaml takes for a placeholder"),
+        ([deployment(description="{{ $HOME }}")], "/data", "which begins a placeholder in prefect.yaml"),
     ],
 )
 def test_what_cannot_be_deployed_is_one_sentence(deployments: list[Deployment], store: str, sentence: str) -> None:

@@ -174,10 +174,10 @@ def test_a_key_in_a_changed_field_and_in_the_toml_is_an_error_that_names_both(va
     with pytest.raises(ConfigError) as error:
         check_doubled(posted, lambda: values)
     assert str(error.value).splitlines() == [
-        'the form: data.sft is "a" in the field Data and "b" in More settings: remove it from More settings, or give '
-        "the field its former value",
+        'the form: data.sft is "a" in the field Data and "b" in More settings: remove it from More settings, or '
+        "restore the field's former value",
         "the form: training.rl.num_steps is 9 in the field RL steps and 7 in More settings: remove it from More "
-        "settings, or give the field its former value",
+        "settings, or restore the field's former value",
     ]
 
 
@@ -263,5 +263,5 @@ def test_tags_tell_forms_and_upkeep_apart(folder: Path) -> None:
 def test_a_configuration_with_the_name_of_anothers_short_form_is_refused(folder: Path, tmp_path: Path) -> None:
     save_deployments(tmp_path, deployments_of(folder / "small.toml"))
     other = (folder / "small.toml").rename(folder / "small-form.toml")
-    with pytest.raises(ConfigError, match=r"small-form is the name of a deployment .* rename the configuration"):
+    with pytest.raises(ConfigError, match=r"small-form is the name of an existing .* rename the configuration"):
         save_deployments(tmp_path, deployments_of(other))

@@ -50,7 +50,7 @@ def test_the_short_form_is_filled_in_submitted_and_mended(
     page.get_by_text("quickstart-form").first.wait_for()
     keep_picture(page, "deployments")
     page.goto(f"{address_of(served).ui_url}{form}?tab=Description", wait_until="domcontentloaded")
-    page.get_by_text("Start a run by its usual settings.").wait_for()
+    page.get_by_text("Start a run with the usual settings.").wait_for()
     keep_picture(page, "short form: description")
 
     with page.expect_response(lambda response: "create_flow_run" in response.url) as answer:
@@ -101,4 +101,4 @@ def test_the_short_form_is_filled_in_submitted_and_mended(
         asked = api(served, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
         assert expected in message_of(served, asked["id"])
     code, output = served.run("run", "--deployment", "small-form")
-    assert (code, "rollouts run --deployment small takes every setting" in output) == (2, True), output
+    assert (code, "rollouts run --deployment small accepts every setting" in output) == (2, True), output

@@ -69,9 +69,9 @@ def test_a_job_that_waits_for_a_gpu_says_for_whom(
         (
             "http://team:4200/api",
             "",
-            "its runs shown, at http://team:4200/api: export PREFECT_API_URL=http://team:4200",
+            "its deployments and runs are at the Prefect server http://team:4200/api: export PREFECT_API_URL=http://team:4200",
         ),
-        ("", "http://team:4200/api/", "at a server of its own, and PREFECT_API_URL names another: unset"),
+        ("", "http://team:4200/api/", "at the store's own Prefect server, not at PREFECT_API_URL: unset"),
     ],
 )
 def test_commands_say_at_which_other_server_the_deployments_are_served(
@@ -207,4 +207,4 @@ def test_a_store_that_is_a_file_or_none_is_told_apart(tmp_path: Path, capsys: py
     (tmp_path / "file").touch()
     for name, said in (("file", "is a file"), ("none", "does not exist")):
         status(tmp_path / name)
-        assert f"store        {tmp_path / name} {said}: nothing was run in it" in capsys.readouterr().out
+        assert f"store        {tmp_path / name} {said}: it has no runs yet" in capsys.readouterr().out

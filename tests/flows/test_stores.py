@@ -73,9 +73,9 @@ def test_a_run_publishes_its_results_and_the_next_one_begins_with_them(
 
 
 def test_what_is_no_url_is_told_from_what_one_could_fetch(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="lies on this machine already: pull fetches from an object store"):
+    with pytest.raises(InputError, match="is on this machine already: pull downloads from an object store"):
         pull(str(tmp_path), tmp_path / "pulled")
-    with pytest.raises(InputError, match="my-run is no URL"):
+    with pytest.raises(InputError, match="my-run is not a URL"):
         pull("my-run", tmp_path / "pulled")
 
 

@@ -40,11 +40,11 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"filter_fn": "team:keep"}, "rollout.filter_fn names code of team"),
     ({"rewards": [{"name": "exact_match"}, {"name": "team:s"}]}, "rollout.rewards.1.name names code of team"),
     ({"path": "/models/custom", "trust": True}, "model.trust_remote_code names code of /models/custom"),
-    ({"engine": {"kind": "vllm", "python": "/models/custom"}}, "rollout.engine.python is /models/custom, which a run"),
-    ({"engine": {"router_python": "/models/custom"}}, "rollout.engine.router_python is /models/custom, which a run"),
+    ({"engine": {"kind": "vllm", "python": "/models/custom"}}, "rollout.engine.python is /models/custom, which is not"),
+    ({"engine": {"router_python": "/models/custom"}}, "rollout.engine.router_python is /models/custom, which is not"),
     (
         {"engine": {"kind": "vllm", "extra_args": ["0.5", "--trust-remote-code"]}},
-        r"rollout\.engine\.extra_args\.1 is --trust-remote-code, which a run",
+        r"rollout\.engine\.extra_args\.1 is --trust-remote-code, which is not",
     ),
 ]
 
@@ -66,7 +66,7 @@ def test_what_the_environment_lists_may_be_named(
 def test_a_name_that_only_begins_like_a_trusted_one_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "team.rewards")
     for name in ("team.rewards_of_others:score", "team:score", "team.games:play"):
-        with pytest.raises(ConfigError, match="may not name here"):
+        with pytest.raises(ConfigError, match="is not trusted in a run"):
             check(reward_fn=name)
     check(reward_fn="team.rewards.strict:score")
 
@@ -125,7 +125,7 @@ def test_a_configuration_of_openssh_that_nobody_trusts_is_not_read(
     node = SSHNode.model_validate({"host": "box", "python": "/usr/bin/python3", "trainer_nodes": [further]})
     monkeypatch.setenv(VARIABLE, "box,me@10.0.0.2")
     config = Config.model_validate(settings())
-    with pytest.raises(ConfigError, match=r"node\.trainer_nodes\.0\.ssh_config is /home/other/config, which a run"):
+    with pytest.raises(ConfigError, match=r"node\.trainer_nodes\.0\.ssh_config is /home/other/config, which is not"):
         check_trusted(config, node=node)
     machine = {"host": "box", "python": "/usr/bin/python3", "ssh_config": "/home/other/config"}
     given = {"config": settings(), "node": {"kind": "ssh", **machine}}

@@ -164,7 +164,9 @@ def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, output = served.run("up", "--port", str(taken.getsockname()[1]))
     assert code == 2
-    assert re.fullmatch(r"rollouts: port \d+ is in use .*: choose another with --port, or leave it out\n", output)
+    assert re.fullmatch(
+        r"rollouts: port \d+ is in use .*: choose another port with --port, or leave --port out\n", output
+    )
     broken = tmp_path / "broken.toml"
     broken.write_text("mode = 'dpo'\nmodel.path = 'm'\ndata.sft = 'd'")
     code, output = served.run("up", str(broken))

@@ -153,7 +153,7 @@ def test_a_run_that_nobody_is_left_to_start_is_started(rollouts: Rollouts) -> No
     assert run_with_server(LEFT_PENDING, rollouts) == [
         "Pending",
         "Pending",
-        "AwaitingRetry started again, because the process that was to start it was gone",
+        "AwaitingRetry started again, because the process that should have started it was gone",
     ]
 
 

@@ -154,7 +154,7 @@ def test_a_check_does_not_wait_for_one_that_starts(fake: FakeRunPod, name: str, 
     fake.faults.boot_s = 1000.0
     findings: list[str] = []
     assert reach_node(InstanceNode(instance=name), tmp_path, findings) is None
-    assert findings == [f"node: {name} is starting: it is checked when it runs"]
+    assert findings == [f"node: {name} is starting: the machine is checked after its start"]
 
 
 @pytest.mark.parametrize(
