@@ -196,6 +196,8 @@ def test_equal_values_in_both_are_no_contradiction(values: dict[str, Any]) -> No
     [
         ({MORE: "[training"}, "the form: More settings is not valid TOML: "),
         ({"data": "sft: a"}, "the form: Data is not valid TOML: "),
+        ({"data": "[data]\nsft = 'a'"}, "the form: Data begins with [data]: remove the heading, keep its keys"),
+        ({"data": "sft = 'a'\n'sft.b' = 1"}, "the form: unknown key data.sft.b"),
         ({"rl_steps": 0}, "the form: training.rl.num_steps: input should be greater than or equal to 1, found 0"),
         ({"mode": "dpo"}, "the form: mode: input should be 'sft', 'rl' or 'sft+rl', found 'dpo'"),
         ({"model": ""}, "the form: model is missing"),
@@ -237,6 +239,11 @@ def test_the_end_of_a_run_finds_its_machine_and_options(values: dict[str, Any]) 
     assert tables["node"] == {"kind": "local", "root": "/scratch"}
     assert tables["run"] == {"name": "mine", "store": "/s", "restarts": 1}
     assert held_tables({**values, MORE: "[["}) == {}
+    mistaken = held_tables({**values, MORE: "run = 3\nnode = [1]"})
+    assert (mistaken["run"], mistaken.get("node")) == ({}, None)
+    wrong = {"restarts": "two", "stop_timeout_s": [1], "store": 3, "credentials": {}}
+    assert held_tables(more(values, run=wrong))["run"] == {"name": "small"}
+    assert held_tables({**values, "data": "sft = 'a'\n'sft.b' = 1"})["run"]["name"] == "small"
     assert held_tables({"run": {"name": "full"}}) == {"run": {"name": "full"}}
 
 
