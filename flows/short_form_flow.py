@@ -16,7 +16,7 @@ from uuid import UUID
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
@@ -24,7 +24,7 @@ from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancel
 from rollouts.flows.deployments import FLOW, check_table
 from rollouts.flows.form import Pipeline, RunOptions, parse_pipeline
 from rollouts.flows.pipeline import sft_rl
-from rollouts.flows.short_form import FIELDS, MORE_TITLE, SOURCE, Values, check_doubled, tables_of
+from rollouts.flows.short_form import FIELDS, MORE_TITLE, SOURCE, Values, check_doubled, held_tables, tables_of
 from rollouts.infra.node import NODE_TYPES
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
@@ -51,9 +51,15 @@ def _names_in(registry: Iterable[str]) -> str:
     return f"one of {', '.join(registry)}"
 
 
+def run_name() -> str:
+    """The name of the run in Prefect, which is the name in the store. The TOML may set it, too."""
+    values = flow_run.parameters
+    return str(held_tables(values).get("run", {}).get("name") or values.get("name") or RUN.name)
+
+
 @flow(
     name=FLOW,
-    flow_run_name="{name}",
+    flow_run_name=run_name,
     persist_result=False,
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
@@ -164,6 +170,8 @@ def read_values(values: Values) -> Pipeline:
             check_table(FLOW, table)
         except ConfigError as error:
             raise ConfigError(f"{SOURCE}: {error}") from error
+    if isinstance(run := tables.setdefault("run", {}), dict):
+        run.setdefault("name", RUN.name)  # otherwise the name would be that of a file
     return parse_pipeline(tables, Path(SOURCE))
 
 

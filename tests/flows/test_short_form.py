@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from rollouts.flows.deployments import (
 from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline
 from rollouts.flows.pipeline import sft_rl
 from rollouts.flows.short_form import FIELDS, MORE, check_doubled, form_values, held_tables
-from rollouts.flows.short_form_flow import read_values, sft_rl_short
+from rollouts.flows.short_form_flow import read_values, run_name, sft_rl_short
 from rollouts.infra.providers import provision_node
 from rollouts.tasks.plan import plan_training
 from rollouts.tasks.records import RunScope
@@ -154,6 +155,25 @@ def test_a_changed_field_is_read(values: dict[str, Any]) -> None:  # Any: JSON
     read = read_values(values)
     assert (read.run.name, read.config.training.rl.num_steps, read.config.training.sft.optim.lr) == ("other", 9, 1.0)
     assert (read.config.rollout.environment, read.config.rollout.reward_fn) == ("", "exact_match")
+
+
+@pytest.mark.parametrize(
+    ("posted", "expected"),
+    [({"name": ""}, "pipeline"), ({MORE: "[run]\nname = 'other'"}, "other"), ({MORE: "[["}, "small"), ({}, "small")],
+)
+def test_prefect_and_the_store_have_one_name_for_a_run(
+    values: dict[str, Any],  # Any: JSON
+    posted: dict[str, Any],  # Any: JSON
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`rollouts cancel` and `rollouts samples` take the name that Prefect shows."""
+    posted = {**values, **posted}
+    monkeypatch.setattr("rollouts.flows.short_form_flow.flow_run", SimpleNamespace(parameters=posted))
+    monkeypatch.setattr("rollouts.flows.short_form_flow._offered_values", lambda: values)
+    assert run_name() == expected
+    if posted[MORE] != "[[":
+        assert read_values(posted).run.name == expected
 
 
 def test_the_budget_is_read_for_rented_nodes_alone(values: dict[str, Any]) -> None:  # Any: JSON
