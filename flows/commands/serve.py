@@ -157,7 +157,10 @@ def chat(
     Answers go to the standard output, everything else to the standard error. /help shows the commands. Ctrl-C ends an
     answer, Ctrl-D ends the chat.
     """
-    folders = {given: find_checkpoint(given, store) for given in (model, other) if given}
+    folders = {given: find_checkpoint(given, store) for given in (model, other) if given or given is model}
+    for given, folder in folders.items():
+        if not (folder / "tokenizer.json").is_file():
+            raise InputError(f"{given} has no tokenizer.json, which a chat needs: add it to {folder}")
     from rollouts.flows.commands.chat import Settings, talk  # loads torch
 
     settings = Settings(system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens or None, seed=seed)
@@ -171,6 +174,8 @@ def find_checkpoint(given: str, store: Path) -> Path:
     Raises:
         InputError: no folder, finished run or registered model has this name.
     """
+    if not given:
+        raise InputError("MODEL is empty: give a run, a registered model, or the folder of a Hugging Face checkpoint")
     folder = Path(given)
     for found in (folder, folder / "checkpoint"):
         if (found / "config.json").is_file():
