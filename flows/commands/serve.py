@@ -67,6 +67,8 @@ def serve(
     start their own engines.
     """
     raise_file_limit()
+    if not host:
+        raise InputError("--host is empty: give an address, such as 127.0.0.1")
     own_options = {
         "--gpus": gpus,
         "--engine-python": engine_python,

@@ -47,6 +47,7 @@ TELL_S = 30.0
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end the server."""
 NAMED_AS_OPTIONS = {
+    "which is set already: remove it": "which this command sets: remove it, or use --host and --port of this command",
     "rollout.engine.extra_args": "--engine-args",
     "engine.extra_args": "--engine-args",
     "this rollout.engine.kind": "this --engine",
