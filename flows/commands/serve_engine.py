@@ -105,22 +105,19 @@ def serve_by_engine(model_dir: Path, options: EngineServer, store: Path, *, on_r
             port = listener.getsockname()[1]
         job = _render_job(model_dir, options, port)
         check_host(job, options.api_key)
-        job = _with_installed_engine(job, store)
-        if warning := describe_slow_engine(job.engine, model_dir):
-            _say(options.kind, warning)
-        folder = store / "served" / f"{options.kind}-{port}"
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "log.txt"
-        with (
-            _reserved(store, port),
-            _ended_by_signals(),
-            _started(job, RunDirectory(folder / "engine"), log) as child,
-        ):
-            _say(options.kind, f"{job.engine.spec.title} starts; its log is {log}")
-            _wait_until_ready(child, options.api_key)
-            on_ready(_url(options.host, port))
-            child.process.wait()
-            raise explain_end(child)
+        with _ended_by_signals():
+            job = _with_installed_engine(job, store)
+            if warning := describe_slow_engine(job.engine, model_dir):
+                _say(options.kind, warning)
+            folder = store / "served" / f"{options.kind}-{port}"
+            folder.mkdir(parents=True, exist_ok=True)
+            log = folder / "log.txt"
+            with _reserved(store, port), _started(job, RunDirectory(folder / "engine"), log) as child:
+                _say(options.kind, f"{job.engine.spec.title} starts; its log is {log}")
+                _wait_until_ready(child, options.api_key)
+                on_ready(_url(options.host, port))
+                child.process.wait()
+                raise explain_end(child)
 
 
 def _render_job(model_dir: Path, options: EngineServer, port: int) -> ServeJob:

@@ -186,6 +186,17 @@ def test_no_process_is_left_after_a_signal(
 
 
 @pytest.mark.slow
+def test_a_signal_before_the_engine_starts_leaves_no_process(start: SavedModel, tmp_path: Path) -> None:
+    """Without it the installer of a missing engine works on after the command."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\ntouch $0.asked\nsleep 300\n")
+    slow.chmod(0o755)
+    with serving(start.directory, tmp_path, "--engine", "vllm", "--engine-python", str(slow)) as command:
+        wait_until((tmp_path / "python.asked").exists, what="the check of the engine", timeout_s=60.0)
+        command.end(signal.SIGTERM)
+
+
+@pytest.mark.slow
 def test_nohup_keeps_the_server(stand_in: str, start: SavedModel, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the command
     try:
