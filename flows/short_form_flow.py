@@ -9,6 +9,7 @@ of the short form call `sft_rl_short`. Runs of both are alike for notifications,
 # No postponed annotations: a served run gets the flow by value, without this module's names to resolve them.
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 from uuid import UUID
@@ -16,6 +17,7 @@ from uuid import UUID
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -179,5 +181,6 @@ def _offered_values() -> Values:
     """The values that the run's deployment offers, to find the fields that a user changed ({} without a deployment)."""
     if deployment.id is None:
         return {}
-    with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # deleted since the run was started
         return client.read_deployment(UUID(str(deployment.id))).parameters
+    return {}

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
+from uuid import uuid4
 
 import pytest
 import tomli_w
+from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
 from rollouts.flows.deployments import (
@@ -27,7 +30,7 @@ from rollouts.flows.deployments import (
 from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline
 from rollouts.flows.pipeline import sft_rl
 from rollouts.flows.short_form import FIELDS, MORE, check_doubled, form_values, held_tables
-from rollouts.flows.short_form_flow import read_values, run_name, sft_rl_short
+from rollouts.flows.short_form_flow import _offered_values, read_values, run_name, sft_rl_short
 from rollouts.infra.providers import provision_node
 from rollouts.tasks.plan import plan_training
 from rollouts.tasks.records import RunScope
@@ -205,6 +208,16 @@ def test_the_toml_wins_over_a_field_that_was_left_as_it_was(values: dict[str, An
     posted = more(values, training={"rl": {"num_steps": 7}})
     check_doubled(posted, lambda: values)
     assert held_tables(posted)["training"]["rl"]["num_steps"] == 7
+
+
+def test_without_its_deployment_a_run_has_no_offered_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user can delete the deployment while the run waits."""
+    client = MagicMock()
+    client.__exit__.return_value = False
+    client.__enter__.return_value.read_deployment.side_effect = ObjectNotFound(Exception("404"))
+    monkeypatch.setattr("rollouts.flows.short_form_flow.get_client", lambda sync_client: client)
+    monkeypatch.setattr("rollouts.flows.short_form_flow.deployment", SimpleNamespace(id=uuid4()))
+    assert _offered_values() == {}
 
 
 def test_equal_values_in_both_are_no_contradiction(values: dict[str, Any]) -> None:  # Any: JSON
