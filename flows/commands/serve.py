@@ -6,6 +6,8 @@ Not here: the embedded engine (rollouts_core/embedded), SGLang and vLLM (serve_e
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -213,14 +215,15 @@ def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> s
     """Example requests for the server, with the name of the key's variable in place of the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    shown = json.dumps(name, ensure_ascii=False)  # quoted for JSON and Python: a folder's name may have quotes
+    body = f'{{"model": {shown}, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = 'os.environ["ROLLOUTS_API_KEY"]' if has_key else '"none"'
     python = [
         *(["import os"] if has_key else []),
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}/v1", api_key={key})',
         'messages = [{"role": "user", "content": "Hello"}]',
-        f'print(client.chat.completions.create(model="{name}", messages=messages).choices[0].message.content)',
+        f"print(client.chat.completions.create(model={shown}, messages=messages).choices[0].message.content)",
     ]
     curl = render_curl(url, "/v1/chat/completions", body, has_key=has_key)
     return "\n".join([f"try: {curl}", "from Python, after pip install openai:", *(f"    {line}" for line in python)])
@@ -233,4 +236,4 @@ NUMBERS = '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 16}}'
 def render_curl(url: str, path: str, body: str, *, has_key: bool) -> str:
     """A curl command that sends a request to the server."""
     key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
-    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

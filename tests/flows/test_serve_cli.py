@@ -5,14 +5,18 @@ Without it a user talks to another checkpoint than the named one, or needs a pro
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -99,6 +103,11 @@ def test_the_examples_fit_the_model_and_keep_the_key_to_themselves(tmp_path: Pat
     shown = render_examples("http://h:1", "m", tmp_path, has_key=True)
     assert "Bearer $ROLLOUTS_API_KEY" in shown and 'os.environ["ROLLOUTS_API_KEY"]' in shown
     assert 'model="m"' in shown
+    name = 'it\'s a "m\\ödel"'
+    curl, _, *lines = render_examples("http://h:1", name, tmp_path, has_key=False).removeprefix("try: ").splitlines()
+    assert json.loads(shlex.split(curl)[-1])["model"] == name
+    program = ast.parse(dedent("\n".join(lines)))
+    assert name in [each.value for each in ast.walk(program) if isinstance(each, ast.Constant)]
 
 
 @pytest.mark.slow
