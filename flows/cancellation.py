@@ -38,7 +38,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Running
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rollouts.flows.automations import was_silent
 from rollouts.flows.credentials import run_with_credentials
@@ -200,11 +200,15 @@ def release_for(flow_run: FlowRun) -> str:
     if "node" not in tables:  # the run of a tool has no jobs or machines
         return "nothing was left to give back"
     options = with_store(tables.get("run", {}))
+    try:
+        node = NODE_SETTINGS.validate_python(tables["node"])
+    except ValidationError:  # the run was cancelled before it checked its settings
+        return release_without_settings(str(flow_run.id), Path(options.get("store", ".rollouts")).resolve())
     held = HeldByRun(
         run_id=str(flow_run.id),
         run_name=options.get("name", flow_run.name),
         store=str(Path(options.get("store", ".rollouts")).resolve()),
-        node=NODE_SETTINGS.validate_python(tables["node"]),
+        node=node,
         stop_timeout_s=options.get("stop_timeout_s", 600.0),
     )
     if not (credentials := options.get("credentials", "")):

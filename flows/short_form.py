@@ -30,6 +30,8 @@ MORE = "more_settings"
 """The parameter with all settings that have no field. Only runs with the short form have this parameter."""
 DATA, BUDGET, ALGORITHM = "data", "budget", "algorithm"
 MAX_SHOWN_VALUE = 60
+READ_TYPES = {"name": str, "store": str, "credentials": str, "restarts": int, "stop_timeout_s": (int, float)}
+"""The types of the settings in [run] that commands and the serving process read before a run has checked them."""
 LIST = re.compile(r"\[\n((?: {4}.*,\n)+)\]")
 """Matches a list of simple values in the output of tomli_w, which writes each value on its own line."""
 MAX_LIST_CHARS = 80
@@ -123,8 +125,13 @@ def tables_of(values: Values) -> Tables:
     """
     more = _read_toml(values, MORE, MORE_TITLE)
     tables: Tables = {}
-    for setting, _, value in _given(values):
-        _put(tables, setting, value)
+    for setting, name, value in _given(values):
+        if name != DATA:
+            _put(tables, setting, value)
+    if data := _read_toml(values, DATA, FIELDS[DATA].title):  # its keys may contain dots
+        if isinstance(data.get(DATA), dict):
+            raise ConfigError(f"{SOURCE}: {FIELDS[DATA].title} begins with [{DATA}]: remove the heading, keep its keys")
+        tables[DATA] = data
     _merge(tables, more)
     kind = _find(tables, FIELDS["node"].setting)
     if kind != "rented" and _find(more, FIELDS[BUDGET].setting) is None:
@@ -159,14 +166,20 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
 def held_tables(parameters: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     """The settings of a run as tables, from its parameters of the full form or the short form.
 
-    Empty if the TOML of the short form is invalid: such a run failed before it used jobs or machines.
+    Empty if the TOML of the short form is invalid: such a run failed before it used jobs or machines. Settings of a wrong
+    type are left out for the same reason. Prefect checks them only in the full form.
     """
     if not is_short(parameters):
         return parameters
     try:
-        return tables_of(parameters)
+        tables = tables_of(parameters)
     except ConfigError:
         return {}
+    held = {name: table for name, table in tables.items() if isinstance(table, Mapping)}
+    run = {
+        name: value for name, value in held.get("run", {}).items() if isinstance(value, READ_TYPES.get(name, object))
+    }
+    return held | {"run": run}
 
 
 def with_named_store(values: Values, store: Path) -> dict[str, Any]:  # Any: JSON

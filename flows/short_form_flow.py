@@ -10,6 +10,7 @@ alike.
 # No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 from uuid import UUID
@@ -17,7 +18,8 @@ from uuid import UUID
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import deployment, flow_run
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
@@ -25,7 +27,7 @@ from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancel
 from rollouts.flows.deployments import FLOW, check_table
 from rollouts.flows.form import Pipeline, RunOptions, parse_pipeline
 from rollouts.flows.pipeline import sft_rl
-from rollouts.flows.short_form import FIELDS, MORE_TITLE, SOURCE, Values, check_doubled, tables_of
+from rollouts.flows.short_form import FIELDS, MORE_TITLE, SOURCE, Values, check_doubled, held_tables, tables_of
 from rollouts.infra.node import NODE_TYPES
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
@@ -53,9 +55,15 @@ def _names_in(registry: Iterable[str]) -> str:
     return f"one of {', '.join(registry)}"
 
 
+def run_name() -> str:
+    """The name of the run in Prefect, which is the name in the store. The TOML may set it, too."""
+    values = flow_run.parameters
+    return str(held_tables(values).get("run", {}).get("name") or values.get("name") or RUN.name)
+
+
 @flow(
     name=FLOW,
-    flow_run_name="{name}",
+    flow_run_name=run_name,
     persist_result=False,
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
@@ -168,6 +176,8 @@ def read_values(values: Values) -> Pipeline:
             check_table(FLOW, table)
         except ConfigError as error:
             raise ConfigError(f"{SOURCE}: {error}") from error
+    if isinstance(run := tables.setdefault("run", {}), dict):
+        run.setdefault("name", RUN.name)  # otherwise the name would be that of a file
     return parse_pipeline(tables, Path(SOURCE))
 
 
@@ -175,5 +185,6 @@ def _offered_values() -> Values:
     """The default values in the run's deployment ({} without a deployment). Other values were changed by the user."""
     if deployment.id is None:
         return {}
-    with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # deleted since the run was started
         return client.read_deployment(UUID(str(deployment.id))).parameters
+    return {}

@@ -13,6 +13,7 @@ Not here: who restarts the job (infra/supervisor/supervise.py; tasks/stage.py fo
 from __future__ import annotations
 
 import json
+import re
 from typing import NamedTuple, TypeVar
 
 from rollouts_core.config import RLTrainingConfig, SFTTrainingConfig
@@ -26,6 +27,10 @@ FULL_GPU_CODE = 76
 """Exit code of a training that ran out of GPU memory and needs less at its next start."""
 LESS_MEMORY = "less_memory"
 """Event of a lowered setting."""
+FULL_GPU = re.compile(
+    r"^RESOURCE_EXHAUSTED|\b(CUDA|HIP) (error|failure \d+):? '?out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+"""Messages about a full GPU. Only the allocator of torch raises OutOfMemoryError, not the driver, cuBLAS or NCCL."""
 RECOMPUTED = "policy.activation_checkpointing"
 
 JobT = TypeVar("JobT", bound=TrainingJob)
@@ -46,8 +51,8 @@ class Lowered(NamedTuple):
 
 
 def is_gpu_full(error: RuntimeError) -> bool:
-    """True if a GPU ran out of memory, in torch or JAX."""
-    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("RESOURCE_EXHAUSTED")
+    """True if a GPU ran out of memory, in torch or JAX, or in a library that they call."""
+    return type(error).__name__ == "OutOfMemoryError" or FULL_GPU.search(str(error)) is not None
 
 
 def find_lowered(job: TrainingJob, directory: RunDirectory) -> list[Lowered]:

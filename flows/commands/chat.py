@@ -10,6 +10,7 @@ Not here: finding the checkpoints (serve.py), generating an answer (rollouts_cor
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -74,6 +75,8 @@ def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> No
 def _lines() -> Iterator[str]:
     """Read the lines of standard input. A prompt is printed only on a terminal."""
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line may have another encoding
     while True:
         try:
             line = input("> ") if is_terminal else sys.stdin.readline()
@@ -110,6 +113,7 @@ def _set(rest: str, settings: Settings) -> Settings:
     except (KeyError, ValueError):
         console.print(f"{rest} is not a setting: give one of {', '.join(kinds)} as NAME=VALUE", markup=False)
         return settings
+    changed = replace(changed, max_tokens=changed.max_tokens or None)  # 0 as in --max-tokens
     shown = (f"{each.name}={getattr(changed, each.name)}" for each in fields(changed) if each.name in kinds)
     console.print(", ".join(shown), markup=False)
     return changed
@@ -141,6 +145,7 @@ async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> N
                 sys.stdout.flush()
             sys.stdout.write("\n")
             sys.stdout.flush()
+        await asyncio.gather(*tasks)  # raises an unexpected error
     finally:
         for task in tasks:
             task.cancel()

@@ -6,6 +6,8 @@ Not here: the embedded engine (rollouts_core/embedded), SGLang and vLLM (serve_e
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +69,8 @@ def serve(
     they start their own engines.
     """
     raise_file_limit()
+    if not host:
+        raise InputError("--host is empty: give an address, such as 127.0.0.1")
     own_options = {
         "--gpus": gpus,
         "--engine-python": engine_python,
@@ -157,7 +161,10 @@ def chat(
     The input is a terminal or a pipe. Answers go to standard output, all other text goes to standard error. /help shows
     the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    folders = {given: find_checkpoint(given, store) for given in (model, other) if given}
+    folders = {given: find_checkpoint(given, store) for given in (model, other) if given or given is model}
+    for given, folder in folders.items():
+        if not (folder / "tokenizer.json").is_file():
+            raise InputError(f"{given} has no tokenizer.json, which a chat needs: add it to {folder}")
     from rollouts.flows.commands.chat import Settings, talk  # loads torch
 
     settings = Settings(system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens or None, seed=seed)
@@ -174,6 +181,8 @@ def find_checkpoint(given: str, store: Path) -> Path:
     Raises:
         InputError: `given` is not a folder with a checkpoint, a finished run or a registered model.
     """
+    if not given:
+        raise InputError("MODEL is empty: give a run, a registered model, or the folder of a Hugging Face checkpoint")
     folder = Path(given)
     for found in (folder, folder / "checkpoint"):
         if (found / "config.json").is_file():
@@ -209,14 +218,15 @@ def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> s
     """Example requests for the server. They name the environment variable of the key and never contain the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    shown = json.dumps(name, ensure_ascii=False)  # quoted for JSON and Python: a folder's name may have quotes
+    body = f'{{"model": {shown}, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = 'os.environ["ROLLOUTS_API_KEY"]' if has_key else '"none"'
     python = [
         *(["import os"] if has_key else []),
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}/v1", api_key={key})',
         'messages = [{"role": "user", "content": "Hello"}]',
-        f'print(client.chat.completions.create(model="{name}", messages=messages).choices[0].message.content)',
+        f"print(client.chat.completions.create(model={shown}, messages=messages).choices[0].message.content)",
     ]
     curl = render_curl(url, "/v1/chat/completions", body, has_key=has_key)
     return "\n".join([f"try: {curl}", "from Python, after pip install openai:", *(f"    {line}" for line in python)])
@@ -229,4 +239,4 @@ NUMBERS = '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 16}}'
 def render_curl(url: str, path: str, body: str, *, has_key: bool) -> str:
     """A curl command that sends a request to the server."""
     key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
-    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -8,6 +8,7 @@ Not here: the embedded engine (rollouts_core/embedded/server.py), the engines' c
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
@@ -23,6 +24,7 @@ from rollouts.flows.commands.terminal import console
 from rollouts.infra.engines import has_generated
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.locks import lock_file, try_lock
 from rollouts.infra.node import LocalNode
 from rollouts.infra.providers import open_session, provision_node
 from rollouts.tasks.engine_installs import with_engine
@@ -45,6 +47,7 @@ TELL_S = 30.0
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop the server."""
 NAMED_AS_OPTIONS = {
+    "which is set already: remove it": "which this command sets: remove it, or use --host and --port of this command",
     "rollout.engine.extra_args": "--engine-args",
     "engine.extra_args": "--engine-args",
     "this rollout.engine.kind": "this --engine",
@@ -102,19 +105,19 @@ def serve_by_engine(model_dir: Path, options: EngineServer, store: Path, *, on_r
             port = listener.getsockname()[1]
         job = _render_job(model_dir, options, port)
         check_host(job, options.api_key)
-        job = _with_installed_engine(job, store)
-        if warning := describe_slow_engine(job.engine, model_dir):
-            _say(options.kind, warning)
-        folder = store / "served" / f"{options.kind}-{port}"
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "log.txt"
-        log.unlink(missing_ok=True)
-        with _ended_by_signals(), _started(job, RunDirectory(folder / "engine"), log) as child:
-            _say(options.kind, f"{job.engine.spec.title} starts; its log is {log}")
-            _wait_until_ready(child, options.api_key)
-            on_ready(_url(options.host, port))
-            child.process.wait()
-            raise explain_end(child)
+        with _ended_by_signals():
+            job = _with_installed_engine(job, store)
+            if warning := describe_slow_engine(job.engine, model_dir):
+                _say(options.kind, warning)
+            folder = store / "served" / f"{options.kind}-{port}"
+            folder.mkdir(parents=True, exist_ok=True)
+            log = folder / "log.txt"
+            with _reserved(store, port), _started(job, RunDirectory(folder / "engine"), log) as child:
+                _say(options.kind, f"{job.engine.spec.title} starts; its log is {log}")
+                _wait_until_ready(child, options.api_key)
+                on_ready(_url(options.host, port))
+                child.process.wait()
+                raise explain_end(child)
 
 
 def _render_job(model_dir: Path, options: EngineServer, port: int) -> ServeJob:
@@ -166,8 +169,26 @@ def _with_installed_engine(job: ServeJob, store: Path) -> ServeJob:
 
 
 @contextmanager
+def _reserved(store: Path, port: int) -> Iterator[None]:
+    """Reserve the port for the block. An engine listens only after it has loaded the model, so until then a second
+    command would find the port free and remove the first engine's files.
+
+    Raises:
+        InputError: another command of the store serves at the port.
+    """
+    with lock_file(store / "served" / f"port-{port}.lock") as lock:
+        if not try_lock(lock, fcntl.LOCK_EX):
+            raise InputError(
+                f"another `rollouts serve` of the store {store} starts an engine at port {port}: stop that command or "
+                "choose another port"
+            )
+        yield
+
+
+@contextmanager
 def _started(job: ServeJob, directory: RunDirectory, log: Path) -> Iterator[ChildEngine]:
     """Start the job's engine, and stop it at the end of the block."""
+    log.unlink(missing_ok=True)
     child = start_child(job, directory, log)
     try:
         yield child
@@ -179,12 +200,13 @@ def _started(job: ServeJob, directory: RunDirectory, log: Path) -> Iterator[Chil
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Leave the block at the first signal of `ENDS`."""
+    """Leave the block at the first signal of `ENDS`. Under nohup, SIGHUP stays ignored."""
 
     def stop(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, stop) for number in ENDS}
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    previous = {number: signal.signal(number, stop) for number in ENDS if number != signal.SIGHUP or not is_kept}
     try:
         with suppress(KeyboardInterrupt):
             yield

@@ -24,6 +24,10 @@ KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 """Matches command-line arguments with a key. vLLM accepts underscores in them, both servers accept abbreviations, and
 SGLang has a second key argument."""
 
+OWN_ARGUMENT = re.compile(r"--(ho|hos|host|po|por|port|model|model[-_]path|served[-_]model[-_]name)(=|$)")
+"""Matches arguments, and their abbreviations, for the address and the model, which the launch sets. With another
+address, nothing would find the engine, or other machines could reach it without a key."""
+
 
 class EngineConfig(Record):
     """The inference server that generates completions."""
@@ -98,6 +102,8 @@ class EngineConfig(Record):
                 "engine.extra_args contains a key, which all users of the machine could read in the list of processes: "
                 "set engine.api_key_variable to the variable with the key"
             )
+        for argument in filter(OWN_ARGUMENT.match, self.extra_args):
+            yield f"engine.extra_args contains {argument}, which is set already: remove it"
         if not spec.is_own and 0 < self.context_length < MIN_ENGINE_CONTEXT:
             yield (
                 f"engine.context_length {self.context_length} is too short for the completions that verify the weights "

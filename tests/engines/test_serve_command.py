@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,6 +183,55 @@ def test_no_process_is_left_after_a_signal(
         said = command.end(number)
     assert "Traceback" not in said
     assert ("Bearer" in said, "serving " in said) == (False, is_ready)
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_engine_starts_leaves_no_process(start: SavedModel, tmp_path: Path) -> None:
+    """Without it the installer of a missing engine works on after the command."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\ntouch $0.asked\nsleep 300\n")
+    slow.chmod(0o755)
+    with serving(start.directory, tmp_path, "--engine", "vllm", "--engine-python", str(slow)) as command:
+        wait_until((tmp_path / "python.asked").exists, what="the check of the engine", timeout_s=60.0)
+        command.end(signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_nohup_keeps_the_server(stand_in: str, start: SavedModel, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the command
+    try:
+        with serving(start.directory, tmp_path, "--engine", "vllm", "--engine-python", stand_in) as command:
+            command.url()
+            command.process.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                command.process.wait(3)
+            command.end(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_second_command_at_the_port_of_a_starting_engine_is_refused_and_harms_nothing(
+    stand_in: str, start: SavedModel, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    arguments = ("--engine", "vllm", "--engine-python", stand_in, "--port", port)
+    with serving(start.directory, tmp_path, *arguments) as command:
+        log = tmp_path / f"store/served/vllm-{port}/log.txt"
+        wait_until(log.exists, what="the start", timeout_s=60.0)
+        os.kill(command.process.pid, signal.SIGSTOP)  # it still holds the port when the second one comes
+        for engine in [pid for pid in command.processes() if pid != command.process.pid]:
+            os.kill(engine, signal.SIGKILL)  # an engine that does not listen yet
+        first = log.stat().st_ino
+        (tmp_path / "second").mkdir()
+        (tmp_path / "second/store").symlink_to(tmp_path / "store")
+        with serving(start.directory, tmp_path / "second", *arguments) as second:
+            assert second.process.wait(60) == 2
+            assert f"starts an engine at port {port}: stop that command or choose another" in second.output.read_text()
+        assert log.stat().st_ino == first
+        os.kill(command.process.pid, signal.SIGCONT)
+        assert command.process.wait(60) == 1
 
 
 @pytest.mark.slow

@@ -10,14 +10,17 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
 
 from rollouts.flows.cancellation import (
     Wish,
     ended_when_cancelled,
     give_back_reached,
     is_cancelled,
+    release_for,
     release_without_settings,
 )
 from rollouts.flows.credentials import run_with_credentials
@@ -63,6 +66,12 @@ def test_a_run_that_a_script_started_beside_itself_is_cancelled_and_hears_no_ctr
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_was_cancelled_before_its_settings_were_checked_held_nothing(tmp_path: Path) -> None:
+    parameters = {"config": {}, "node": {"kind": "ssh"}, "run": {"store": str(tmp_path)}}  # without a host
+    run = FlowRun(name="small", flow_id=uuid4(), parameters=parameters)
+    assert release_for(run) == "nothing was left to give back"
 
 
 @pytest.mark.slow

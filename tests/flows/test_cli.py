@@ -484,6 +484,8 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
         (["chat", "--engine", "vllm", "--engine-python", "python9"], r"--engine-python is '/\S+/python9', which"),
         (["chat", "--engine", "vllm", "--engine-args", "'--a"], r"--engine-args is not a valid shell command line"),
         (["chat", "--engine", "vllm", "--engine-args", "--api-key k"], r"--engine-args contains a key, .*: set ROLL"),
+        (["chat", "--engine", "vllm", "--engine-args", "--port 9"], r"--engine-args contains --port, .*use --host and"),
+        (["gpt2", "--host", ""], r"--host is empty: give an address"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(

@@ -5,14 +5,18 @@ Without it a user talks to another checkpoint than the named one, or needs a pro
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -83,6 +87,7 @@ def test_a_folder_is_meant_itself_or_has_the_checkpoint_of_a_run(store: Path, tm
     ("given", "words"),
     [
         ("nothing", "nothing is not a folder, nor a finished run or a registered model of the store"),
+        ("", "MODEL is empty: give a run"),
     ],
 )
 def test_what_names_no_checkpoint_is_refused(store: Path, given: str, words: str) -> None:
@@ -98,6 +103,11 @@ def test_the_examples_fit_the_model_and_keep_the_key_to_themselves(tmp_path: Pat
     shown = render_examples("http://h:1", "m", tmp_path, has_key=True)
     assert "Bearer $ROLLOUTS_API_KEY" in shown and 'os.environ["ROLLOUTS_API_KEY"]' in shown
     assert 'model="m"' in shown
+    name = 'it\'s a "m\\ödel"'
+    curl, _, *lines = render_examples("http://h:1", name, tmp_path, has_key=False).removeprefix("try: ").splitlines()
+    assert json.loads(shlex.split(curl)[-1])["model"] == name
+    program = ast.parse(dedent("\n".join(lines)))
+    assert name in [each.value for each in ast.walk(program) if isinstance(each, ast.Constant)]
 
 
 @pytest.mark.slow
@@ -139,6 +149,31 @@ def test_too_long_a_message_is_refused_and_the_chat_goes_on(story_dir: Path) -> 
     assert "longer than the model's context length (1024 tokens)" in said.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf_8_is_a_message(errors: str, story_dir: Path) -> None:
+    """Without it the chat ends with a traceback, or the answer is empty without a reason."""
+    said = subprocess.run(
+        [sys.executable, "-m", "rollouts.flows.cli", "chat", str(story_dir), "--temperature", "0"],
+        input=b"\xff\xfe\n/reset\nSay it.\n",
+        capture_output=True,
+        env={**clean_environment(), "PYTHONIOENCODING": f"utf-8:{errors}"},
+        timeout=120,
+    )
+    assert said.returncode == 0, said.stderr
+    answers = said.stdout.decode().splitlines()
+    assert len(answers) == 2 and answers[0] and answers[1] == SAID
+
+
+@pytest.mark.slow
+def test_a_chat_with_a_model_without_a_tokenizer_is_refused_at_once(story_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(story_dir / name)
+    said = say("Say it.\n", str(story_dir), str(tmp_path))
+    assert said.returncode == 2
+    assert f"{tmp_path} has no tokenizer.json, which a chat needs: add it to {tmp_path}" in said.stderr
+
+
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
     """Both ends of a terminal that knows no colors and no cursor."""
@@ -178,6 +213,7 @@ def read_until(descriptor: int, end: bytes) -> bytes:
         ("/set temperature=0.5", Settings(temperature=0.5)),
         ("/set seed = 3", Settings(seed=3)),
         ("/set seed=x", Settings()),
+        ("/set max_tokens=0", Settings()),
         ("/set system=x", Settings()),
         ("/set", Settings()),
         ("/system Be brief.", Settings(system="Be brief.")),

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
+from uuid import uuid4
 
 import pytest
 import tomli_w
+from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
 from rollouts.flows.deployments import (
@@ -26,7 +30,7 @@ from rollouts.flows.deployments import (
 from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline
 from rollouts.flows.pipeline import sft_rl
 from rollouts.flows.short_form import FIELDS, MORE, check_doubled, form_values, held_tables
-from rollouts.flows.short_form_flow import read_values, sft_rl_short
+from rollouts.flows.short_form_flow import _offered_values, read_values, run_name, sft_rl_short
 from rollouts.infra.providers import provision_node
 from rollouts.tasks.plan import plan_training
 from rollouts.tasks.records import RunScope
@@ -156,6 +160,25 @@ def test_a_changed_field_is_read(values: dict[str, Any]) -> None:  # Any: JSON
     assert (read.config.rollout.environment, read.config.rollout.reward_fn) == ("", "exact_match")
 
 
+@pytest.mark.parametrize(
+    ("posted", "expected"),
+    [({"name": ""}, "pipeline"), ({MORE: "[run]\nname = 'other'"}, "other"), ({MORE: "[["}, "small"), ({}, "small")],
+)
+def test_prefect_and_the_store_have_one_name_for_a_run(
+    values: dict[str, Any],  # Any: JSON
+    posted: dict[str, Any],  # Any: JSON
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`rollouts cancel` and `rollouts samples` take the name that Prefect shows."""
+    posted = {**values, **posted}
+    monkeypatch.setattr("rollouts.flows.short_form_flow.flow_run", SimpleNamespace(parameters=posted))
+    monkeypatch.setattr("rollouts.flows.short_form_flow._offered_values", lambda: values)
+    assert run_name() == expected
+    if posted[MORE] != "[[":
+        assert read_values(posted).run.name == expected
+
+
 def test_the_budget_is_read_for_rented_nodes_alone(values: dict[str, Any]) -> None:  # Any: JSON
     values |= {"budget": 12.5}
     assert read_values(values).node.kind == "local"
@@ -187,6 +210,16 @@ def test_the_toml_wins_over_a_field_that_was_left_as_it_was(values: dict[str, An
     assert held_tables(posted)["training"]["rl"]["num_steps"] == 7
 
 
+def test_without_its_deployment_a_run_has_no_offered_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user can delete the deployment while the run waits."""
+    client = MagicMock()
+    client.__exit__.return_value = False
+    client.__enter__.return_value.read_deployment.side_effect = ObjectNotFound(Exception("404"))
+    monkeypatch.setattr("rollouts.flows.short_form_flow.get_client", lambda sync_client: client)
+    monkeypatch.setattr("rollouts.flows.short_form_flow.deployment", SimpleNamespace(id=uuid4()))
+    assert _offered_values() == {}
+
+
 def test_equal_values_in_both_are_no_contradiction(values: dict[str, Any]) -> None:  # Any: JSON
     check_doubled(more({**values, "rl_steps": 9}, training={"rl": {"num_steps": 9}}), lambda: values)
 
@@ -196,6 +229,8 @@ def test_equal_values_in_both_are_no_contradiction(values: dict[str, Any]) -> No
     [
         ({MORE: "[training"}, "the form: More settings is not valid TOML: "),
         ({"data": "sft: a"}, "the form: Data is not valid TOML: "),
+        ({"data": "[data]\nsft = 'a'"}, "the form: Data begins with [data]: remove the heading, keep its keys"),
+        ({"data": "sft = 'a'\n'sft.b' = 1"}, "the form: unknown key data.sft.b"),
         ({"rl_steps": 0}, "the form: training.rl.num_steps: input should be greater than or equal to 1, found 0"),
         ({"mode": "dpo"}, "the form: mode: input should be 'sft', 'rl' or 'sft+rl', found 'dpo'"),
         ({"model": ""}, "the form: model is missing"),
@@ -237,6 +272,11 @@ def test_the_end_of_a_run_finds_its_machine_and_options(values: dict[str, Any]) 
     assert tables["node"] == {"kind": "local", "root": "/scratch"}
     assert tables["run"] == {"name": "mine", "store": "/s", "restarts": 1}
     assert held_tables({**values, MORE: "[["}) == {}
+    mistaken = held_tables({**values, MORE: "run = 3\nnode = [1]"})
+    assert (mistaken["run"], mistaken.get("node")) == ({}, None)
+    wrong = {"restarts": "two", "stop_timeout_s": [1], "store": 3, "credentials": {}}
+    assert held_tables(more(values, run=wrong))["run"] == {"name": "small"}
+    assert held_tables({**values, "data": "sft = 'a'\n'sft.b' = 1"})["run"]["name"] == "small"
     assert held_tables({"run": {"name": "full"}}) == {"run": {"name": "full"}}
 
 

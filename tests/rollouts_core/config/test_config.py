@@ -251,6 +251,24 @@ def test_the_schedule_spans_every_update_of_every_step() -> None:
     assert RLTrainingConfig(num_steps=5, num_minibatches=4, num_epochs=2).num_optim_steps == 40
 
 
+@pytest.mark.parametrize(
+    ("argument", "is_refused"),
+    [
+        *(
+            (each, True)
+            for each in ("--host", "--hos=0.0.0.0", "--port=9", "--model", "--model-path", "--model_path=m")
+        ),
+        *((each, False) for each in ("--model-impl", "--hf-overrides", "--port-args", "--max-model-len", "0.0.0.0")),
+    ],
+)
+def test_an_engines_address_and_model_are_no_further_arguments(argument: str, is_refused: bool) -> None:
+    """Without it --host would open an engine to other machines without a key."""
+    settings = with_setting("rollout.engine", {"kind": "vllm", "extra_args": [argument, "x"]})
+    words = f"engine.extra_args contains {argument}, which is set already: remove it"
+    with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
+        parse(settings)
+
+
 @pytest.mark.parametrize("section", ["model", "data"])
 def test_a_missing_section_is_one_sentence(section: str) -> None:
     settings = {name: value for name, value in MINIMAL.items() if name != section}

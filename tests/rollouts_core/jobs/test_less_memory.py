@@ -287,3 +287,18 @@ def test_errors_of_full_gpus_are_known_by_both_backends_words() -> None:
     assert is_gpu_full(torch.OutOfMemoryError("CUDA out of memory."))
     assert is_gpu_full(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."))
     assert not is_gpu_full(RuntimeError("shapes cannot be multiplied"))
+    assert not is_gpu_full(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "HIP error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_full_gpus_are_known_by_the_messages_of_libraries(message: str) -> None:
+    assert is_gpu_full(RuntimeError(message))
