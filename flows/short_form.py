@@ -166,8 +166,8 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
 def held_tables(parameters: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     """The settings of a run as tables, from its parameters of the full form or the short form.
 
-    Empty if the TOML of the short form is invalid: such a run failed before it used jobs or machines. Settings of a wrong
-    type are left out for the same reason. Prefect checks them only in the full form.
+    Empty if the TOML of the short form is invalid: such a run failed before it used jobs or machines. Settings of a
+    wrong type are left out for the same reason. Prefect checks them only in the full form.
     """
     if not is_short(parameters):
         return parameters
