@@ -33,7 +33,8 @@ class ScoringRequest:
     """Number of most likely tokens whose log-probs are returned at each position. At most the size of the vocabulary;
     vLLM returns at most 20 unless it was started with a larger `--max-logprobs`."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are returned at each position. vLLM needs one more request per position for them."""
+    """Tokens whose log-probs are returned at each position. vLLM computes one more prompt per position for them, and
+    takes at most 128 tokens and 1,024 positions."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
@@ -49,7 +50,9 @@ class ScoredTokens:
     """An engine's answer to one `ScoringRequest`, with an entry for each token from `start` on.
 
     Log-probs are natural logarithms of the softmax over the model's whole vocabulary at temperature 1, given all tokens
-    before the position.
+    before the position. The sampling parameters of completions do not change them.
+
+    Source: SGLang's `input_token_logprobs`; vLLM's `prompt_logprobs` and `logprob_token_ids`.
     """
 
     logprobs: list[float]
@@ -63,7 +66,7 @@ class ScoredTokens:
 
     @property
     def versions(self) -> frozenset[str]:
-        """The same as a set, as of a completion."""
+        """The same as a set, as `Completion.versions`."""
         return frozenset((self.version,))
 
 
@@ -71,7 +74,7 @@ def read_scored_tokens(
     name: str,
     request: ScoringRequest,
     *,
-    own: Sequence[Mapping[int, float]],
+    logprobs: Sequence[float],
     top: Sequence[Mapping[int, float]],
     named: Sequence[Mapping[int, float]],
     version: str,
@@ -79,7 +82,7 @@ def read_scored_tokens(
     """The answer of the engine `name`.
 
     Args:
-        own: for each position, log-probs of at least the request's token.
+        logprobs: for each position, the log-prob of the request's token.
         top: for each position, log-probs of at least the most likely tokens; ignored if the request wants none.
         named: for each position, log-probs of at least the request's `token_ids`; ignored if it names none.
 
@@ -87,26 +90,20 @@ def read_scored_tokens(
         EngineAnswerError: log-probs are missing.
         NoNumbersError: log-probs are NaN or infinite.
     """
-    scored = request.tokens[request.start :]
-    blank: list[Mapping[int, float]] = [{}] * len(scored)
+    count = len(request.tokens) - request.start
+    blank: list[Mapping[int, float]] = [{}] * count
+    rows_of_top, rows_of_named = top if request.num_top else blank, named if request.token_ids else blank
+    if not len(logprobs) == len(rows_of_top) == len(rows_of_named) == count:
+        raise EngineAnswerError(f"{name} left out log-probs: it answered {len(logprobs)} of {count} tokens")
     try:
-        rows = zip(scored, own, top if request.num_top else blank, named if request.token_ids else blank, strict=True)
-        entries = [
-            (
-                found[token],
-                _most_likely(found_top, request.num_top),
-                {each: found_named[each] for each in request.token_ids},
-            )
-            for token, found, found_top, found_named in rows
-        ]
+        answer = ScoredTokens(
+            logprobs=list(logprobs),
+            top_logprobs=[_most_likely(row, request.num_top) for row in rows_of_top],
+            token_ids_logprobs=[{token: row[token] for token in request.token_ids} for row in rows_of_named],
+            version=version,
+        )
     except (KeyError, ValueError) as error:
-        raise EngineAnswerError(f"{name} left out log-probs of {len(scored)} tokens: {error}") from error
-    answer = ScoredTokens(
-        logprobs=[logprob for logprob, _, _ in entries],
-        top_logprobs=[found_top for _, found_top, _ in entries],
-        token_ids_logprobs=[found_named for _, _, found_named in entries],
-        version=version,
-    )
+        raise EngineAnswerError(f"{name} left out log-probs of tokens: {error}") from error
     others = (logprob for row in (*answer.top_logprobs, *answer.token_ids_logprobs) for logprob in row.values())
     if not all(map(math.isfinite, (*answer.logprobs, *others))):
         raise NoNumbersError(f"{name} answered log-probs that are not finite numbers: its weights may hold NaN")

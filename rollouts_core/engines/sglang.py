@@ -369,19 +369,19 @@ def _parse_scored_tokens(answer: Mapping[str, Any], request: ScoringRequest, nam
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             raise EngineUnavailableError(f"{name} aborted a request for log-probs")
-        # The entry at the start has no log-prob.
         return read_scored_tokens(
             name,
             request,
-            own=[_read_row([entry]) for entry in meta["input_token_logprobs"][1:]],
-            top=[_read_row(row) for row in meta["input_top_logprobs"][1:]] if request.num_top else [],
-            named=[_read_row(row) for row in meta["input_token_ids_logprobs"][1:]] if request.token_ids else [],
+            # Ids are not compared: SGLang writes 0 for the last token of the vocabulary (logprob_result_processor.py).
+            logprobs=[read_logprob(entry[0]) for entry in meta["input_token_logprobs"][1:]],
+            top=_read_rows(meta["input_top_logprobs"]) if request.num_top else [],
+            named=_read_rows(meta["input_token_ids_logprobs"]) if request.token_ids else [],
             version=str(meta["weight_version"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise EngineAnswerError(f"{name} answered log-probs without {error}: {str(answer)[:300]}") from error
 
 
-def _read_row(entries: Sequence[Sequence[Any]]) -> dict[int, float]:  # Any: JSON
-    """Log-probs by token id, from SGLang's entries of a position."""
-    return {int(token): read_logprob(logprob) for logprob, token, _ in entries}
+def _read_rows(rows: Sequence[Any]) -> list[dict[int, float]]:  # Any: JSON
+    """Log-probs by token id at each position behind the first, which has none."""
+    return [{int(token): read_logprob(logprob) for logprob, token, _ in row} for row in rows[1:]]

@@ -10,7 +10,7 @@ it so; each update checks it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -152,8 +152,9 @@ class VLLMEngine(EngineClient):
         have none.
         """
         # One call per completion: vLLM takes one seed per call.
-        bodies = [_render_request(each, self.vocab_size, self._adapters.current) for each in requests]
-        answers, version = await self._sample_all(bodies)
+        answers, version = await self._sample_all(
+            lambda adapter: [_render_request(each, self.vocab_size, adapter) for each in requests]
+        )
         return [
             _parse_completion(answer, request, self.name, version=version, ends=self.ends)
             for answer, request in zip(answers, requests, strict=True)
@@ -166,10 +167,13 @@ class VLLMEngine(EngineClient):
             EngineError: the server returns fewer of the most likely tokens than a request wants.
         """
         await self._check_num_top(max((request.num_top for request in requests), default=0))
-        adapter = self._adapters.current
         named = [request for request in requests if request.token_ids]
-        bodies = [_render_scoring(each, adapter) for each in requests]
-        answers, version = await self._sample_all([*bodies, *(_render_named(each, adapter) for each in named)])
+        answers, version = await self._sample_all(
+            lambda adapter: [
+                *(_render_scoring(each, adapter) for each in requests),
+                *(_render_named(each, adapter) for each in named),
+            ]
+        )
         named_answers = iter(answers[len(requests) :])
         return [
             _parse_scored_tokens(
@@ -189,10 +193,17 @@ class VLLMEngine(EngineClient):
                 f"{num_top}: lower num_top, or start vLLM with --max-logprobs {num_top}"
             )
 
-    async def _sample_all(self, bodies: Sequence[dict[str, Any]]) -> tuple[list[Any], str]:  # Any: JSON
-        """The answers to some calls, and their weight version, which matches no version if it changed meanwhile."""
+    async def _sample_all(
+        self, render: Callable[[str], Sequence[dict[str, Any]]]
+    ) -> tuple[list[Any], str]:  # Any: JSON both ways
+        """The answers to some calls, and their weight version, which matches no version if it changed meanwhile.
+
+        Args:
+            render: makes the bodies of the calls for an adapter; called after the version is known, so that a change of
+                the adapter changes the version, too.
+        """
         before = await self._version_in_turn()
-        answers = await gather([partial(self._sample, body) for body in bodies])
+        answers = await gather([partial(self._sample, body) for body in render(self._adapters.current)])
         return answers, before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
 
     async def _sample(self, body: dict[str, Any]) -> Any:  # Any: JSON
@@ -451,6 +462,7 @@ def _parse_scored_tokens(
             }
             for each in choices
         ]
-        return read_scored_tokens(name, request, own=rows, top=rows, named=named_rows, version=version)
+        logprobs = [row[token] for row, token in zip(rows, request.tokens[request.start :], strict=False)]
+        return read_scored_tokens(name, request, logprobs=logprobs, top=rows, named=named_rows, version=version)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise EngineAnswerError(f"{name} answered log-probs without {error}: {str(answer)[:300]}") from error

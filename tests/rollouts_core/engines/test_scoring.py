@@ -145,9 +145,9 @@ def vllm_answer(body: dict[str, Any], **changed: Any) -> Any:
         row = {"4": {"logprob": -3.0, "rank": 4}, "9": {"logprob": -1.5, "rank": 2}, "8": {"logprob": -0.5, "rank": 1}}
         choice = {"index": 0, "finish_reason": "length", "prompt_logprobs": [None, row, row], **changed}
         return {"choices": [choice]}
-    row = {f"token_id:{token}": LOGPROBS[token] for token in (4, *body["logprob_token_ids"])}
+    named = {f"token_id:{token}": LOGPROBS[token] for token in (4, *body["logprob_token_ids"])}
     prompts = [
-        {"index": index, "finish_reason": "length", "logprobs": {"top_logprobs": [row]}}
+        {"index": index, "finish_reason": "length", "logprobs": {"top_logprobs": [named]}}
         for index in range(len(body["prompt"]))
     ]
     return {"choices": prompts[::-1]}
@@ -204,15 +204,19 @@ def test_vllm_that_was_started_to_return_fewer_likely_tokens_is_told_how_to_star
 @pytest.mark.parametrize(
     ("client", "changed", "error", "problem"),
     [
-        (SGLangEngine, {"input_token_logprobs": [[None, 4, None]]}, EngineAnswerError, "left out log-probs of 2"),
+        (SGLangEngine, {"input_token_logprobs": [[None, 4, None]]}, EngineAnswerError, "it answered 0 of 2 tokens"),
         (SGLangEngine, {"input_token_logprobs": None}, EngineAnswerError, "answered log-probs without"),
         (SGLangEngine, {"input_top_logprobs": [None, [], []]}, EngineAnswerError, "0 of 2 most likely tokens"),
-        (SGLangEngine, {"input_token_ids_logprobs": [None, [], []]}, EngineAnswerError, "left out log-probs of 2"),
+        (
+            SGLangEngine,
+            {"input_token_ids_logprobs": [None, [], []]},
+            EngineAnswerError,
+            "left out log-probs of tokens: 7",
+        ),
         (SGLangEngine, {"input_token_logprobs": [0, [None, 8, 0], [-1, 9, 0]]}, NoNumbersError, "not finite"),
-        (SGLangEngine, {"input_token_logprobs": [0, [-1, 8, 0], [-1, 5, 0]]}, EngineAnswerError, "tokens: 9"),
         (SGLangEngine, {"finish_reason": {"type": "abort"}}, EngineUnavailableError, "3 attempts.*aborted a request"),
         (VLLMEngine, {"prompt_logprobs": None}, EngineAnswerError, "answered log-probs without"),
-        (VLLMEngine, {"prompt_logprobs": [None, {"5": {"logprob": 0}}]}, EngineAnswerError, "left out log-probs of 2"),
+        (VLLMEngine, {"prompt_logprobs": [None, {"5": {"logprob": 0}}]}, EngineAnswerError, "log-probs without 8"),
         (VLLMEngine, {"finish_reason": "abort"}, EngineUnavailableError, "3 attempts.*aborted a request"),
     ],
 )
