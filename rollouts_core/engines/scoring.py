@@ -30,8 +30,9 @@ class ScoringRequest:
     """Position of the first scored token, usually the length of the prompt. At least 1, because no token precedes the
     first token."""
     num_top: int = 0
-    """Number of most likely tokens whose log-probs are returned at each position. At most the size of the vocabulary;
-    vLLM returns at most 20 unless it was started with a larger `--max-logprobs`."""
+    """Number of most likely tokens whose log-probs are returned at each position. At most the size of the vocabulary: a
+    larger number would end SGLang's process, so a client that knows the vocabulary (`model_dir`) refuses it. vLLM
+    returns at most 20 unless it was started with a larger `--max-logprobs`."""
     token_ids: tuple[int, ...] = ()
     """Tokens whose log-probs are returned at each position. vLLM computes one more prompt per position for them, and
     takes at most 128 tokens and 1,024 positions."""
