@@ -30,7 +30,13 @@ MORE = "more_settings"
 """The parameter with all settings that have no field. Only runs with the short form have this parameter."""
 DATA, BUDGET, ALGORITHM = "data", "budget", "algorithm"
 MAX_SHOWN_VALUE = 60
-READ_TYPES = {"name": str, "store": str, "credentials": str, "restarts": int, "stop_timeout_s": (int, float)}
+READ_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "name": str,
+    "store": str,
+    "credentials": str,
+    "restarts": int,
+    "stop_timeout_s": (int, float),
+}
 """The types of the settings in [run] that commands and the serving process read before a run has checked them."""
 LIST = re.compile(r"\[\n((?: {4}.*,\n)+)\]")
 """Matches a list of simple values in the output of tomli_w, which writes each value on its own line."""

@@ -27,7 +27,7 @@ PUBLIC_NAMES = {
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
     "engines": "Endpoint EnginePool InFlightEngine InferenceEngine PublishTarget RoutedPool SGLangEngine SGLangRouter "
-    "VLLMEngine connect create_engine publish_weights sync_weights_to_engines",
+    "ScoredTokens ScoringRequest VLLMEngine connect create_engine publish_weights sync_weights_to_engines",
     "rollout.generate": "create_conversation_generate_fn create_engine_generate_fn",
     "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
     "Tool ToolError",

@@ -83,6 +83,8 @@ from rollouts_core.engines import (
     RoutedPool as RoutedPool,
     SGLangEngine as SGLangEngine,
     SGLangRouter as SGLangRouter,
+    ScoredTokens as ScoredTokens,
+    ScoringRequest as ScoringRequest,
     VLLMEngine as VLLMEngine,
     connect as connect,
     create_engine as create_engine,

@@ -12,6 +12,7 @@ from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.router import RoutedPool, SGLangRouter
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.engines.weight_sync import (
@@ -33,6 +34,8 @@ __all__ = [
     "RoutedPool",
     "SGLangEngine",
     "SGLangRouter",
+    "ScoredTokens",
+    "ScoringRequest",
     "VLLMEngine",
     "WeightSyncResult",
     "connect",

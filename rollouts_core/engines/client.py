@@ -20,6 +20,7 @@ from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.recovery import RecoveringEngine
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S, SilenceWatch
@@ -91,6 +92,18 @@ class EngineClient(ClosedOnExit):
             EngineError: the server refused the request, or its answer is unusable.
         """
         return await self._keeper.generate(requests)
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Log-probs of given tokens in the order of the requests, from the weights that were loaded last.
+
+        The server computes them in a forward pass over the given tokens, without sampling from them.
+
+        Raises:
+            EngineUnavailableError: the server vanished and did not return.
+            EngineError: the server refused the request, for example for its length or `num_top`, or its answer is
+                unusable.
+        """
+        return await self._keeper.score(requests)
 
     async def segment_access(self) -> SegmentAccess:
         """Which `SegmentedWeights` the server can load."""
@@ -164,6 +177,10 @@ class EngineClient(ClosedOnExit):
     @abstractmethod
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Request completions once."""
+
+    @abstractmethod
+    async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Request log-probs of given tokens once."""
 
     @abstractmethod
     async def weight_version(self) -> str:

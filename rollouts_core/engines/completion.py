@@ -76,3 +76,8 @@ class Completion:
     """The engine's name for the reason why the completion ended."""
     version_spans: tuple[tuple[str, int, int], ...]
     """(weight version, start, end) over `tokens`."""
+
+    @property
+    def versions(self) -> frozenset[str]:
+        """The weight versions that sampled it."""
+        return frozenset(version for version, _, _ in self.version_spans)

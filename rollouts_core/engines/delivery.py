@@ -31,6 +31,7 @@ from rollouts_core.engines.checksums import (
     sample_content,
 )
 from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights, find_kept
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, TrainingError, WeightSyncError
@@ -67,6 +68,10 @@ class ServerCalls(Protocol):
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask for completions."""
+        ...
+
+    async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Ask for log-probs of given tokens."""
         ...
 
     async def weight_version(self) -> str:

@@ -17,7 +17,6 @@ from rollouts_core.config import EngineKind, Record, SamplingConfig
 from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import GenerationRequest
-from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S
 from rollouts_core.keys import read_key
 
@@ -73,7 +72,7 @@ def create_engine(
 
 
 @asynccontextmanager
-async def connect(endpoint: Endpoint, *, timeout_s: float = 120.0) -> AsyncIterator[InferenceEngine]:
+async def connect(endpoint: Endpoint, *, timeout_s: float = 120.0) -> AsyncIterator[EngineClient]:
     """The client of an endpoint that answers."""
     engine = create_engine(endpoint)
     try:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
@@ -23,6 +23,7 @@ from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.checksums import vocabulary_size
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.delivery import ServedWeights, ServerCalls, WeightDelivery
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import (
     EngineAnswerError,
@@ -35,6 +36,8 @@ from rollouts_core.system.backoff import MAX_BACKOFF_S
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
+
+AnswerT = TypeVar("AnswerT", bound=Completion | ScoredTokens)
 
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 1.0
@@ -104,6 +107,33 @@ class RecoveringEngine:
         """
         for request in requests:
             self._check_tokens(request.prompt_tokens, "a prompt")
+
+        async def complete() -> list[Completion]:
+            completions = await self.server.complete(requests)
+            for completion in completions:
+                self._check_tokens(completion.tokens, "a completion", EngineAnswerError)
+            return completions
+
+        return await self._ask(complete)
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Log-probs of given tokens in the order of the requests, from weights as for `generate`.
+
+        Raises:
+            EngineUnavailableError: the server did not return, or stayed busy.
+            EngineAnswerError: the answer is unusable.
+            EngineError: the server refused the request, or a request names tokens that the model does not have.
+        """
+        for request in requests:
+            self._check_tokens([*request.tokens, *request.token_ids], "a request for log-probs")
+            if self._vocab_size is not None and request.num_top > self._vocab_size:  # it would end SGLang's process
+                raise EngineError(
+                    f"{self.server.name}: num_top is {request.num_top}, the served model has {self._vocab_size} tokens"
+                )
+        return await self._ask(partial(self.server.score_once, requests))
+
+    async def _ask(self, ask: Callable[[], Awaitable[list[AnswerT]]]) -> list[AnswerT]:
+        """The answers to a call that is repeated until the right weights have computed all of them."""
         problem = ""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -112,7 +142,7 @@ class RecoveringEngine:
                 await self._recover()
             served = self._served
             try:
-                completions = await self._complete(requests)
+                answers = await self._ask_later(ask)
                 self.watch.note_sign()
             except EngineBusyError as error:
                 raise EngineUnavailableError(
@@ -121,27 +151,25 @@ class RecoveringEngine:
             except EngineUnavailableError as error:
                 problem = str(error)
                 continue
-            for completion in completions:
-                self._check_tokens(completion.tokens, "a completion", EngineAnswerError)
             accepted = self._versions_since(served)
-            stale = [c for c in completions if self._served and not _is_of_versions(c, accepted)]
+            stale = [version for each in answers for version in each.versions.difference(accepted) if self._served]
             # A server reports a version before its tensors are proved to be those of it.
             if not stale and self._is_proven:
-                return completions
-            problem = f"it served {stale[0].version_spans[0][0]}" if stale else "its weights were not proved"
+                return answers
+            problem = f"it served {stale[0]}" if stale else "its weights were not proved"
         expected = self._served.version if self._served else "its weights"
         raise EngineUnavailableError(
             f"{self.server.name} did not serve {expected} in {MAX_ATTEMPTS} attempts: {problem}"
         )
 
-    async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions, asked for later and later where the server has too much to do."""
+    async def _ask_later(self, ask: Callable[[], Awaitable[list[AnswerT]]]) -> list[AnswerT]:
+        """The answers to a call, with longer and longer pauses if the server has too much to do."""
         for attempt in range(1, MAX_BUSY_ATTEMPTS):
             try:
-                return await self.watch.over(partial(self.server.complete, requests))
+                return await self.watch.over(ask)
             except EngineBusyError as error:
                 await anyio.sleep(max(error.retry_after_s, min(MAX_BACKOFF_S, RETRY_PAUSE_S * 2.0 ** (attempt - 1))))
-        return await self.watch.over(partial(self.server.complete, requests))
+        return await self.watch.over(ask)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
         """Serve published weights; returns when the server proved that it does.
@@ -315,7 +343,3 @@ class RecoveringEngine:
                     f"{self.server.name}: {what} has the token id {token}, the served model has {self._vocab_size} "
                     "tokens: serve the model that belongs to the tokenizer"
                 )
-
-
-def _is_of_versions(completion: Completion, versions: Sequence[str]) -> bool:
-    return all(version in versions for version, _, _ in completion.version_spans)

@@ -30,11 +30,18 @@ from rollouts_core.engines.http import (
     read_logprob,
 )
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest, read_scored_tokens
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sending import WeightSender
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.served_adapters import ServedAdapters
-from rollouts_core.errors import EngineAnswerError, EngineError, OtherVersionError, WeightSyncError
+from rollouts_core.errors import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    OtherVersionError,
+    WeightSyncError,
+)
 
 IDLE_TIMEOUT_S = 60.0
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
@@ -135,25 +142,52 @@ class SGLangEngine(EngineClient):
         leaves_out = any(left_out_tokens(request, self.vocab_size) for request in requests)
         is_embedded = leaves_out and await self.segment_access() is not SegmentAccess.NONE
         body = _render_requests(requests, vocab_size=self.vocab_size, is_embedded=is_embedded)
-        if adapter := self._adapters.current:
-            body["lora_path"] = adapter
-        try:
-            answers = await self._connection.sample("/generate", body)
-        except EngineError as error:
-            raise await self._adapters.explain(error, adapter) from error
-        if not isinstance(answers, list) or len(answers) != len(requests):
-            raise EngineAnswerError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
+        answers, adapter = await self._generate(body, len(requests))
         completions = [
             parse_completion(answer, request, self.name, self.ends)
             for answer, request in zip(answers, requests, strict=True)
         ]
         return [self._of_adapter(each, adapter) for each in completions] if adapter else completions
 
+    async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Ask once, whichever weights the server has."""
+        body = {
+            "input_ids": [request.tokens for request in requests],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": [request.start - 1 for request in requests],  # the token there has no log-prob
+            "top_logprobs_num": [request.num_top for request in requests],
+            "token_ids_logprob": [request.token_ids for request in requests],
+        }
+        answers, adapter = await self._generate(body, len(requests))
+        scored = [
+            _parse_scored_tokens(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)
+        ]
+        return [
+            replace(each, version=adapter) if adapter and self._is_of_adapter(each.versions, adapter) else each
+            for each in scored
+        ]
+
+    async def _generate(self, body: dict[str, Any], count: int) -> tuple[list[Any], str]:  # Any: JSON
+        """The answers to so many prompts, and the adapter that computed them; empty without adapters."""
+        adapter = self._adapters.current
+        try:
+            answers = await self._connection.sample("/generate", body | ({"lora_path": adapter} if adapter else {}))
+        except EngineError as error:
+            raise await self._adapters.explain(error, adapter) from error
+        if not isinstance(answers, list) or len(answers) != count:
+            raise EngineAnswerError(f"{self.name} answered {count} prompts with {str(answers)[:200]}")
+        return answers, adapter
+
     def _of_adapter(self, completion: Completion, adapter: str) -> Completion:
-        """The completion, as of the adapter that its request named: the server reports the version at its end."""
-        if not {version for version, _, _ in completion.version_spans} <= {adapter, self._adapters.current}:
+        """The completion, as of the adapter that its request named."""
+        if not self._is_of_adapter(completion.versions, adapter):
             return completion
         return replace(completion, version_spans=((adapter, 0, len(completion.tokens)),))
+
+    def _is_of_adapter(self, versions: Collection[str], adapter: str) -> bool:
+        """Whether an answer can be of the adapter that its request named: the server reports the version at its end."""
+        return {*versions} <= {adapter, self._adapters.current}
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
@@ -328,3 +362,26 @@ def parse_completion(
         version_spans=version_spans,
         ends=ends,
     )
+
+
+def _parse_scored_tokens(answer: Mapping[str, Any], request: ScoringRequest, name: str) -> ScoredTokens:  # Any: JSON
+    try:
+        meta = answer["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            raise EngineUnavailableError(f"{name} aborted a request for log-probs")
+        return read_scored_tokens(
+            name,
+            request,
+            # Ids are not compared: SGLang writes 0 for the last token of the vocabulary (logprob_result_processor.py).
+            logprobs=[read_logprob(entry[0]) for entry in meta["input_token_logprobs"][1:]],
+            top=_read_rows(meta["input_top_logprobs"]) if request.num_top else [],
+            named=_read_rows(meta["input_token_ids_logprobs"]) if request.token_ids else [],
+            version=str(meta["weight_version"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineAnswerError(f"{name} answered log-probs without {error}: {str(answer)[:300]}") from error
+
+
+def _read_rows(rows: Sequence[Any]) -> list[dict[int, float]]:  # Any: JSON
+    """Log-probs by token id at each position behind the first, which has none."""
+    return [{int(token): read_logprob(logprob) for logprob, token, _ in row} for row in rows[1:]]

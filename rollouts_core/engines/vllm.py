@@ -10,7 +10,7 @@ it so; each update checks it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from rollouts_core.engines.http import (
     read_completion,
     read_logprob,
 )
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest, read_scored_tokens
 from rollouts_core.engines.sending_to_vllm import VLLMWeightSender, count_ranks
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.served_adapters import ServedAdapters
@@ -65,6 +66,12 @@ ADAPTED_LAYER = ".base_layer."
 MAX_BIASES = 1024
 """More fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS, vllm/v1/worker/gpu/sample/logit_bias.py); its older one
 has no limit. None are sent then, and each sample with such a token is found invalid."""
+DEFAULT_MAX_LOGPROBS = 20
+"""vLLM's own limit of `prompt_logprobs`, which --max-logprobs raises."""
+PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent with every request, because vLLM takes other defaults from a model's folder."""
+TOKEN_ID_PREFIX = "token_id:"
+"""Precedes token ids that vLLM returns in place of texts."""
 
 
 class VLLMEngine(EngineClient):
@@ -144,15 +151,60 @@ class VLLMEngine(EngineClient):
         Answers carry no weight version: it is requested before and after, and if it changed in between, the completions
         have none.
         """
-        before = await self._version_in_turn()
         # One call per completion: vLLM takes one seed per call.
-        bodies = [_render_request(each, self.vocab_size, self._adapters.current) for each in requests]
-        answers = await gather([partial(self._sample, body) for body in bodies])
-        version = before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
+        answers, version = await self._sample_all(
+            lambda adapter: [_render_request(each, self.vocab_size, adapter) for each in requests]
+        )
         return [
             _parse_completion(answer, request, self.name, version=version, ends=self.ends)
             for answer, request in zip(answers, requests, strict=True)
         ]
+
+    async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Ask once, whatever weights the server has: one call per request, and another one for its `token_ids`.
+
+        Raises:
+            EngineError: the server returns fewer of the most likely tokens than a request wants.
+        """
+        await self._check_num_top(max((request.num_top for request in requests), default=0))
+        named = [request for request in requests if request.token_ids]
+        answers, version = await self._sample_all(
+            lambda adapter: [
+                *(_render_scoring(each, adapter) for each in requests),
+                *(_render_named(each, adapter) for each in named),
+            ]
+        )
+        named_answers = iter(answers[len(requests) :])
+        return [
+            _parse_scored_tokens(
+                answer, next(named_answers) if request.token_ids else None, request, self.name, version=version
+            )
+            for answer, request in zip(answers[: len(requests)], requests, strict=True)
+        ]
+
+    async def _check_num_top(self, num_top: int) -> None:
+        """Raise EngineError if the server returns fewer of the most likely tokens."""
+        if num_top <= DEFAULT_MAX_LOGPROBS:
+            return
+        limit = (await self._model_config()).get("max_logprobs", DEFAULT_MAX_LOGPROBS)
+        if 0 <= limit < num_top:
+            raise EngineError(
+                f"{self.name} is vLLM, which was started to return at most {limit} of the most likely tokens, not "
+                f"{num_top}: lower num_top, or start vLLM with --max-logprobs {num_top}"
+            )
+
+    async def _sample_all(
+        self, render: Callable[[str], Sequence[dict[str, Any]]]
+    ) -> tuple[list[Any], str]:  # Any: JSON both ways
+        """The answers to some calls, and their weight version, which matches no version if it changed meanwhile.
+
+        Args:
+            render: makes the bodies of the calls for an adapter; called after the version is known, so that a change of
+                the adapter changes the version, too.
+        """
+        before = await self._version_in_turn()
+        answers = await gather([partial(self._sample, body) for body in render(self._adapters.current)])
+        return answers, before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
 
     async def _sample(self, body: dict[str, Any]) -> Any:  # Any: JSON
         try:
@@ -339,10 +391,7 @@ def _render_request(
         "prompt": request.prompt_tokens,
         "max_tokens": request.sampling.max_new_tokens,
         "temperature": request.sampling.temperature,
-        "top_p": 1.0,  # said, because vLLM takes the defaults that a model's folder brings
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
+        **PLAIN_SAMPLING,
         "stop_token_ids": list(request.stop_token_ids),
         "seed": derive_seed(request.seed, "rest", request.num_continued) if is_rest else request.seed,
         "logprobs": 0,
@@ -370,3 +419,50 @@ def _parse_completion(
         version_spans=((version, 0, len(tokens)),),
         ends=ends,
     )
+
+
+def _render_scoring(request: ScoringRequest, adapter: str) -> dict[str, Any]:  # Any: JSON
+    return {
+        **({"model": adapter} if adapter else {}),
+        "prompt": request.tokens,
+        "max_tokens": 1,  # the smallest number that vLLM takes
+        "prompt_logprobs": request.num_top,
+    }
+
+
+def _render_named(request: ScoringRequest, adapter: str) -> dict[str, Any]:  # Any: JSON
+    """A call with one prompt per position: vLLM returns log-probs of named tokens only for tokens that it samples."""
+    return {
+        **({"model": adapter} if adapter else {}),
+        "prompt": [request.tokens[:position] for position in range(request.start, len(request.tokens))],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        **PLAIN_SAMPLING,
+        "logprobs": 0,
+        "logprob_token_ids": request.token_ids,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _parse_scored_tokens(
+    answer: Mapping[str, Any], named: Mapping[str, Any] | None, request: ScoringRequest, name: str, *, version: str
+) -> ScoredTokens:  # Any: JSON
+    try:
+        choices = sorted(named["choices"], key=lambda each: each["index"]) if named else []
+        if any(each["finish_reason"] == "abort" for each in (answer["choices"][0], *choices)):
+            raise EngineUnavailableError(f"{name} aborted a request for log-probs")
+        rows = [
+            {int(token): read_logprob(found["logprob"]) for token, found in row.items()}
+            for row in answer["choices"][0]["prompt_logprobs"][request.start :]
+        ]
+        named_rows = [
+            {
+                int(token.removeprefix(TOKEN_ID_PREFIX)): read_logprob(logprob)
+                for token, logprob in each["logprobs"]["top_logprobs"][0].items()
+            }
+            for each in choices
+        ]
+        logprobs = [row[token] for row, token in zip(rows, request.tokens[request.start :], strict=False)]
+        return read_scored_tokens(name, request, logprobs=logprobs, top=rows, named=named_rows, version=version)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineAnswerError(f"{name} answered log-probs without {error}: {str(answer)[:300]}") from error

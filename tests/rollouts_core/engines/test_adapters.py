@@ -38,7 +38,14 @@ from rollouts_core.embedded.adapters import DOWN, UP, is_adapter, merge_publishe
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engine_kinds.spec import AdapterForm
-from rollouts_core.engines import GenerationRequest, PublishTarget, SGLangEngine, VLLMEngine, publish_weights
+from rollouts_core.engines import (
+    GenerationRequest,
+    PublishTarget,
+    ScoringRequest,
+    SGLangEngine,
+    VLLMEngine,
+    publish_weights,
+)
 from rollouts_core.engines.adapters import PEFT_PREFIX, AdaptedWeights, write_scaled_folder
 from rollouts_core.engines.checksums import HeldTensors
 from rollouts_core.engines.client import EngineClient
@@ -121,7 +128,10 @@ def target_of(model: ModelConfig, tmp_path: Path, **settings: Any) -> PublishTar
 
 
 async def sampled_gap(engine: SGLangEngine | VLLMEngine, backend: PyTorchTrainingBackend) -> float:
-    """The largest difference between an engine's log-probs and the float32 policy's, over some completions."""
+    """The largest difference between an engine's log-probs and the float32 policy's, over some completions.
+
+    The engine computes them twice: as it samples the completions, and for the completions as given tokens.
+    """
     sampling = SamplingConfig(max_new_tokens=12)
     prompts = [random_prompt(length, seed=length) for length in (3, 9, 9, 20)]
     prompts = [[token % 20 for token in prompt] for prompt in prompts]
@@ -131,12 +141,16 @@ async def sampled_gap(engine: SGLangEngine | VLLMEngine, backend: PyTorchTrainin
             for seed, prompt in enumerate(prompts)
         ]
     )
+    given = [
+        ScoringRequest(tokens=[*prompt, *completion.tokens], start=len(prompt))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
     exact = merge_published(published(backend.model))
     gaps = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert {version for version, _, _ in completion.version_spans} == {await engine.weight_version()}
-        expected = logprobs_of(backend, exact, [*prompt, *completion.tokens])[-len(completion.tokens) :]
-        gaps.append((torch.tensor(completion.logprobs) - expected).abs().max())
+    for request, completion, scored in zip(given, completions, await engine.score(given), strict=True):
+        assert completion.versions == scored.versions == {await engine.weight_version()}
+        expected = logprobs_of(backend, exact, request.tokens)[-len(completion.tokens) :]
+        gaps += [(torch.tensor(found.logprobs) - expected).abs().max() for found in (completion, scored)]
     return float(max(gaps))
 
 

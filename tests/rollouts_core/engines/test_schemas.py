@@ -29,7 +29,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engines import GenerationRequest, SGLangEngine, VLLMEngine
+from rollouts_core.engines import GenerationRequest, ScoringRequest, SGLangEngine, VLLMEngine
 from rollouts_core.engines import sending as sending_module
 from rollouts_core.engines import sglang as sglang_module
 from rollouts_core.engines import vllm as vllm_module
@@ -47,6 +47,7 @@ HERE = "http://127.0.0.1:9"
 REQUEST = GenerationRequest(
     prompt_tokens=[4, 8], sampling=SamplingConfig(temperature=0.7, max_new_tokens=2), stop_token_ids=(1,), seed=3
 )
+SCORED = ScoringRequest(tokens=[4, 8], num_top=1, token_ids=(5,))
 
 
 def load_spec(name: str) -> dict[str, Any]:  # Any: JSON
@@ -83,6 +84,7 @@ def requests_of_sglang(model_dir: Path) -> list[httpx.Request]:
                 sent = SentWeights(version=way, model_dir=model_dir, tensors=tensors, transfer=way)
                 await engine.load_weights(sent, way)
             await engine.generate([REQUEST, REQUEST])
+            await engine.score([SCORED, SCORED])
             await engine.pause()
             await engine.resume()
             await engine.show_life()
@@ -100,7 +102,9 @@ def requests_of_vllm(model_dir: Path) -> list[httpx.Request]:
     """Every request that the client of vLLM makes, to a script of vLLM's answers."""
     digests = {name: found[0] for name, found in expected_digests(read_tensors(model_dir), torch.float32, ()).items()}
     config = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "model": "", "enable_sleep_mode": True}
-    choice = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -1.0]}, "finish_reason": "length"}
+    logprobs = {"token_logprobs": [-1.0, -1.0], "top_logprobs": [{"token_id:5": -1.0}]}
+    choice = {"token_ids": [5, 6], "logprobs": logprobs, "finish_reason": "length", "index": 0}
+    choice |= {"prompt_logprobs": [None, {"8": {"logprob": -1.0}}]}
     answers: dict[str, Any] = {  # Any: JSON
         "/server_info": {"vllm_config": {"model_config": config}},
         "/weight_checker": {"checksums": {f"tp0:{name}": digest for name, digest in digests.items()}},
@@ -113,6 +117,7 @@ def requests_of_vllm(model_dir: Path) -> list[httpx.Request]:
         async with VLLMEngine("http://engine", transport=transport) as engine:
             await engine.load_weights(model_dir, "v1")
             await engine.generate([REQUEST, REQUEST])
+            await engine.score([SCORED, SCORED])
             await engine.show_life()
             await engine.abort_running()
             await engine.release_memory()
