@@ -59,8 +59,9 @@ START_TIMEOUT_S = 180.0
 """Timeout of a server's start. Creating a database takes 6 s on one core, and more than a minute on a busy machine."""
 BUSY_SERVER_S = 10.0
 """Timeout of a health check if the keeper is known to live."""
-JOIN_TIMEOUT_S = 30.0
-"""Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts."""
+JOIN_TIMEOUT_S = 120.0
+"""Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts, which take a minute
+on a busy machine."""
 LOOK_S = 1.0
 """Seconds between two checks that the server lives. They must be short, because Prefect's runner stops polling for
 cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
@@ -577,6 +578,9 @@ def _start_lock(home: Path) -> Iterator[None]:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while not try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                raise ServerError(f"another process has been holding {home / 'start.lock'} for {JOIN_TIMEOUT_S:.0f} s")
+                raise ServerError(
+                    f"another process has been holding {home / 'start.lock'} for {JOIN_TIMEOUT_S:.0f} s: wait until "
+                    "the other rollouts commands of the store have started or ended, then give the command again"
+                )
             time.sleep(0.02)
         yield
