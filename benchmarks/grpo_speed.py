@@ -67,9 +67,9 @@ from rollouts_core.config import (
 )
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.optimizer_step import update_policy
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.rollout_batch import convert_to_batch
-from rollouts_core.update import update_policy
 
 PROMPTS_PER_STEP, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 40
 SHORTEST_PROMPT, LONGEST_PROMPT, NUM_PROMPTS = 8, 24, 2_000

@@ -1,6 +1,6 @@
 """The format of checkpoints: directories with a manifest, written atomically and verified before use.
 
-`saving.py` writes checkpoints and resumes from them. A training backend defines the files in `trainer/`
+`run_checkpoints.py` writes checkpoints and resumes from them. A training backend defines the files in `trainer/`
 (`backends/training_state.py`).
 
     step_000100/
@@ -68,7 +68,7 @@ class Manifest:
     score: float | None = None
     """Quality of the policy during the steps before the checkpoint, higher is better; None if it was not measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """Settings and inputs of the training, by name (`saving.describe_settings`)."""
+    """Settings and inputs of the training, by name (`run_checkpoints.describe_settings`)."""
     is_early: bool = False
     """True if the checkpoint was written only because the user stopped the training. A resumed run deletes it after its
     next checkpoint, so that the run ends with the same checkpoints as a run that was never stopped."""

@@ -36,16 +36,16 @@ from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_versi
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError, RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, keep_logged, read_json_lines
+from rollouts_core.optimizer_step import SkipCounter, update_policy
 from rollouts_core.rl_batch import is_reinforced, places_to_score, plan_rows, prepare_updates
-from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
+from rollouts_core.rollout.schedule_replay import Schedule
 from rollouts_core.rollout.validity import count_invalid
-from rollouts_core.saving import FREE_INPUTS, RunCheckpoints, describe_settings, is_same_task
+from rollouts_core.run_checkpoints import FREE_INPUTS, RunCheckpoints, describe_settings, is_same_task
 from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
-from rollouts_core.update import SkipCounter, update_policy
 from rollouts_core.warning_rules import WarningWatch
 
 OnBatch = Callable[[int, RolloutBatch], None]

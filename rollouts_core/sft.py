@@ -22,10 +22,10 @@ from rollouts_core.data.packing import pack_rows
 from rollouts_core.data.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.errors import DataError
 from rollouts_core.metrics import EventLog, MetricsLogger, keep_logged
-from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.optimizer_step import SkipCounter, update_policy
+from rollouts_core.run_checkpoints import RunCheckpoints, describe_settings
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import Sample
-from rollouts_core.update import SkipCounter, update_policy
 from rollouts_core.warning_rules import SFT_RULES, WarningWatch
 
 

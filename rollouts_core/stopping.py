@@ -1,6 +1,6 @@
 """Stop a training on request without losing a finished step.
 
-`jobs/training_job.py` requests the stop. `saving.py` writes the checkpoint.
+`jobs/training_job.py` requests the stop. `run_checkpoints.py` writes the checkpoint.
 
     asked ──┬── the running step ends in time ──> the training loop saves the step, and ends
             └── it would outlast the grace period ──> `Watch`, a thread, saves the last whole step and ends the process

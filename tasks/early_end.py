@@ -7,7 +7,7 @@ A stage that ended early counts as finished only for the run whose user requeste
 settings uses a second directory, whose name is derived from the first directory's name. The second training starts from
 copies of the checkpoints, trains only the remaining steps, and does not change the first run's files.
 
-Not here: how a training ends early (rollouts_core/saving.py), the command (flows/commands/finish.py).
+Not here: how a training ends early (rollouts_core/run_checkpoints.py), the command (flows/commands/finish.py).
 """
 
 from __future__ import annotations

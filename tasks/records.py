@@ -17,7 +17,7 @@ from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import EngineKind
 from rollouts_core.stages import TRAININGS
 
-How = Literal["ran", "attached", "reused"]
+Outcome = Literal["ran", "attached", "reused"]
 
 
 class TaskRecord(BaseModel):
@@ -105,7 +105,7 @@ class StageRecord(TaskRecord):
     stage: str
     fingerprint: str
     run_dir: str
-    how: How
+    how: Outcome
     """ran: this run started the job. attached: the job was already running. reused: the stage was already finished."""
     why: str = ""
     """The reason for `how`, for messages, with the name of the other run if another run made the result."""

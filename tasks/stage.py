@@ -43,7 +43,7 @@ from rollouts.tasks.leases import has_lease
 from rollouts.tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec, longest_grace_s
 from rollouts.tasks.plan import check_plugins
 from rollouts.tasks.progress import StageProgress
-from rollouts.tasks.records import How, RunScope, Stage, StageRecord
+from rollouts.tasks.records import Outcome, RunScope, Stage, StageRecord
 from rollouts.tasks.tracking import tracked
 from rollouts.tasks.trainer_nodes import start_in_turn, trainers_beside
 from rollouts.tasks.unit_keys import own_keys
@@ -79,7 +79,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         for sentence in filter(None, (damage, "" if taken else unlike, begun, taken)):
             progress.say(sentence)
         with tracked(stage, scope, progress.say):
-            how: How = "reused" if is_finished(stage) else run_until_it_fits(stage, scope, node, progress)
+            how: Outcome = "reused" if is_finished(stage) else run_until_it_fits(stage, scope, node, progress)
         result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
         check_own_end(stage, scope)
@@ -96,14 +96,14 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         fingerprint=stage.fingerprint,
         run_dir=stage.run_dir,
         how=how,
-        why=damage or begun or (how == "ran" and unlike) or why_so(how, stage, scope, result),
+        why=damage or begun or (how == "ran" and unlike) or describe_reuse(how, stage, scope, result),
         began_at=began_at,
         seconds=seconds,
         result=result,
     )
 
 
-def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -> str:  # Any: JSON
+def describe_reuse(how: Outcome, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -> str:  # Any: JSON
     """Text for the report: why this run started a stage, attached to it, or reused its result.
 
     Args:
@@ -121,7 +121,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
     return f"{state}, first for {'an earlier attempt of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
 
 
-def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
+def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> Outcome:
     """Call `run_on_node` until the stage fits into GPU memory. Each attempt that runs out of memory lowers a setting.
 
     Only a training on several machines ends this way. On one machine, the supervisor restarts the job itself.
@@ -132,7 +132,7 @@ def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: Stage
     return run_on_node(stage, scope, node, progress)
 
 
-def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
+def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> Outcome:
     """Start the stage's job or attach to it. Returns when all files of the finished job are in `stage.run_dir`."""
     run_dir = node.path_on_node(stage.run_dir)
     with (
@@ -215,7 +215,7 @@ def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextMa
     return checkpoints_published(RunDirectory(Path(stage.run_dir)).checkpoints, url)
 
 
-def how_it_began(status: JobStatus) -> How:
+def how_it_began(status: JobStatus) -> Outcome:
     """Whether the run started the job, attached to it, or found it finished.
 
     Args:

@@ -20,7 +20,7 @@ from rollouts.tasks.artifacts import is_finished
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.retries import is_worth_a_retry
-from rollouts.tasks.stage import run_stage, why_so
+from rollouts.tasks.stage import describe_reuse, run_stage
 from rollouts.tasks.tracking import tracked
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
@@ -74,7 +74,7 @@ def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
         if stage.kind == "eval":
             progress.say(describe_found(Path(stage.run_dir), stage.name))
         progress.say(f"reused from {stage.run_dir}")
-    reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "began_at": 0.0, "seconds": 0.0}
+    reused = {"how": "reused", "why": describe_reuse("reused", stage, scope, result), "began_at": 0.0, "seconds": 0.0}
     return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})
 
 

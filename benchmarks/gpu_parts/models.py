@@ -22,9 +22,9 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import with_step_totals
 from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, RLTrainingConfig
 from rollouts_core.data.packing import pack_rows
+from rollouts_core.optimizer_step import update_policy
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout.rollout_batch import convert_to_batch
-from rollouts_core.update import update_policy
 
 VOCABULARY = 512
 SMALL = ModelSize(

@@ -1,6 +1,6 @@
 """Check before a run starts that each training can resume from the checkpoint in its setting `resume_from`.
 
-Not here: checking the checkpoints that a training itself wrote (saving.py).
+Not here: checking the checkpoints that a training itself wrote (run_checkpoints.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTra
 from rollouts_core.config.messages import closest_name, settings_of
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import TrainingJob
-from rollouts_core.saving import check_same_settings, check_step, describe_settings
+from rollouts_core.run_checkpoints import check_same_settings, check_step, describe_settings
 from rollouts_core.seeds import replicate_seed
 from rollouts_core.stages import kind_of
 

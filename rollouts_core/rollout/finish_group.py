@@ -15,8 +15,8 @@ from rollouts_core.errors import EngineError, EnvironmentUnavailableError, Rollo
 from rollouts_core.filters import FilterDecision
 from rollouts_core.rewards import RewardFn, grade_group
 from rollouts_core.rollout.generate import UNFINISHED, Group, generate_whole
-from rollouts_core.rollout.group_order import FinishedGroup
 from rollouts_core.rollout.resolve import GenerateFn
+from rollouts_core.rollout.schedule_replay import FinishedGroup
 from rollouts_core.rollout.validity import mark_foreign_tokens
 from rollouts_core.system.time_limits import call_within, interrupt_after
 from rollouts_core.types import Sample, VersionSpan

@@ -19,7 +19,7 @@ live groups (running or ready):
                        oldest live groups, so timing decides nothing unless a filter drops groups. A group is at most S
                        weight publications old when it is trained on.
 
-One group: `finish_group.py`. Replayed order: `group_order.py`. Outages: `outage.py`.
+One group: `finish_group.py`. Replayed order: `schedule_replay.py`. Outages: `outage.py`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ from rollouts_core.filters import scored_rewards
 from rollouts_core.rewards import RewardFn, take_reward_metrics
 from rollouts_core.rollout.finish_group import GroupFinisher, dropped_for_outage
 from rollouts_core.rollout.generate import Group, build_pending_group
-from rollouts_core.rollout.group_order import FinishedGroup, LoggedOrder, Schedule
 from rollouts_core.rollout.outage import OutageWatch
 from rollouts_core.rollout.resolve import (
     GenerateFn,
     Interruptible,
-    Remembering,
+    ReportsVersions,
     Resumable,
     resolve_buffer_filter_fn,
     resolve_filter_fn,
@@ -59,6 +58,7 @@ from rollouts_core.rollout.resolve import (
     resolve_reward_fn,
 )
 from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.rollout.schedule_replay import FinishedGroup, Schedule, ScheduleReplay
 from rollouts_core.rollout.staleness import PublishedVersions
 from rollouts_core.rollout.validity import InvalidWatch
 from rollouts_core.system.time_limits import interrupt_after
@@ -121,7 +121,7 @@ class AsyncRolloutManager:
         self.generate_fn = generate_fn or resolve_generate_fn(config)
         function: object = self.generate_fn
         self._resumable = function if isinstance(function, Resumable) else None
-        self._remembering = function if isinstance(function, Remembering) else None
+        self._versions = function if isinstance(function, ReportsVersions) else None
         is_kept = config.max_partial_staleness > 0
         self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
@@ -148,7 +148,7 @@ class AsyncRolloutManager:
         self._invalid = InvalidWatch()
         self._is_paused = False
         self._schedules: deque[Schedule] = deque()
-        self._order = LoggedOrder()
+        self._order = ScheduleReplay()
         self._timing_decides = not config.max_staleness and (
             self.filter_fn is not None or _round_size(config) > config.batch_size
         )
@@ -289,8 +289,8 @@ class AsyncRolloutManager:
             self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
         self._under_way = {}
 
-    def _next_order(self) -> LoggedOrder:
-        return LoggedOrder(self._schedules.popleft() if self._schedules else None)
+    def _next_order(self) -> ScheduleReplay:
+        return ScheduleReplay(self._schedules.popleft() if self._schedules else None)
 
     async def _wait_for_batch(self) -> list[int]:
         """Wait until all groups of the next batch are ready. Returns the indices of these groups."""
@@ -422,13 +422,13 @@ class AsyncRolloutManager:
 
     def _renewed_if_stale(self, group: Group) -> Group:
         """Return the cancelled group; if its tokens are too old to train on, return it without tokens."""
-        versions = self._remembering.versions_of(group) if self._remembering else ()
+        versions = self._versions.versions_of(group) if self._versions else ()
         ages = [self.published.oldest(group), *map(self.published.staleness_of, versions)]
         if max(ages) <= self.config.max_token_age:
             return group
         self._tally.drops[STALE] += 1
-        if self._remembering:
-            self._remembering.forget(group)
+        if self._versions:
+            self._versions.forget(group)
         return self._pending_group(group[0].group_index)
 
     def _pending_group(self, index: int) -> Group:
@@ -466,7 +466,7 @@ class AsyncRolloutManager:
             if self._failure:
                 self._order.forget([finished.index])  # the next call of `generate_batch` starts this group again
                 break
-            self._order.go_on_behind(finished.index)
+            self._order.consume(finished.index)
             self._settle(finished)
             self._ask_for_groups()
         if not self._begun:

@@ -17,8 +17,8 @@ from rollouts_core.config import RolloutConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
 from rollouts_core.rewards import RewardFn
-from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.rollout.schedule_replay import Schedule
 from rollouts_core.rollout.validity import mark_foreign_tokens
 from rollouts_core.types import RolloutBatch, Sample, group_samples, sample_from_json
 

@@ -32,7 +32,7 @@ finished, in the same order.
 A trajectory may be returned as several samples, one per turn (`Sample.turn`). If the function returns samples with
 `Status.ABORTED`, it is called again with the group, to continue from the samples' tokens. Optional protocols:
 `Resumable` saves the function's state in checkpoints. `Interruptible` returns partial completions on request.
-`Remembering` reports the weight versions of tokens that the function keeps itself."""
+`ReportsVersions` reports the weight versions of tokens that the function keeps itself."""
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class Interruptible(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class ReportsVersions(Protocol):
     """A generate function that keeps the tokens of unfinished groups itself instead of in their samples."""
 
     def versions_of(self, group: Sequence[Sample]) -> Sequence[int]:

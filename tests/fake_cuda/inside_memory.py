@@ -18,7 +18,7 @@ from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.checks.activation_needs import Rows
 from rollouts_core.config import LoRAConfig, OptimConfig, PolicyConfig
 from rollouts_core.model.attention_choice import expected_kernel
-from rollouts_core.update import update_policy
+from rollouts_core.optimizer_step import update_policy
 from tests.fake_cuda.device import fake_cuda, squares
 from tests.fake_cuda.models import SHAPES, adapters_in_place, estimate, models_of
 

@@ -27,7 +27,7 @@ from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.config import OptimConfig, PolicyConfig
 from rollouts_core.model.varlen import SDPA_BY_ROWS, VARLEN
-from rollouts_core.update import update_policy
+from rollouts_core.optimizer_step import update_policy
 from tests.fake_cuda.device import fake_cuda, squares
 from tests.fake_cuda.models import SHAPES, models_of
 

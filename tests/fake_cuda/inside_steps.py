@@ -25,9 +25,9 @@ from rollouts_core.batch import with_step_totals
 from rollouts_core.config import LoRAConfig, LossConfig, OptimConfig, PolicyConfig, RLTrainingConfig
 from rollouts_core.model import policy as policy_module
 from rollouts_core.model.varlen import SDPA_BY_ROWS, VARLEN
+from rollouts_core.optimizer_step import update_policy
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout.rollout_batch import convert_to_batch
-from rollouts_core.update import update_policy
 from tests.fake_cuda.device import Trace, fake_cuda, squares
 from tests.fake_cuda.models import adapters_in_place, models_of
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from rollouts.flows.cli import app
 from rollouts.flows.form import load_pipeline
 from rollouts_core.checkpoint import new_checkpoint
-from rollouts_core.saving import describe_settings
+from rollouts_core.run_checkpoints import describe_settings
 from rollouts_core.stages.planning import base_model, sft_job
 from tests.flows.refusals import (
     ASSISTANT,

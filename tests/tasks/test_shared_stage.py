@@ -28,7 +28,7 @@ from rollouts.infra.session import LocalSession, Session
 from rollouts.tasks import stage as stages
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.provision import give_back
-from rollouts.tasks.records import How, RunScope, Stage
+from rollouts.tasks.records import Outcome, RunScope, Stage
 from rollouts.tasks.upload_inputs import Placement, bring_earlier_work
 from tests.infra.shell_jobs import shell_spec
 from tests.kit.waiting import wait_until
@@ -73,7 +73,7 @@ def scope_of(run_id: str, tmp_path: Path) -> RunScope:
     return RunScope(run_id=run_id, run_name="small", store=str(tmp_path / "store"))
 
 
-def run(stage: Stage, run_id: str, node: Node, said: io.StringIO, tmp_path: Path) -> How:
+def run(stage: Stage, run_id: str, node: Node, said: io.StringIO, tmp_path: Path) -> Outcome:
     with StageProgress(stage.name, num_steps=1, console=Console(file=said, width=200)) as progress:
         return stages.run_on_node(stage, scope_of(run_id, tmp_path), node, progress)
 
@@ -81,7 +81,7 @@ def run(stage: Stage, run_id: str, node: Node, said: io.StringIO, tmp_path: Path
 def test_of_two_runs_with_a_machine_each_one_does_a_stage_and_the_other_hears_of_it_at_once(
     stage: Stage, shell_jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs: list[Future[How]] = []
+    runs: list[Future[Outcome]] = []
     placing: list[str] = []
 
     def place(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None]) -> Placement:
@@ -217,7 +217,7 @@ def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_
     ours = scope_of("run-a", tmp_path)
     theirs = ours.model_copy(update={"run_id": "run-b", "store": str(tmp_path / "their store")})
 
-    def follow() -> How:
+    def follow() -> Outcome:
         with StageProgress("rl", num_steps=1, console=Console(file=io.StringIO(), width=200)) as progress:
             return stages.run_on_node(shared, theirs, node, progress)
 

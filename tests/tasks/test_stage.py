@@ -31,7 +31,7 @@ from rollouts.tasks.node_job import (
     variables_of_place,
 )
 from rollouts.tasks.progress import StageProgress
-from rollouts.tasks.records import How, RunScope, Stage
+from rollouts.tasks.records import Outcome, RunScope, Stage
 from rollouts.tasks.stage import follow_until_finished, run_until_it_fits
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
@@ -208,7 +208,7 @@ def test_a_stage_says_what_was_lowered_and_starts_again_at_once(
     first = f"echo {shlex.quote(line)} > events.jsonl; exit 76"
     script = f"if [ -e events.jsonl ]; then echo '{{}}' > result.json; else {first}; fi"
 
-    def follow(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
+    def follow(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> Outcome:
         status = start_or_attach(session, shell_spec(tmp_path / "sft", script))
         follow_until_finished(session, status, progress, store="")
         return "ran"

@@ -36,9 +36,9 @@ from rollouts_core.embedded.adapters import UP, merge_published
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.policy import Policy, create_policy
+from rollouts_core.optimizer_step import update_policy
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
-from rollouts_core.update import update_policy
 from tests.rollouts_core.backends.two_processes import TwoProcesses, two_processes
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import (

@@ -33,8 +33,8 @@ from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig, MismatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.model.varlen import use_sdpa_by_rows
+from rollouts_core.optimizer_step import update_policy
 from rollouts_core.stopping import TrainingStop
-from rollouts_core.update import update_policy
 from tests.rollouts_core.make import make_random_samples
 
 POISON, EXPLOSIVE = 24, 25

@@ -14,7 +14,7 @@ from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import ConfigError
-from rollouts_core.update import update_policy
+from rollouts_core.optimizer_step import update_policy
 from tests.rollouts_core.backends.test_pytorch import OPTIM, make_batch
 
 

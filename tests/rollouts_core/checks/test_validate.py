@@ -35,7 +35,7 @@ from rollouts_core.findings import Caution
 from rollouts_core.fingerprint import SEMANTICS_VERSION
 from rollouts_core.job import InputFile, InputModel, RLJob
 from rollouts_core.rollout.generate import check_prompt_lengths
-from rollouts_core.saving import describe_settings
+from rollouts_core.run_checkpoints import describe_settings
 from tests.rollouts_core.checks.configurations import make_config, with_rollout, write_rows
 from tests.rollouts_core.make import make_prompts
 

@@ -24,7 +24,7 @@ from rollouts_core.model.attention_choice import (
 )
 from rollouts_core.model.model_shape import read_shape
 from rollouts_core.model.policy import find_kernel
-from rollouts_core.saving import changed_settings, check_same_settings
+from rollouts_core.run_checkpoints import changed_settings, check_same_settings
 
 HALF = PolicyConfig(precision="bfloat16")
 QWEN_600M = {

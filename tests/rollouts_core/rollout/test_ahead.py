@@ -17,8 +17,8 @@ from rollouts_core.config import RolloutConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision
-from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.rollout.schedule_replay import Schedule
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.make import make_prompts
 

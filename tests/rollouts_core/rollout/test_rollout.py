@@ -37,9 +37,9 @@ from rollouts_core.errors import (
 from rollouts_core.filters import FilterDecision
 from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn, sampling_seed
-from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.resolve import GenerateFn
+from rollouts_core.rollout.schedule_replay import Schedule
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.make import make_prompts
 from tests.rollouts_core.served_engine import served_engine

@@ -13,7 +13,7 @@ from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorc
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.update import SkipCounter, update_policy
+from rollouts_core.optimizer_step import SkipCounter, update_policy
 from tests.rollouts_core.make import make_random_samples
 
 POISON = 24

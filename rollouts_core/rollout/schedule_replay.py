@@ -40,7 +40,7 @@ class FinishedGroup:
         return self.group[0].group_index
 
 
-class LoggedOrder:
+class ScheduleReplay:
     """Returns finished groups in the order of a recorded schedule. Without a schedule: in the order in which they
     finished."""
 
@@ -59,7 +59,7 @@ class LoggedOrder:
     def next_finished(self, under_way: Container[int]) -> FinishedGroup | None:
         """The next group to keep or drop; None if it has not finished yet.
 
-        Returns the same group until `go_on_behind` or `forget` removes it. If the schedule's next group was not
+        Returns the same group until `consume` or `forget` removes it. If the schedule's next group was not
         requested, the rest of the schedule is ignored with a warning.
 
         Args:
@@ -77,7 +77,7 @@ class LoggedOrder:
             return next(iter(self._early.values()), None)
         return self._early.get(self._expected[0])
 
-    def go_on_behind(self, index: int) -> None:
+    def consume(self, index: int) -> None:
         """Remove the group that `next_finished` returned, after it was kept or dropped."""
         del self._early[index]
         if self._expected:

@@ -34,8 +34,8 @@ from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_m
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.run_checkpoints import RunCheckpoints, ScoredBy, check_same_settings, describe_settings, score_steps
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.saving import RunCheckpoints, ScoredBy, check_same_settings, describe_settings, score_steps
 from rollouts_core.sft import run_sft_training
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import Sample
