@@ -16,7 +16,7 @@ STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort
 
 
 def status_of_finish(name: str, reason: str, message: str = "") -> Status:
-    """The status of a completion of the engine `name` that ended for the reason `finish_reason`.
+    """The status of a completion that ended for the finish reason `reason`.
 
     Raises:
         EngineAnswerError: the reason is not in `STATUS_OF_FINISH`, so the completion cannot be graded.

@@ -52,7 +52,7 @@ class RouterProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which the router listens."""
         return f"http://{LOOPBACK}:{self._port}"
 
     def revive(self) -> None:
@@ -70,7 +70,7 @@ class RouterProcess:
         return f"exit code {self.process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
     def stop(self) -> None:
-        """End it."""
+        """End the router."""
         self.process.terminate()
         try:
             self.process.wait(GRACE_S)
