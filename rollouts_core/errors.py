@@ -17,7 +17,7 @@
     │   └── WeightSyncError      the engine did not take the published weights
     │       └── OtherVersionError    the engine reports another weight version than the published one
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: a retry may help
-    │   └── EnvironmentOutageError   it failed so often that the run ends: it must be repaired first
+    │   └── EnvironmentOutageError   sandbox or service failed so often that the run ends: repair the cause first
     └── TrainingError            training itself failed
         ├── NonFiniteError       a loss or gradient is NaN or infinite; the weights are unchanged
         ├── FullGPUError         a training step ran out of GPU memory
@@ -98,7 +98,7 @@ class EngineBusyError(EngineUnavailableError):
 
 
 class EngineAnswerError(EngineError):
-    """An engine gave an unusable answer that other engines would not give to the same request."""
+    """An engine gave an unusable answer to a request that other engines could answer."""
 
 
 class NoNumbersError(EngineAnswerError):
@@ -130,7 +130,7 @@ class EnvironmentUnavailableError(RolloutsError):
 
 
 class EnvironmentOutageError(EnvironmentUnavailableError):
-    """An environment or reward failed so often that the run ends: it must be repaired first."""
+    """An environment or reward failed so often that the run ends. The user must repair the cause first."""
 
 
 class TrainingError(RolloutsError):

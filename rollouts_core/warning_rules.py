@@ -5,8 +5,8 @@ Other modules: checks/ warns before a run, and signal_watch.py counts the steps 
     metrics of a step -> each rule reads the first steps and the last steps -> event `warning`, with the rule's name
                                                                             -> end of the run, if `stop_on` names it
 
-A rule warns when its bound is crossed. It warns again only after a step in which the bound was kept. The rules only
-read metrics, so they change a run only if they end it. A resumed run forgets the metrics of earlier attempts.
+A rule warns when its bound is crossed, and again only after a step in which the bound was kept. The rules only read
+metrics, so a rule changes a run only by ending the run. A resumed run forgets the metrics of earlier attempts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rollouts_core.signal_watch import SignalWatch
 logger = logging.getLogger(__name__)
 
 WINDOW = 100
-"""Rules see this number of last steps."""
+"""Number of last steps whose metrics rules can read."""
 MEAN_STEPS = 10
-"""Rules compare means over this number of steps, because the metrics of single steps are noisy."""
+"""Number of steps in the means that rules compare. The metrics of single steps are noisy."""
 IN_A_ROW = 3
 MIN_ENTROPY_SHARE = 0.1
 SPIKE = 10.0
@@ -96,7 +96,8 @@ def find_risen_loss(series: Series) -> str:
 
 
 def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
-    """Means over MEAN_STEPS values in a row: those of earlier steps, that of the last steps, and its standard error.
+    """The earlier means over MEAN_STEPS values in a row, the mean of the last MEAN_STEPS values, and its standard
+    error.
 
     No earlier mean shares a step with the last one. Without enough values the list of earlier means is empty.
     """
@@ -107,7 +108,7 @@ def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
 
 
 def find_entropy_collapse(series: Series) -> str:
-    """Compare the entropy of the last steps with that of the first steps.
+    """Compare the entropy of the last steps with the entropy of the first steps.
 
     A solved task, whose rewards hardly differ, is left out.
     """
@@ -229,7 +230,7 @@ RL_RULES = (
         find=find_rounding,
     ),
 )
-"""The rules of RL. Each can warn; a rule that `training.rl.stop_on` names also ends the run."""
+"""The rules of RL. Each rule can warn; a rule that `training.rl.stop_on` names also ends the run."""
 SFT_RULES = (
     Rule(
         name="loss_risen",
@@ -242,7 +243,7 @@ SFT_RULES = (
     ),
     replace(SPIKES_RULE, remedy="lower training.sft.optim.lr or training.sft.optim.max_grad_norm"),
 )
-"""The rules of SFT. Each can warn; a rule that `training.sft.stop_on` names also ends the run."""
+"""The rules of SFT. Each rule can warn; a rule that `training.sft.stop_on` names also ends the run."""
 
 
 class WarningWatch:
