@@ -248,8 +248,8 @@ def set_damaged_aside(parent: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find a checkpoint by a path. If the path is a run's folder or its `checkpoints` folder, return the newest
-    checkpoint in it.
+    """Return the checkpoint at a path: the path itself, or the newest checkpoint in a run's folder or `checkpoints`
+    folder.
 
     Raises:
         CheckpointError: there is no checkpoint at the path.

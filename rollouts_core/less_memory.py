@@ -101,7 +101,7 @@ def smaller_sft_batch(training: SFTTrainingConfig, directory: RunDirectory, num_
 
 
 def smaller_rl_batch(training: RLTrainingConfig, directory: RunDirectory, num_processes: int) -> Lowered | None:
-    """Lower the tokens per pass of a device to half, or to the longest sample of the last step; None at this length.
+    """Lower the tokens per pass to half, but not below the longest sample of the last step; None at this length.
 
     A limit below the longest sample would have no effect, because a pass has at least one row.
     """

@@ -261,7 +261,7 @@ def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None
 def find_earlier(
     checkpoints: RunCheckpoints, state: TrainingState, inference_engines: Sequence[InferenceEngine]
 ) -> EarlierVersion | None:
-    """The version that engines served when the checkpoint was saved; None if they served the checkpoint's own weights."""
+    """The version that engines served when the checkpoint was saved; None if it was the checkpoint's own version."""
     if checkpoints.resumed_from is None or "pending" in state:
         return None
     published, file = state["rollout"].get("published"), checkpoints.resumed_from / SERVED_WEIGHTS
