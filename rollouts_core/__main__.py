@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs one line per engine request at lower levels
     directory = RunDirectory(arguments.job.resolve().parent)
     keep_private(directory.root)
     try:
@@ -238,7 +238,7 @@ def describe_full_gpu(job: Job, reason: str, tried: Sequence[str] = ()) -> str:
     Args:
         tried: settings that the job lowered itself.
     """
-    from rollouts_core.checks.resource_needs import find_remedies  # only needed here
+    from rollouts_core.checks.resource_needs import find_remedies  # only this function needs it
 
     remedies = find_remedies(job.kind, job.training) if isinstance(job, TrainingJob) else []
     advice = [*remedies, "end other programs on that GPU", "use more or larger GPUs"]

@@ -132,7 +132,7 @@ class TrainBatch:
     is_packed: bool
     """Whether some row holds more than one segment."""
     sample_ids: tuple[str, ...] = ()
-    """Names of the samples for error messages: prompt id and index in the group, or the row of the data."""
+    """Names of the samples for errors: prompt id and index in the group, or the row of the data."""
     _layout: RowLayout | None = field(default=None, init=False, repr=False, compare=False)
     """The layout, computed at first use. `dataclasses.replace` resets the layout, because the new batch may have other
     rows."""
@@ -214,7 +214,7 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
 
 
 def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
-    """Split a row into runs of samples that share a prompt. Each run comes with its number of shared positions.
+    """Split a row into runs of samples that share a prompt. Each result is a run and its number of shared positions.
 
     The shared positions are the leading positions at which all samples of the run have equal tokens and no target is
     scored. The next sample of the same group joins the run unless this would reduce the number of shared positions.

@@ -174,7 +174,7 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
         by_size_alone: compare sizes only, without reading the files.
 
     Raises:
-        CheckpointError: a file is missing, differs from the manifest, or was added. The message names the first such
+        CheckpointError: a file is missing, differs from the manifest, or was added. The error names the first such
             file.
     """
     manifest = load_manifest(path)
@@ -231,7 +231,7 @@ def latest_intact_checkpoint(parent: Path) -> Path | None:
 def set_damaged_aside(parent: Path) -> list[Path]:
     """Rename damaged checkpoints, so that no run loads them, and return their new paths.
 
-    Checkpoints before the newest intact one are compared by file size only. A resumed run does not need these
+    Checkpoints before the newest intact checkpoint are compared by file size only. A resumed run does not need these
     checkpoints, hashing large files takes hours, and every checkpoint is verified when it is loaded.
     """
     moved = []
@@ -287,7 +287,7 @@ def prune_checkpoints(
     keep_best: int = 0,
     is_comparable: Callable[[Mapping[str, Any]], bool] = lambda settings: True,  # Any: JSON
 ) -> None:
-    """Delete all checkpoints except `newest`, the `keep` last ones, and the `keep_best` ones with the highest scores.
+    """Delete all checkpoints except `newest`, the `keep` last, and the `keep_best` checkpoints with the highest scores.
 
     Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. A checkpoint that was
     written because the user stopped the run does not count as one of the `keep` last. Such a checkpoint is deleted when

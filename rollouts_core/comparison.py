@@ -98,8 +98,8 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
     """Test whether the candidate scored better than the baseline, with a one-sided paired sign-flip test.
 
     Under the null hypothesis, each row's difference is as likely positive as negative. The p-value is the share of sign
-    choices whose mean difference is at least the observed mean. The sign choices are random; the observed signs count
-    as one more choice.
+    choices whose mean difference is at least the observed mean. The sign choices are random, and the observed signs
+    count as one more choice.
 
     Sources: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for counting the observed signs.
     """

@@ -34,7 +34,7 @@ class RolloutsError(Exception):
 class InputError(RolloutsError):
     """Input of the user that cannot be used.
 
-    The message says what was expected, what was found and how to correct it.
+    The text says what was expected, what was found and how to correct the input.
     """
 
 
@@ -63,7 +63,7 @@ class RewardError(InputError):
 
 
 class NoMemoryError(InputError):
-    """The settings need more memory than is available. The message names the settings to lower."""
+    """The settings need more memory than is available. The text names the settings to lower."""
 
 
 class NoSignalError(InputError):
@@ -81,7 +81,7 @@ class EngineError(RolloutsError):
 
 
 class EngineUnavailableError(EngineError):
-    """An engine is unreachable or still starting. The same request may work later."""
+    """An engine is unreachable or still starting. A retry of the request may work later."""
 
 
 class EngineBusyError(EngineUnavailableError):
@@ -125,7 +125,7 @@ class OtherVersionError(WeightSyncError):
 class EnvironmentUnavailableError(RolloutsError):
     """A sandbox, a service or a machine that an environment or reward needs failed.
 
-    The policy did not cause the failure, so the sample is not graded. The same conversation may work on a retry.
+    The policy did not cause the failure, so the sample is not graded. A retry of the conversation may work.
     """
 
 

@@ -38,9 +38,9 @@ def read_key(
     """Return the API key in an environment variable; "" if `variable` is empty.
 
     Args:
-        setting: section of the settings that names the variable, for the error message.
+        setting: section of the settings that names the variable, for the error's text.
         known: keys by variable; they take precedence over the environment.
-        name: setting within the section, for the error message.
+        name: setting within the section, for the error's text.
 
     Raises:
         ConfigError: the variable is unset or its value cannot be a key.

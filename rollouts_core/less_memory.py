@@ -65,7 +65,7 @@ def find_lowered(job: TrainingJob, directory: RunDirectory) -> list[Lowered]:
 
 
 def with_less(job: JobT, directory: RunDirectory) -> JobT:
-    """The job with the settings that earlier attempts lowered. A configured value stays if it is even lower."""
+    """The job with the settings that earlier attempts lowered. A configured value stays if this value is even lower."""
     training = job.training
     for lowered in find_lowered(job, directory):
         if lowered.setting == RECOMPUTED:

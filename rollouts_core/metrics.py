@@ -100,7 +100,7 @@ class EventLog:
         os.fsync(self._file.fileno())
 
     def warn(self, message: str, **details: Any) -> None:  # Any: JSON
-        """Log a warning and append it as an event. An empty message does nothing."""
+        """Log a warning and append the warning as an event. An empty text does nothing."""
         if message:
             logger.warning("%s", message)
             self.write("warning", message=message, **details)

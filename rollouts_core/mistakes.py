@@ -1,4 +1,4 @@
-"""Collect configuration errors, so that one check shows all of them at once.
+"""Collect configuration errors, so that one check shows all errors at once.
 
 `checks/validate.py` and `config/messages.py` raise the errors.
 """
@@ -65,7 +65,7 @@ class Mistakes:
         """Collect an error, unless it names an ignored setting or its text is already part of a collected error.
 
         Args:
-            names_place: whether the message already names its setting.
+            names_place: whether the error's text already names its setting.
         """
         text = str(error)
         if self._is_left_out(place, text):
@@ -103,7 +103,7 @@ class Mistakes:
         A single error is raised unchanged; several errors become one exception with a line for each.
 
         Raises:
-            Exception: an exception of one of the collected types.
+            Exception: an exception whose type is among the collected types.
         """
         if not self._noted:
             return

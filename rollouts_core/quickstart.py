@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""One of this many additions is kept out of all training data. A checksum decides which additions these are."""
+"""Number of additions per held-out addition. A checksum decides which additions are kept out of all training data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,7 +236,8 @@ def render_judge_prompt(template: str, sample: Sample) -> str:
 
 
 def create_classifier_reward(config: RewardConfig) -> BatchedReward:
-    """A reward from a Hugging Face sequence classifier with one label: its raw output for prompt and response.
+    """A reward from a Hugging Face sequence classifier with one label: the classifier's raw output for prompt and
+    response.
 
     Raises:
         ConfigError: the model's folder does not exist, or the model has several labels.
@@ -282,7 +283,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
 @contextmanager
 def _loading(config: RewardConfig) -> Iterator[None]:
-    """Turn errors while a classifier is loaded into error messages with the classifier's folder."""
+    """Turn errors from loading a classifier into CheckpointErrors that name the classifier's folder."""
     if not Path(config.model).is_dir():
         raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give the folder of a classifier")
     from rollouts_core.model.loading import BAD_SETTINGS, UNLOADABLE, describe_unloadable  # needs torch
@@ -295,7 +296,8 @@ def _loading(config: RewardConfig) -> Iterator[None]:
 
 
 def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
-    """A reward from a sequence classifier that SGLang or vLLM serves: its raw output for prompt and response.
+    """A reward from a sequence classifier that SGLang or vLLM serves: the classifier's raw output for prompt and
+    response.
 
     The server receives token ids from the tokenizer in the folder `config.model`.
 

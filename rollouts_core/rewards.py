@@ -94,10 +94,10 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
         timeout_s: time limit of the function, seconds; None sets no limit.
 
     Raises:
-        RewardError: the function raised an error, took too long, or did not return a finite number. The message names
-            the prompt.
+        RewardError: the function raised an error, took too long, or did not return a finite number. The error names the
+            prompt.
         EnvironmentUnavailableError: the generation of the sample failed, or a service that the function needs failed.
-            The message names the prompt.
+            The error names the prompt.
     """
     if sample.status is Status.FAILED:
         raise EnvironmentUnavailableError(
@@ -146,7 +146,7 @@ def _shortened(reward: object) -> str:
 
 
 def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
-    """A hint if the function raised because it does not take exactly one `Sample`; otherwise ""."""
+    """A hint if the reward function failed because it does not take exactly one `Sample`; otherwise ""."""
     try:
         inspect.signature(reward_fn).bind(None)
         is_mistaken = isinstance(error, TypeError | AttributeError) and "'Sample'" in str(error)

@@ -407,8 +407,7 @@ async def score_rollouts(
     """Compute the log-probs of the trainer before its first update, and of the reference model, if the settings need
     them.
 
-    With one update per step, the trainer's log-probs are not computed here, because the update's forward pass computes
-    them.
+    With one update per step, the update's forward pass computes the trainer's log-probs, so this function does not.
     """
     old: dict[int, Tensor] = {}
     ref: dict[int, Tensor] = {}

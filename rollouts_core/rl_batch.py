@@ -157,7 +157,7 @@ def plan_rows(
     row.
 
     Rows of similar length share a micro-batch, so there is little padding. A packed row is at most as long as the
-    longest unit (one sample, or samples that share a prompt). Longer rows would only compute more attention over masked
+    longest unit (one sample, or samples that share a prompt). Longer rows would only need more attention over masked
     tokens.
     """
     if not places:

@@ -128,7 +128,7 @@ class RunDirectory:
         """Write samples/<name>.jsonl. Each line has the temperature at which its log-probs were computed.
 
         Raises:
-            RewardError: the user's code stored a value that is not JSON in a sample's metadata. The message names the
+            RewardError: the user's code stored a value that is not JSON in a sample's metadata. The error names the
                 prompt.
         """
         self.samples.mkdir(exist_ok=True)

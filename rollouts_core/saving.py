@@ -1,4 +1,5 @@
-"""The checkpoints of one training run: resume from the newest, save while training goes on, delete old ones.
+"""Manage the checkpoints of a training run: resume from the newest, save while training continues, delete old
+checkpoints.
 
 `checkpoint.py` defines the format of a checkpoint, `backends/training_state.py` its content.
 
@@ -54,7 +55,7 @@ TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
 FREE_INPUTS = ("eval_samples", "policy.attention")
 """Inputs that change the weights at most by rounding, so a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
-"""Explanations of inputs for messages, if the name alone is not clear."""
+"""Explanations of inputs for errors, if the name alone is not clear."""
 LATER_INPUTS = ("data", "eval_samples")
 """Inputs that checkpoints of earlier versions do not record. In such a checkpoint they count as unchanged."""
 
@@ -345,7 +346,7 @@ class RunCheckpoints:
             )
 
     async def _settle(self, *, wait: bool) -> None:
-        """Complete the running save if it is finished. With `wait`, wait for it first."""
+        """Complete the running save if it is finished. With `wait`, wait until the save is finished."""
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return
@@ -418,7 +419,7 @@ def check_same_settings(
     Each differing setting must be free to change, or `allowed` must contain its name or section.
 
     Raises:
-        CheckpointError: other settings differ. The message has both values of each setting, and the entries of
+        CheckpointError: other settings differ. The error has both values of each setting, and the entries of
             `allowed` that match no changed setting.
     """
     changed = changed_settings(saved, current)

@@ -82,7 +82,7 @@ class TrainingStop:
         self.is_training = False
         """True after the first step has started. Before the first step, a stop need not wait for anything."""
         self.is_watched = False
-        """True if a step that outlasts the grace period is given up. Each whole step must then stay available for
+        """True if a step that outlasts the grace period is given up. If True, each whole step must stay available for
         saving."""
         self._told, self._granted, self._attempt = told, granted, attempt
         self._asked = threading.Event()

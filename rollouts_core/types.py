@@ -27,7 +27,7 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[dict[str, Any]]]  # Any: JSON arguments
-    """Function calls of an assistant. Each has the form {"function": {"name": ..., "arguments": {...}}}."""
+    """Function calls of an assistant. Each call has the form {"function": {"name": ..., "arguments": {...}}}."""
     tool_call_id: NotRequired[str]
     """Id of the tool call whose result this turn (role `tool`) contains."""
     name: NotRequired[str]
@@ -90,9 +90,9 @@ class Sample:
     """
 
     prompt: str | tuple[Message, ...] = ""
-    """The prompt as text or messages, for people and for rewards. Training reads `tokens`."""
+    """The prompt as text or as turns, for users and for rewards. Training reads `tokens`."""
     response: str = ""
-    """The completion as text, for people and for rewards. In a conversation this is the policy's last turn;
+    """The completion as text, for users and for rewards. In a conversation, the completion is the policy's last turn;
     `metadata["conversation"]` has all turns."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of prompt and completion, exactly as the policy read and sampled them."""

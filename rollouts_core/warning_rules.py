@@ -1,4 +1,4 @@
-"""Warnings about a training while it runs: a table of rules over the metrics of its steps, one for RL and one for SFT.
+"""Warn about a running training, by a table of rules for RL and a table for SFT. The rules read the metrics of steps.
 
 Other modules: checks/ warns before a run, and signal_watch.py counts the steps without learning signal.
 
@@ -99,7 +99,7 @@ def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
     """The earlier means over MEAN_STEPS values in a row, the mean of the last MEAN_STEPS values, and its standard
     error.
 
-    No earlier mean shares a step with the last one. Without enough values the list of earlier means is empty.
+    No earlier mean shares a step with the last mean. Without enough values the list of earlier means is empty.
     """
     means = [statistics.fmean(values[end - MEAN_STEPS : end]) for end in range(MEAN_STEPS, len(values) + 1)]
     if len(means) <= MEAN_STEPS:

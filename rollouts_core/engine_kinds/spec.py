@@ -19,7 +19,7 @@ AdapterForm = Literal["", "beside", "folder"]
 """How an engine takes adapters: as tensors beside the weights, or as a folder that requests name. If empty, the engine
 takes only merged weights."""
 LLAMA_LIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose linear layers are those of attention and of one feed-forward part."""
+"""Architectures whose only linear layers are in attention and in one feed-forward part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +89,14 @@ class EngineSpec:
     client: str
     """The engine's client as "module:class"."""
     probe: tuple[str, Mapping[str, object]]
-    """Path and body of a request for one token."""
+    """Path and body of a request that samples one token."""
     resume_paths: tuple[str, ...]
     """Paths of the requests that end a pause and allocate released memory again."""
     transfers: tuple[str, ...]
     """Supported ways of sending weights: values of `rollout.engine.weight_transfer`."""
     reserved_tokens: int
-    """Tokens of the context that prompt and completion must leave free. Otherwise the embedded engine refuses the
-    prompt, and SGLang ends the completion early."""
+    """Tokens of the context that prompt and completion must leave free. With fewer free tokens, the embedded engine
+    refuses the prompt, and SGLang ends the completion early."""
     package: str = ""
     """The package that must be installed for the engine; empty for the engine of this project."""
     cuda_build: EngineBuild | None = None
@@ -148,7 +148,7 @@ class EngineSpec:
 
 
 def read_scores(value: Any) -> list[float]:  # Any: JSON
-    """The scores of one conversation. If each token has scores, those of the last token count."""
+    """The scores of one conversation. If each token has scores, the last token's scores are returned."""
     if isinstance(value, list) and value and isinstance(value[-1], list):
         return read_scores(value[-1])
     scores = value if isinstance(value, list) else [value]

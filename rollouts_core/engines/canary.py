@@ -133,11 +133,11 @@ def canary_requests(temperature: float, num_tokens: int | None = None) -> list[G
 
 
 async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
-    """The mean gap between an engine's log-probs and the right ones, in nats.
+    """The mean gap between an engine's log-probs and the right log-probs, in nats.
 
     Raises:
         WeightSyncError: the gap is larger than number formats explain.
-        EngineUnavailableError: another call interrupted the canary's requests; repeat them.
+        EngineUnavailableError: another call interrupted the canary's requests, and a retry may work.
     """
     completions = await complete(canary_requests(canary.temperature, canary.num_tokens))
     if num_aborted := sum(completion.status is Status.ABORTED for completion in completions):

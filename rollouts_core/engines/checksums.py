@@ -59,7 +59,7 @@ class HeldTensors:
     digests: Mapping[str, str]
     """Checksums by tensor name; empty for servers with several ranks, because each rank holds parts of tensors."""
     dtype: torch.dtype | None
-    """Number format of the tensors with checksums; None if such checksums cannot be computed here."""
+    """Number format of the tensors with checksums; None if this process cannot compute such checksums."""
     kept_in: torch.dtype | None = None
     """Number format in which the server stores tensors, if it rounds the published tensors only to this format."""
 

@@ -85,7 +85,7 @@ async def started_engines(
 
     Raises:
         ConfigError: an engine cannot be started with its settings.
-        EngineError: all engines ended. The message has the reason if an engine's log shows it.
+        EngineError: all engines ended. The error has the reason if an engine's log shows a reason.
         EngineUnavailableError: an engine did not answer in time.
     """
     num_engines = deployment.num_engines if deployment.engine_gpu_ranks else 1

@@ -202,8 +202,7 @@ class WeightDelivery:
         return is_same and await self.server.weight_version() == before.version
 
     async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
-        """The tensors that need not be sent. They are equal in the verified version before, and the server was not
-        restarted."""
+        """The tensors that did not change since the verified version `before`, and that the server still has."""
         if before is None or not isinstance(before.weights, SentWeights) or not self._takes_parts:
             return ()
         kept = find_kept(weights, before.weights)

@@ -6,8 +6,8 @@
     close           may interrupt a broadcast: the server's end fails, and the trainer stops waiting; may interrupt a
                     connect before the first rank joins, for instance if the server refuses
 
-Each server has its own group, so a dead or hanging server does not delay the others, and a restarted server gets a new
-group without the others. In return, the trainer sends the weights once per server.
+Each server has its own group, so a dead or hanging server does not delay other servers, and a restarted server gets a
+new group without waiting for other servers. In return, the trainer sends the weights once per server.
 
 The groups consist of torch's backend objects without the global group of the trainer's ranks, because torch's functions
 for groups would turn the global group into an NCCL group.

@@ -135,8 +135,8 @@ def _scratch_folder() -> dict[str, str]:
     """Environment variables for the engine's folder of sockets and temporary files, which is removed at its end.
 
     vLLM and SGLang choose new socket names at each start and leave the sockets behind when killed. A small process
-    (cleanup_process.py) removes the folder and the engine's shared memory. It notices the engine's end because a pipe
-    to the engine closes.
+    (cleanup_process.py) removes the folder and the engine's shared memory. This process notices the engine's end
+    because a pipe to the engine closes.
     """
     inherited = Path(tempfile.gettempdir())
     is_short = len(f"{inherited}/rollouts-engine-12345678/") + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH
@@ -161,7 +161,7 @@ def _scratch_folder() -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """Whether engines are started on a GPU here."""
+    """Whether engines are started on a GPU on this machine."""
     return torch.cuda.is_available()
 
 

@@ -130,7 +130,7 @@ class EnginePool(ClosedOnExit):
 
         Raises:
             EngineUnavailableError: all engines are gone.
-            NoNumbersError: all engines are gone, and the log-probs of at least one were NaN.
+            NoNumbersError: all engines are gone, and the log-probs of at least one engine were NaN.
             EngineError: an engine refused the request.
         """
         while healthy := [member for member in self._members if not member.quarantined]:
@@ -145,7 +145,8 @@ class EnginePool(ClosedOnExit):
         raise kind(f"no engine is left: {self._describe_quarantine()}")
 
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
-        """The engine for an affinity, or the least busy one if that engine is much busier, or quarantined."""
+        """The engine of an affinity, or the least busy engine if the affinity's engine is much busier or
+        quarantined."""
         idlest = min(healthy, key=lambda each: each.calls.num_requests)
         if affinity is None:
             return idlest

@@ -53,8 +53,8 @@ class RoundingWatch:
         """Measure the effect of rounding, then round merged adapters to `dtype` if engines and frozen weights have
         `dtype`.
 
-        Replaces tensors in `weights` one after another, so that host memory never holds both forms of all tensors.
-        Other tensors are not rounded here: engines keep a few of them in float32 and round the rest.
+        Tensors in `weights` are replaced one after another, so that host memory never holds both forms of all tensors.
+        Other tensors are not rounded, because engines keep a few of these tensors in float32 and round the rest.
 
         Args:
             start: `sample_weights` of the weights that training started from.

@@ -115,7 +115,7 @@ class SGLangRouter(ClosedOnExit):
                 key = {"api_key": self._api_key} if self._api_key else {}
                 await self._connection.call("POST", "/workers", json={"url": url, **key}, is_answered=False)
         with anyio.move_on_after(WORKERS_TIMEOUT_S):
-            # An added engine must be listed first: the router cannot remove an engine that it is still adding.
+            # Wait until an added engine is listed, because the router cannot remove an engine that it is still adding.
             while _describe_difference(workers, urls) or not workers.keys() >= {*urls}:
                 await anyio.sleep(POLL_INTERVAL_S)
                 workers = await self._workers()
@@ -151,7 +151,7 @@ class RoutedPool(ClosedOnExit):
     """Engines behind a router, used as one engine. This object owns the engines and the router's client.
 
     Args:
-        pool: a pool of the same engines. It delivers weights, and is used when the router does not answer.
+        pool: a pool of the same engines. The pool delivers weights, and is used when the router does not answer.
         engines: the engines behind the router.
         revive: called when the router did not answer; restarts the router if this process owns the router.
     """
@@ -278,7 +278,7 @@ class RoutedPool(ClosedOnExit):
         """Return when the router and every engine answer; engines that do not are left out.
 
         Raises:
-            EngineUnavailableError: the router, or none of the engines, answers before the deadline.
+            EngineUnavailableError: the router, or every engine, did not answer before the deadline.
         """
         await gather([partial(self.router.wait_until_ready, timeout_s), partial(self.pool.wait_until_ready, timeout_s)])
 

@@ -1,4 +1,5 @@
-"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead one restarts.
+"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead router is
+restarted.
 
 started ── answers ── dies ── engines are asked directly ── restarted at the same port ── gets the engines again
              └── ends with the job, for whatever reason

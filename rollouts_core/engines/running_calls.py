@@ -34,6 +34,6 @@ class RunningCalls:
             self.num_requests -= num_requests
 
     def break_off(self) -> None:
-        """Interrupt all running calls. Each task notices this when the event loop runs it next."""
+        """Interrupt all running calls. A task notices the interruption when the event loop runs the task next."""
         for scope in self._scopes:
             scope.cancel()

@@ -24,7 +24,8 @@ from rollouts_core.engines.segments import is_same
 SentBy = Literal["gloo", "nccl", "tensors"]
 """The values of `rollout.engine.weight_transfer` with which weights are sent."""
 BUCKET_BYTES = 512 * 2**20
-"""Bytes sent at once; a larger tensor is sent alone. Trainer and engine each hold one bucket beside the weights."""
+"""Size of a bucket of tensors, bytes; a larger tensor is sent alone. Trainer and engine hold one bucket beside the
+weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,5 +99,5 @@ def split_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dic
 
 
 def flatten(bucket: Mapping[str, Tensor], device: str = "cpu") -> Tensor:
-    """The bytes of a bucket's tensors, one after the other."""
+    """The concatenated bytes of a bucket's tensors."""
     return torch.cat([tensor.to(device).reshape(-1).view(torch.uint8) for tensor in bucket.values()])

@@ -6,8 +6,8 @@ While requests are running, the watch sends liveness probes, which the server's 
     no answer in time          if no request has ended and no weights are being loaded meanwhile, the requests are
                                interrupted, and the server counts as gone until it answers a probe
 
-A probe skips the server's queue, so a busy server answers it after at most one step. The time limit is longer until the
-first request has ended, because servers compile then.
+A probe skips the server's queue, so a busy server answers a probe after at most one step. The time limit is longer
+until the first request has ended, because servers compile then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SilenceWatch:
     """Watches the requests of one server.
 
     Args:
-        name: the server's name in messages.
+        name: the server's name in logs and errors.
         question: sends a probe; returns when the server's scheduler has answered.
         is_excused: True while the server runs a call that may delay its answer, for example loading weights.
         timeout_s: longest permitted silence.

@@ -1,4 +1,4 @@
-"""Test whether an installed engine works: serve a tiny model with it, and request one completion.
+"""Test whether an installed engine works: let the engine serve a tiny model, and request one completion.
 
     RUN_DIR/job.json {"kind", "python", "start_timeout_s"} ──> a random model ── server ── completion ──> result.json
 

@@ -155,7 +155,7 @@ class VLLMEngine(EngineClient):
         vLLM's answers carry no weight version. The version is therefore requested before and after the calls; if it
         changed, the completions get an unknown version.
         """
-        # One call per completion: vLLM takes one seed per call.
+        # Each completion is a separate call, because vLLM takes one seed per call.
         answers, version = await self._sample_all(
             lambda adapter: [_render_request(each, self.vocab_size, adapter) for each in requests]
         )
@@ -204,8 +204,8 @@ class VLLMEngine(EngineClient):
         version.
 
         Args:
-            render: makes the bodies of the calls for an adapter. It is called after the first request for the version,
-                so that a later change of the adapter is noticed by the version.
+            render: makes the bodies of the calls for an adapter. The function is called after the first request for the
+                version, so that a later change of the adapter shows in the version.
         """
         before = await self._version_in_turn()
         answers = await gather([partial(self._sample, body) for body in render(self._adapters.current)])

@@ -1,7 +1,7 @@
 """Bring new weights to every engine, and record which engines serve them.
 
 backend.get_weights -> changed tensors, in memory, if all engines run on this machine    -> every engine in parallel
-                    -> changed tensors, in files, if all engines are embedded ones
+                    -> changed tensors, in files, if all engines are embedded engines
                     -> <weights_dir>/<version>/{model.safetensors, config.json}
                     -> a copy that is sent to each engine, if the settings say so
 backend.get_adapters: instead, if the backend trains adapters and all engines take them (adapters.py)
@@ -52,7 +52,8 @@ PUBLISH_MARGIN_S = 60.0
 """Seconds that a publication waits longer than a pool, because the pool first quarantines an engine that is too
 slow."""
 VERSION_CHARS = 16
-"""Number of hexadecimal digits in a default version. They differ for different weights and for different trainings."""
+"""Number of hexadecimal digits in a default version. The digits differ for different weights and different
+trainings."""
 WEIGHTS_FILE = "model.safetensors"
 OF_CHECKPOINT = "-of-checkpoint"
 """Suffix of the names of directories with adapters for a checkpoint."""
@@ -143,7 +144,7 @@ async def sync_weights_to_engines(
             counts as failed.
 
     Raises:
-        CheckpointError: no version was given, and the directory has no weights to derive one from.
+        CheckpointError: no version was given, and the directory has no weights from which to derive a version.
         TrainingError: the trainer, which answers the canary, failed.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
@@ -308,7 +309,7 @@ async def _adapters_to_publish(
     if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
         form = ""  # a directory has merged weights
     if form == "folder" and target.transfer != "auto":
-        form = ""  # the engine may not read the trainer's files
+        form = ""  # the engine is perhaps unable to read the trainer's files
     target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
     return adapters if form else {}
 
@@ -466,7 +467,7 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
     """Delete published directories except the newest, and temporary copies of the deleted directories.
 
     Args:
-        newest: the served version, which is kept whatever the clock said when directories were written.
+        newest: the served version, which is always kept, even if its directory looks older because a clock was wrong.
         num_kept: number of directories to keep; 0 if engines do not read directories.
         base: name of the directory with the frozen weights of the adapters, which is also kept.
     """

@@ -66,7 +66,7 @@ def viewer_script() -> str:
 
 @cache
 def live_script() -> str:
-    """The script that a served page uses to load blocks from its server while a run is under way."""
+    """The script by which a served page loads blocks from its server while the run is running."""
     return _read("live.js")
 
 
@@ -124,7 +124,8 @@ def asset_blocks() -> dict[str, bytes]:
 
 
 def find_policy(page: str) -> str:
-    """The Content-Security-Policy in a page's head, as an HTTP header. Without one, the result forbids all scripts."""
+    """The Content-Security-Policy in a page's head, as an HTTP header. For a page without a policy, the result forbids
+    all scripts."""
     found = POLICY.search(page[:POLICY_CHARS])
     return found[1] if found else "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'"
 

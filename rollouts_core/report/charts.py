@@ -66,7 +66,7 @@ class Chart:
     """The x coordinate of the selected checkpoint on a curve."""
     x_name: str = "step"
     legend: tuple[Line, ...] = ()
-    """(CSS class, label) of each series. Empty for charts with one series."""
+    """(CSS class, label) of each series; empty for charts with one series."""
 
 
 def axis_place(axis: Axis, value: float) -> float:

@@ -47,8 +47,8 @@ def overlay_curves(runs: Sequence[ComparedRun]) -> list[JsonObject]:
 
 
 def describe_same_stages(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """A sentence for each training that several runs share, by the training's label. It says that the curves are
-    equal."""
+    """A sentence for each training that several runs share, by the training's label. The sentence says that the curves
+    are equal."""
     letters: dict[tuple[str, Path], list[str]] = {}
     for place, run in enumerate(runs):
         for training in run.report.trainings:

@@ -37,7 +37,7 @@ def describe_curves(report: ReportInput) -> list[JsonObject]:
 
 
 def describe_training(training: str, lines: Sequence[Mapping[str, float]], *, mark: int | None) -> list[JsonObject]:
-    """The curves of a training as one section. Empty without metrics.
+    """The curves of a training as one section; empty without metrics.
 
     Args:
         mark: the step of the chosen checkpoint.
@@ -78,7 +78,7 @@ def describe_training(training: str, lines: Sequence[Mapping[str, float]], *, ma
 
 
 def describe_gpus(training: str, samples: Sequence[Mapping[str, Any]]) -> list[JsonObject]:  # Any: JSON
-    """The GPU use of a training as one section of curves. Empty if GPU use was not sampled."""
+    """The GPU use of a training as one section of curves; empty if GPU use was not sampled."""
     if not samples:
         return []
     rows = list(zip(gpu_minutes(samples), samples, strict=False))

@@ -3,9 +3,9 @@
     files of samples -> choose groups within the budget -> a table of all kept samples ("index") and chunks of
                                                            consecutive groups ("chunk-0", "chunk-1", ...)
 
-A rollout usually takes one to two kilobytes, so most pages hold only a part of them. Groups stay whole. Steps are
-chosen at even distances. Within a step, groups are sorted by their mean reward and chosen at even distances. Held-out
-prompts are sorted by the models' rewards and chosen at even distances; all models show the same prompts.
+A rollout usually takes one to two kilobytes, so most pages hold only a part of the rollouts. Groups stay whole. Steps
+are chosen at even distances. Within a step, groups are sorted by their mean reward and chosen at even distances.
+Held-out prompts are sorted by the models' rewards and chosen at even distances; all models show the same prompts.
 
 Files are read line by line, one step at a time. Memory is therefore bounded by the largest step and the budget.
 

@@ -86,7 +86,7 @@ class StepCache:
         return sum(map(_size_of, self._held.values()))
 
     def load(self, file: StepFile, vocabulary: Vocabulary) -> KeptStep:
-        """The groups of a file. The file is read only if it is not cached or has changed."""
+        """The groups of a file. The file is read only if the file is not cached or has changed."""
         key = (str(file.path), version_of(file), len(vocabulary.texts))
         step = self._held.pop(key, None) or keep_groups(0, file.step, encoded_groups(file, vocabulary))
         self._held[key] = step

@@ -1,6 +1,6 @@
 """Write the report of one pipeline run: the training, the data, the scores of the model, and how to use the model.
 
-The report is one HTML file that loads nothing. It is computed only from the files in the run directories and
+The report is one HTML file that loads nothing. The content comes only from the files in the run directories and from
 `ReportInput`, and the same input gives the same bytes. Only the model's registered name is inserted into the page
 later. The other modules of this package turn numbers into texts and coordinates, and page.html.jinja draws them.
 Printed pages and browsers without scripts show only the content of page.html.jinja; viewer.js adds the other views.
@@ -157,7 +157,8 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
     """The scores as a Markdown table, and a sentence for every comparison.
 
     Args:
-        show: escapes a name or a sentence to one line. A terminal shows Markdown as it is and needs another function.
+        show: escapes a name or a sentence to one line. A terminal does not render Markdown, so its caller passes
+            another function.
     """
     display = results.display
     lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]

@@ -110,7 +110,7 @@ class Results:
     finding: str
     """The sentence that compares the final checkpoint with the checkpoint from which its training started."""
     measures: tuple[ShownMeasure, ...] = ()
-    """pass@k and majority@k. Empty with one completion per prompt."""
+    """pass@k and majority@k of the checkpoints; empty with one completion per prompt."""
 
 
 class Scored(NamedTuple):
