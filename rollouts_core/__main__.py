@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(arguments.kind, arguments.job, directory)
     except InputError as error:
-        if not arguments.job.is_file():  # its folder is not a run directory, so no event is written
+        if not arguments.job.is_file():  # without job.json, the folder is not a run directory
             sys.stderr.write(f"rollouts: {error}\n")
             return USER_ERROR_CODE
         if is_raised_by_user_code(error):
@@ -146,7 +146,7 @@ def _run(kind: str, path: Path, directory: RunDirectory) -> int:
             join=partial(_join_machines, job, directory),
         )
         assert isinstance(job, TrainingJob), "only training has a launcher"
-        is_to_lower = code == FULL_GPU_CODE and not job.node_rank  # the leader's machine lowers for all
+        is_to_lower = code == FULL_GPU_CODE and not job.node_rank  # only the leader lowers settings
         return need_less_memory(job, directory, "the traceback is in a log of this training") if is_to_lower else code
     if isinstance(job, TrainingJob) and not is_follower():
         tell_saved_step(directory)
@@ -283,7 +283,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     ensure_utf8()
-    gc.disable()  # during imports: nothing can be freed, and collecting takes a fifth of the time
+    gc.disable()  # imports leave no garbage, and collecting takes a fifth of the time
     if is_launched():
         run_worker(main)
     sys.exit(main())

@@ -21,7 +21,7 @@ LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
 """The smallest possible p-value of a comparison: the p-value if no random choice of signs reached the observed mean."""
 CONFIDENCE = 0.95
 VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
-"""The last words of every verdict. Another seed gives the same recipe another checkpoint, whose score may differ by
+"""The last words of every verdict. The same training with another seed gives a checkpoint whose score may differ by
 several points."""
 MAX_EFFECTIVE_ROWS = 1_000.0
 """Upper limit of the weight of one row in Wilson's interval, in rows with scores of 0 or 1. The limit applies if the

@@ -57,7 +57,7 @@ def _with_names(record: BaseModel) -> BaseModel:
     for name, value in record:
         if isinstance(value, tuple):
             named[name] = tuple(_with_names(each) if isinstance(each, BaseModel) else each for each in value)
-        elif callable(value) or hasattr(value, "grade"):  # a function, or an environment
+        elif callable(value) or hasattr(value, "grade"):  # `value` is a function or an environment
             named[name] = name_of_function(value)
     return record.model_copy(update=named)
 

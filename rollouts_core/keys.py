@@ -108,7 +108,7 @@ def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
     Args:
         job: content of job.json.
     """
-    data = job.get("data")  # a file, or datasets, which only the leader reads
+    data = job.get("data")  # data are a file, or datasets that only the leader reads
     datasets = data if isinstance(data, list | tuple) and not job.get("node_rank") else ()
     models = [model["model"] for model in (*job.get("checkpoints", ()), *([job["model"]] if "model" in job else ()))]
     reads_hub = any(not Path(each["path"]).is_absolute() for each in (*datasets, *models))

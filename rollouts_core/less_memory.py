@@ -105,7 +105,7 @@ def smaller_rl_batch(training: RLTrainingConfig, directory: RunDirectory, num_pr
 
     A limit below the longest sample would have no effect, because a pass has at least one row.
     """
-    newest = max(directory.samples.glob("step_*.jsonl"), default=None)  # written before training on the step
+    newest = max(directory.samples.glob("step_*.jsonl"), default=None)  # the file is written before the step
     lengths = [len(line["tokens"]) for line in read_json_lines(newest)] if newest else []
     if not lengths:
         return None

@@ -179,7 +179,7 @@ def _packages() -> tuple[Distribution, ...]:
     return tuple(found.values())
 
 
-@dataclass(frozen=True, eq=False)  # no hash, because a registry cannot be hashed
+@dataclass(frozen=True, eq=False)  # a registry cannot be hashed
 class KeyOf:
     """Marks a text setting whose value must be a name in a registry. The registry is read when a value is checked."""
 

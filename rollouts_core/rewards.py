@@ -152,7 +152,7 @@ def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
         is_mistaken = isinstance(error, TypeError | AttributeError) and "'Sample'" in str(error)
     except TypeError:
         is_mistaken = True
-    except ValueError:  # the function's signature is unknown
+    except ValueError:  # Python cannot find the function's signature
         is_mistaken = False
     said = ": a reward function takes one Sample; the completion is in `response`, the row in `metadata`"
     return said if is_mistaken else ""

@@ -214,7 +214,7 @@ class RunCheckpoints:
         Raises:
             StoppedError: a stop was requested. The step is saved.
         """
-        await asyncio.sleep(0)  # without this, a loop that never waits could not be cancelled
+        await asyncio.sleep(0)  # lets a cancellation reach a training loop that never waits
         self.stop.hold()
         self.stop.note_step(perf_counter() - self._step_began)
         await self._settle(wait=False)
@@ -355,7 +355,7 @@ class RunCheckpoints:
         except Exception:
             self._saving = None  # so that the error of a save is raised only once
             raise
-        self._saving = None  # only now, because a caller that is cancelled during the wait must still complete the save
+        self._saving = None  # after the wait, because a cancelled caller must still complete the save
         prune_checkpoints(
             saving.path.parent,
             newest=saving.path,

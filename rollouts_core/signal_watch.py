@@ -59,7 +59,7 @@ class SignalWatch:
         self._reason: str = saved.get("reason", NO_SIGNAL)
         self._step: int = saved.get("step", 0)
         self._seen: list[float] = list(saved.get("seen", ()))
-        """The lowest and the highest mean reward of the counted steps. Empty if no counted step had a reward."""
+        """The lowest and the highest mean reward of the counted steps; empty if no counted step had a reward."""
         self._is_uniform: bool = saved.get("is_uniform", True)
         """True if in each counted step all completions of all prompts had the same reward."""
         self._is_updated: bool = saved.get("is_updated", False)

@@ -250,7 +250,7 @@ class WarningWatch:
     """Applies the rules to the metrics of each step.
 
     Args:
-        signal: counts the steps without learning signal and has its own limit. None for SFT.
+        signal: counts the steps without learning signal and has its own limit; None for SFT.
         stop_on: names of the rules that end the training.
         section: the section of the settings with `stop_on`.
     """

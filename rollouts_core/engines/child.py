@@ -140,7 +140,7 @@ def start_child(job: ServeJob, directory: RunDirectory, log: Path) -> ChildEngin
     Args:
         directory: folder for the engine's own files while it runs. Files that an earlier engine left there are removed.
     """
-    shutil.rmtree(directory.root, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(directory.root, ignore_errors=True)  # a killed process may leave files
     directory.root.mkdir(parents=True)
     write_json(directory.job, job.model_dump(mode="json"))
     ranks = ",".join(map(str, job.deployment.engine_gpu_ranks))
@@ -188,7 +188,7 @@ def stop_engines(children: list[ChildEngine]) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # also the engine's own children
+            os.killpg(child.process.pid, signal.SIGKILL)  # kills the engine's children too
         child.process.wait()
         shutil.rmtree(child.directory.root, ignore_errors=True)
 

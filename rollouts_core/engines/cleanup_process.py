@@ -37,7 +37,7 @@ def scratch_variables(folder: str) -> dict[str, str]:
     """Environment variables that mark the engine's processes and put the engine's temporary files into the folder."""
     return {
         "TMPDIR": folder,
-        "SPT_NOENV": "1",  # keeps setproctitle, which engines use, from overwriting the environment
+        "SPT_NOENV": "1",  # forbids the engines' setproctitle to overwrite the environment
     }
 
 

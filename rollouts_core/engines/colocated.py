@@ -38,7 +38,7 @@ async def memory_handed_over(
     try:
         yield
     except BaseException:
-        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next user of the engines expects them awake
+        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next caller expects awake engines
             await _take_back(backend, engines)
         raise
     await _take_back(backend, engines)

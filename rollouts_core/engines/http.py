@@ -132,7 +132,7 @@ def create_transport() -> httpx.AsyncBaseTransport:
 
 def _open_session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(
-        limit=0,  # none
+        limit=0,  # no limit
         keepalive_timeout=IDLE_CONNECTION_S,
         ssl=httpx.create_ssl_context(),
         socket_factory=_open_socket,

@@ -160,7 +160,7 @@ class EnginePool(ClosedOnExit):
         return await common_access(healthy)
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if they differ, or an engine does not report it.
+        """The number format in which all engines keep weights; None if formats differ or an engine reports no format.
 
         Includes quarantined engines, because they get the same weights.
         """
@@ -335,7 +335,7 @@ class EnginePool(ClosedOnExit):
     async def _find_problem(self, member: Member, published: Published | None) -> str:
         """The reason why an engine does not serve a version after the load, or does not answer if nothing was published
         yet."""
-        if published is None:  # as in an evaluation: the engine serves its initial weights
+        if published is None:  # in an evaluation, the engine serves its initial weights
             try:
                 await member.engine.wait_until_ready(self.retry_s)
             except EngineError as error:

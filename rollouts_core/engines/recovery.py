@@ -128,7 +128,8 @@ class RecoveringEngine:
         """
         for request in requests:
             self._check_tokens([*request.tokens, *request.token_ids], "a request for log-probs")
-            if self._vocab_size is not None and request.num_top > self._vocab_size:  # it would kill SGLang
+            # A larger number would end SGLang's process.
+            if self._vocab_size is not None and request.num_top > self._vocab_size:
                 raise EngineError(
                     f"{self.server.name}: num_top is {request.num_top}, the served model has {self._vocab_size} tokens"
                 )
@@ -212,7 +213,7 @@ class RecoveringEngine:
                 await self.server.end_pause()
                 break
             except EngineUnavailableError:
-                # Without running requests, no retry is needed: a server that is gone has none.
+                # Retry only while requests wait in the server. A server that is gone has no requests.
                 if attempt == MAX_ATTEMPTS - 1 or not self.watch.has_requests:
                     raise
             await anyio.sleep(RETRY_PAUSE_S * 2**attempt)

@@ -71,7 +71,7 @@ class RoundingWatch:
 
 
 def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
-    """The warning of a training whose last publication rounded much of the update away; empty if little was lost.
+    """The warning if a training's last publication rounded much of the update away; otherwise empty.
 
     Args:
         lines: the metrics of the training's steps.

@@ -191,7 +191,7 @@ class RoutedPool(ClosedOnExit):
         try:
             try:
                 await self._tell_router()
-            except EngineError as error:  # also a refusal, because the router may have removed the worker itself
+            except EngineError as error:  # a refusal counts too: the router may have removed the worker
                 raise EngineUnavailableError(str(error)) from error
             completions = await self._complete(requests)
         except (EngineUnavailableError, EngineAnswerError) as error:
@@ -253,7 +253,8 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if they differ, or an engine does not report it."""
+        """The number format in which all engines keep weights; None if formats differ or an engine reports no
+        format."""
         return await self.pool.weights_dtype()
 
     async def adapter_form(self, rank: int) -> AdapterForm:

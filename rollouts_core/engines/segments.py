@@ -128,7 +128,7 @@ class SegmentStore:
         folder: Path | None = None,
         keeps_others: bool = False,
     ) -> SegmentedWeights:
-        """Publish a new version: changed tensors are written, the others keep their place.
+        """Publish a new version. Changed tensors are written to a new segment; other tensors stay in their segments.
 
         Args:
             weights: must not change before the version's digests are computed.
@@ -154,7 +154,7 @@ class SegmentStore:
             kept, written = {}, [changed, same]
         for tensors in filter(None, written):
             segment = Segment(tensors, self._folder)
-            digests = start_short_thread(partial(digest_tensors, tensors))  # while the engines load
+            digests = start_short_thread(partial(digest_tensors, tensors))  # runs while engines load
             kept |= dict.fromkeys(tensors, PlacedTensor(segment, digests))
         return {name: kept[name] for name in on_host}
 

@@ -327,7 +327,7 @@ def render_request(
         "input_ids": request.prompt_tokens,
         "sampling_params": {
             "temperature": request.sampling.temperature,
-            "top_p": 1.0,  # set, because a model's folder may have other defaults
+            "top_p": 1.0,  # overrides the defaults in a model's folder
             "top_k": -1,
             "max_new_tokens": request.sampling.max_new_tokens,
             "stop_token_ids": list(request.stop_token_ids),

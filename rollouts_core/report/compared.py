@@ -366,7 +366,7 @@ def _shared_rows(
 
 
 def prompt_keys(evaluation_dir: Path, num_rows: int) -> list[Hashable]:
-    """An identifier for each held-out row: prompt, reference and a counter for repeated rows. Empty without samples."""
+    """An identifier for each held-out row: prompt, reference and a counter for repeated rows; empty without samples."""
     for path in sorted(RunDirectory(evaluation_dir).samples.glob("*.jsonl")):
         asked: dict[int, str] = {}
         with path.open("rb") as lines:

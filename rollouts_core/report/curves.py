@@ -131,7 +131,7 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
-    """Charts of each GPU's utilization and memory over the job's running time. Empty without samples."""
+    """Charts of each GPU's utilization and memory over the job's running time; empty without samples."""
     minutes = gpu_minutes(samples)
     used: dict[int, list[tuple[float, float]]] = {}
     filled: dict[int, list[tuple[float, float]]] = {}

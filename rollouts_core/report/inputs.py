@@ -27,9 +27,9 @@ class StageSummary:
     seconds: float
     """Seconds that this pipeline run spent on the stage."""
     run_dir: str
-    """The stage's run directory. Empty for a stage without one."""
+    """The stage's run directory; empty for a stage without a run directory."""
     usd: float | None = None
-    """Cost of rented machines during the stage. None if the run rented none."""
+    """Cost of rented machines during the stage; None if the run rented no machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ReportInput:
     stages: tuple[StageSummary, ...]
     """The stages in the order in which they ran."""
     usd_outside_stages: float | None = None
-    """Cost of rented machines outside of stages, until the report was written. None if the run rented none."""
+    """Cost of rented machines outside of stages, until the report was written; None if the run rented no machine."""
     evaluation_dir: Path
     """Run directory of the final evaluation. The evaluated checkpoints are named "base" and like the trainings."""
     trainings: tuple[TrainedStage, ...]
@@ -72,11 +72,11 @@ class ReportInput:
     verdict: str
     """One sentence that says whether RL improved the model; empty if the run was not judged."""
     is_improvement: bool | None
-    """Whether the run counts as an improvement. None if the run was not judged."""
+    """Whether the run counts as an improvement; None if the run was not judged."""
     contents: ReportConfig = field(default_factory=ReportConfig)
     """Settings of the page's samples and of its largest size."""
     run_id: str = ""
-    """The flow run's id. Empty if unknown."""
+    """The flow run's id; empty if unknown."""
     written_at: float = 0.0
     """Time when the report is written, in seconds since 1970. 0 if unknown."""
     ended_at: float = 0.0
@@ -85,7 +85,7 @@ class ReportInput:
     began_at: float = 0.0
     """Time when the run began its first stage, in seconds since 1970. 0 if unknown."""
     config: Config | None = None
-    """All settings of the training. None if unknown."""
+    """All settings of the training; None if unknown."""
 
     @property
     def selected(self) -> Mapping[str, str]:

@@ -56,7 +56,7 @@ class ShownStage:
     done: float = 0.0
     """Share of the stage's steps that are done, in percent. 0 if unknown."""
     left: str = ""
-    """Estimated remaining time, as text. Empty if unknown."""
+    """Estimated remaining time, as text; empty if unknown."""
     numbers: tuple[tuple[str, str], ...] = ()
     events: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()

@@ -121,7 +121,7 @@ def version_of(file: StepFile) -> str:
 
 
 def find_block(run: LiveRun, name: str, cache: StepCache) -> bytes | None:
-    """A compressed block of a run. None if the run has no such block.
+    """A compressed block of a run; None if the run has no such block.
 
     Raises:
         FileNotFoundError: a file was deleted while it was read.

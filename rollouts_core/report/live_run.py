@@ -23,7 +23,7 @@ class LiveStage:
     began_at: float
     """Time when the run began the stage, in seconds since 1970."""
     ended: str = ""
-    """A sentence from the exit record that says how the last attempt ended. Empty without a record."""
+    """A sentence from the exit record that says how the last attempt ended; empty without a record."""
     ended_attempt: int = 0
     """The number of the attempt that `ended` describes."""
     is_followed: bool = True
@@ -41,7 +41,7 @@ class LiveRun:
     state: str
     """A few words that say whether the run is running, or how the run ended."""
     usd: float | None
-    """Cost of the run's rented machines so far. None if the run rented none."""
+    """Cost of the run's rented machines until now; None if the run rented no machine."""
     has_report: bool
     """Whether the run has finished and written its report."""
     verdict: str = ""
@@ -49,4 +49,4 @@ class LiveRun:
     is_under_way: bool = True
     """Whether a process of the run is alive, so that its remaining stages will follow."""
     planned: tuple[str, ...] = ()
-    """The names of all stages of the run, in order. Empty if unknown."""
+    """The names of all stages of the run, in order; empty if unknown."""

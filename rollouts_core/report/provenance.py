@@ -49,7 +49,7 @@ def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
 
 
 def describe_reused_time(stage: StageSummary) -> str:
-    """The running time of a reused stage's attempts, as text. Empty for other stages, and without exit records."""
+    """The running time of a reused stage's attempts, as text; empty for other stages, and without exit records."""
     took_s = sum(_attempt_seconds(Path(stage.run_dir))) if stage.how.startswith("reused") and stage.run_dir else 0.0
     return f"ran {format_seconds(took_s)}" if took_s else ""
 
@@ -88,7 +88,7 @@ def _last_start(run_dir: Path) -> dict[str, Any]:  # Any: JSON
 
 
 def _placement(report: ReportInput) -> str:
-    """The work of each GPU during the last training, with the estimated memory. Empty for a training without GPUs.
+    """The work of each GPU during the last training, with the estimated memory; empty for a training without GPUs.
 
     The job's record has the placement that the run planned on its node. The report's settings lack this placement.
     """

@@ -63,7 +63,7 @@ class ShownScore:
     """Name of the start model or of a training in held-out results: base, sft, rl."""
     label: str
     checkpoint: str
-    """The checkpoint's name in its training run. Empty for the base model."""
+    """The checkpoint's name in its training run; empty for the base model."""
     mean: str
     interval: str
     num_rows: int

@@ -118,7 +118,7 @@ def iterate_samples(path: Path) -> Iterator[Sample]:
 
 
 def read_without_tokens(line: bytes) -> Sample | None:
-    """The sample in a line of a samples file, without its tokens. None for a damaged line."""
+    """The sample in a line of a samples file, without its tokens; None for a damaged line."""
     record = parse_line(line)
     if record is None:
         return None
