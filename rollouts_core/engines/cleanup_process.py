@@ -5,8 +5,8 @@ This file runs as a program in an interpreter without packages, so it imports on
     while the engine runs     record which files of /dev/shm its processes map, by /proc/<pid>/maps
     when it has ended         remove the recorded files that are newer than its start and that no process maps now
 
-vLLM and SGLang leave shared memory behind when they are killed, under names that do not show their owner. The engine's
-processes are those with the folder as TMPDIR, which is unique to the engine.
+vLLM and SGLang leave shared memory behind when they are killed, under names that do not show their owner. A process
+belongs to the engine if its TMPDIR is the folder, because each engine has its own folder.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class EngineClient(ClosedOnExit):
         silence_timeout_s: how long a server with running requests may be silent before it counts as gone.
         start_timeout_s: used in place of a shorter `silence_timeout_s` until the first request has ended, because
             servers compile kernels then.
-        model_dir: the model that the server must serve. Token ids and shapes are checked against this model, and its
-            settings contain the tokens that end completions besides those of a request.
+        model_dir: the model that the server must serve. Token ids and shapes are checked against this model. The
+            model's settings name the tokens that end completions, besides a request's stop tokens.
         api_key: sent with every request as `Authorization: Bearer KEY`; if empty, no key is sent.
     """
 
@@ -69,7 +69,7 @@ class EngineClient(ClosedOnExit):
             model_dir=model_dir,
         )
         self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
-        """Tokens that end completions besides those of a request; empty without `model_dir`."""
+        """Tokens that end completions, besides a request's stop tokens; empty without `model_dir`."""
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class EngineClient(ClosedOnExit):
         return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights; returns when the server has proved that it serves these weights.
+        """Load published weights; returns when the server is verified to serve these weights.
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
@@ -144,8 +144,8 @@ class EngineClient(ClosedOnExit):
     async def abort_running(self) -> None:
         """End all requests with the tokens sampled so far.
 
-        Does nothing while weights are being loaded, including into a restarted server: this client's requests wait for
-        the load then, and the requests that prove the weights must not be ended.
+        The method does nothing while weights are being loaded, including into a restarted server. During a load, this
+        client's requests wait, and the requests that verify the weights must not be ended.
 
         Raises:
             EngineUnavailableError: the server vanished.
@@ -247,7 +247,7 @@ class EngineClient(ClosedOnExit):
         raise WeightSyncError(f"{self.name} takes no adapters: publish {version} as merged weights")
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Let the server forget all adapters but one."""
+        """Let the server unload all adapters except `kept`."""
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
         """Send weights once and set the version. Running requests end before the load, on the old weights.

@@ -97,7 +97,7 @@ class ServerCalls(Protocol):
         ...
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Let the server forget all adapters but one."""
+        """Let the server unload all adapters except `kept`."""
         ...
 
     async def hand_over(self) -> None:

@@ -169,7 +169,7 @@ def read_completion(
     """Convert a server's answer to a completion.
 
     Args:
-        ends: tokens of the server's model that end a completion, besides those of the request.
+        ends: tokens of the server's model that end a completion, besides the request's stop tokens.
 
     Raises:
         EngineError: training cannot use the answer.

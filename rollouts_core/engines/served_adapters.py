@@ -32,7 +32,7 @@ class ServedAdapters:
         await self._connection.call("POST", path, json=body, timeout=UPDATE_TIMEOUT, is_answered=False)
 
     async def drop(self, *, kept: str) -> None:
-        """Unload all adapters but one."""
+        """Unload all adapters except `kept`."""
         for name in await self.names():
             if name != kept:
                 await self._unload(name)

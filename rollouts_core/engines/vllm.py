@@ -261,7 +261,7 @@ class VLLMEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters but one."""
+        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:

@@ -299,7 +299,7 @@ async def _adapters_to_publish(
     """The adapters, if they are sent to the engines as adapters; otherwise empty.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
     """
     own = held or await adapters_of(backend).result()
     adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
@@ -325,7 +325,7 @@ async def _weights_to_publish(
     """All weights, with merged adapters.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
     """
     if any(map(is_adapter, held)):
         base = await base_weights_of(backend).result()
