@@ -1,6 +1,6 @@
 """The training library: SFT, rollouts, RL, checkpoints and evaluation.
 
-It works without Prefect and without rented machines.
+The library works without Prefect and without rented machines.
 
     from rollouts_core import SFTTrainingConfig, create_pytorch_backend, run_sft_training
 
@@ -52,7 +52,7 @@ PUBLIC_NAMES = {
     "sft": "collate_batch prepare_sft_batch run_sft_training",
     "types": "Message Prompt RolloutBatch Sample Status compute_response_lengths extract_sample_fields",
 }
-"""The public names of each module."""
+"""The public names of each module of this package."""
 
 _MODULE_OF = {name: module for module, names in PUBLIC_NAMES.items() for name in names.split()}
 

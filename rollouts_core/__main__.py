@@ -1,7 +1,8 @@
 """`python -m rollouts_core {sft,rl,eval,generate,serve} job.json`: run one job in the directory of its job.json.
 
 Exit codes: 0 done, 1 failed, 2 the user must change something, 75 one of several machines is gone and a restart may
-help, 76 a GPU was full and the next start needs less memory. With 2, 75 and 76 the last line says what to do.
+help, 76 a GPU was full and the next start needs less memory. With 2, 75 and 76 the last line of the output says what to
+do.
 """
 
 from __future__ import annotations
@@ -108,17 +109,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _build_parser().parse_args(argv)
     use_fallback(os.environ)
     raise_file_limit()
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited, and hides the exit codes of children
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # an inherited SIG_IGN hides the exit codes of children
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs one line per engine request at lower levels
     directory = RunDirectory(arguments.job.resolve().parent)
     keep_private(directory.root)
     try:
         return _run(arguments.kind, arguments.job, directory)
     except InputError as error:
-        if not arguments.job.is_file():  # its folder is not a run directory, so no event is written
+        if not arguments.job.is_file():  # without job.json, the folder is not a run directory
             sys.stderr.write(f"rollouts: {error}\n")
             return USER_ERROR_CODE
         if is_raised_by_user_code(error):
@@ -145,7 +146,7 @@ def _run(kind: str, path: Path, directory: RunDirectory) -> int:
             join=partial(_join_machines, job, directory),
         )
         assert isinstance(job, TrainingJob), "only training has a launcher"
-        is_to_lower = code == FULL_GPU_CODE and not job.node_rank  # the leader's machine lowers for all
+        is_to_lower = code == FULL_GPU_CODE and not job.node_rank  # only the leader lowers settings
         return need_less_memory(job, directory, "the traceback is in a log of this training") if is_to_lower else code
     if isinstance(job, TrainingJob) and not is_follower():
         tell_saved_step(directory)
@@ -171,7 +172,7 @@ def _run(kind: str, path: Path, directory: RunDirectory) -> int:
 
 
 def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
-    """The function that runs the job. Only the modules that it needs are imported, torch last."""
+    """The function that runs the job. Only the modules that the job needs are imported, torch last."""
     if isinstance(job, TrainingJob):
         return partial(load(TRAININGS[job.kind].run), job)
     if isinstance(job, ServeJob):
@@ -184,7 +185,7 @@ def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
 
 
 def tell_saved_step(directory: RunDirectory) -> None:
-    """Write the saved step for the record of the job's end: loading takes a while and may be interrupted."""
+    """Write the saved step for the record of the job's end, because loading takes a while and may be interrupted."""
     stop = TrainingStop(told=directory.stop_state, attempt=attempt_number())
     stop.note_saved(newest_step(directory.checkpoints))
 
@@ -201,14 +202,14 @@ def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[
 
 
 def _look_for_garbage() -> None:
-    """Enable garbage collection without the imported modules: collecting them takes a second at exit."""
+    """Enable garbage collection, but exclude the imported modules, because collecting them takes a second at exit."""
     if not gc.isenabled():
         gc.enable()
         gc.freeze()
 
 
 def is_disk_full(error: OSError | SafetensorError) -> bool:
-    """True if a write failed because the disk or a quota is full. safetensors reports this only as text."""
+    """True if a write failed because the disk or a quota is full. safetensors reports a full disk only as text."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     return any(os.strerror(number) in str(error) for number in NO_ROOM)
@@ -237,7 +238,7 @@ def describe_full_gpu(job: Job, reason: str, tried: Sequence[str] = ()) -> str:
     Args:
         tried: settings that the job lowered itself.
     """
-    from rollouts_core.checks.resource_needs import find_remedies  # only needed here
+    from rollouts_core.checks.resource_needs import find_remedies  # only this function needs it
 
     remedies = find_remedies(job.kind, job.training) if isinstance(job, TrainingJob) else []
     advice = [*remedies, "end other programs on that GPU", "use more or larger GPUs"]
@@ -249,7 +250,7 @@ def describe_full_gpu(job: Job, reason: str, tried: Sequence[str] = ()) -> str:
 
 
 def shorten(reason: str) -> str:
-    """The first sentences of torch's message, which goes on for a paragraph."""
+    """The first sentences of torch's error text, which is a paragraph long."""
     return ". ".join(reason.split(". ")[:3]).rstrip(".")
 
 
@@ -258,7 +259,7 @@ def _fail(directory: RunDirectory, message: str, *, code: int = USER_ERROR_CODE)
     sys.stderr.write(f"rollouts: {message}\n")
     if is_follower():
         return code
-    # A full disk cannot take the event.
+    # On a full disk the event cannot be written.
     with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("failed", message=message)
     return code
@@ -282,7 +283,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     ensure_utf8()
-    gc.disable()  # during imports: nothing can be freed, and collecting takes a fifth of the time
+    gc.disable()  # imports leave no garbage, and collecting takes a fifth of the time
     if is_launched():
         run_worker(main)
     sys.exit(main())

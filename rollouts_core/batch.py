@@ -1,4 +1,4 @@
-"""Turn samples into the tensors of one forward pass. No other module shifts targets or pads rows.
+"""Turn samples into the tensors of one forward pass. Only this module shifts targets and pads rows.
 
 A sample of n tokens has n - 1 positions. At position i, the model reads token i and is scored on its prediction of
 token i + 1. Each per-token array of the sample is cut to its last n - 1 entries, so entry i describes `targets[i]`:
@@ -39,7 +39,7 @@ Row = Sequence[Sample]
 class RowLayout:
     """Indices into the rows of a batch, laid end to end.
 
-    They are computed on the CPU, so that no caller waits for a GPU.
+    The indices are computed on the CPU, so that no caller waits for a GPU.
     """
 
     scored_N: Tensor
@@ -47,8 +47,8 @@ class RowLayout:
     tokens_M: Tensor
     """Indices of the M positions that are not padding."""
     bounds: Tensor
-    """Index, among the M positions, at which each sample starts, followed by M itself; int32. Valid only if no samples
-    of a row share a prompt."""
+    """Index, among the M positions, at which each sample starts, followed by M itself; int32. The indices are valid
+    only if no samples of a row share a prompt."""
     longest: int
     """Number of positions of the longest sample."""
     num_segments: int
@@ -69,9 +69,9 @@ class RowLayout:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to `device`.
+    """Return a tensor on `device`.
 
-    A copy to a GPU goes through pinned memory, so that the caller does not wait for it.
+    A transfer to a GPU goes through pinned memory, so that the caller does not wait for the transfer.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -98,7 +98,7 @@ class TrainBatch:
     segment_ids_BT: Tensor
     """1, 2, ... for the samples and shared prompts of a row, 0 for padding."""
     prompt_ids_BT: Tensor
-    """Id of the shared prompt's segment, to which the position also attends. Without a shared prompt: the position's
+    """Id of the shared prompt's segment, to which the position also attends. A position without a shared prompt has its
     own segment id."""
     loss_mask_BT: Tensor
     """Weight of each target in the loss."""
@@ -108,8 +108,8 @@ class TrainBatch:
     rollout_logprobs_BT: Tensor
     """log p(target) that the engine reported when it sampled the target, nats; 0 in SFT."""
     old_logprobs_BT: Tensor | None = None
-    """log p(target) under the trainer's weights before the step's first update, nats; None if this pass belongs to that
-    update."""
+    """log p(target) under the trainer's weights before the step's first update, nats; None in the first update
+    itself."""
     ref_logprobs_BT: Tensor | None = None
     """log p(target) under the initial model of the training, nats; None if the loss does not use it."""
     old_values_BT: Tensor | None = None
@@ -117,24 +117,25 @@ class TrainBatch:
     returns_BT: Tensor | None = None
     """Target value for the value head; None without a value head."""
     group_tokens_BT: Tensor | None = None
-    """For each position: sum of the loss mask over all samples of the same prompt in the step. Set only if the loss
+    """For each position: sum of the loss mask over all samples of the same prompt in the step; None unless the loss
     averages per prompt."""
     num_loss_tokens: float
-    """Sum of the loss mask over all micro-batches and ranks of the step. Divisor of means per token."""
+    """Sum of the loss mask over all micro-batches and ranks of the step: the divisor of means per token."""
     num_scored_tokens: float
-    """Sum of the loss mask over the rows of the step's batches. Divisor of metrics."""
+    """Sum of the loss mask over the rows of the step's batches: the divisor of metrics."""
     num_samples: int
-    """Number of samples with a trained token, over all micro-batches and ranks of the step. Divisor of means per
+    """Number of samples with a trained token, over all micro-batches and ranks of the step: the divisor of means per
     sample."""
     num_groups: int = 1
-    """Number of groups with a trained token, over all micro-batches and ranks of the step. Divisor of means per
+    """Number of groups with a trained token, over all micro-batches and ranks of the step: the divisor of means per
     prompt."""
     is_packed: bool
     """Whether some row holds more than one segment."""
     sample_ids: tuple[str, ...] = ()
-    """Names of the samples for error messages: prompt id and index in the group, or the row of the data."""
+    """Names of the samples for errors: prompt id and index in the group, or the row of the data."""
     _layout: RowLayout | None = field(default=None, init=False, repr=False, compare=False)
-    """Computed at first use. `dataclasses.replace` resets it, because the new batch may have other rows."""
+    """The layout, computed at first use. `dataclasses.replace` resets the layout, because the new batch may have other
+    rows."""
 
     @property
     def layout(self) -> RowLayout:
@@ -154,7 +155,8 @@ class TrainBatch:
 
 
 def find_layout(batch: TrainBatch) -> RowLayout:
-    """Compute the layout of a batch. For a batch on a GPU, this blocks until the batch is there."""
+    """Compute the layout of a batch. For a batch on a GPU, the function blocks until the batch has arrived on the
+    GPU."""
     scored_N = torch.nonzero(batch.loss_mask_BT.flatten()).squeeze(1)
     tokens_M = torch.nonzero(batch.segment_ids_BT.flatten()).squeeze(1)
     starts = torch.nonzero(batch.position_ids_BT.flatten()[tokens_M] == 0).squeeze(1)
@@ -212,7 +214,7 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
 
 
 def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
-    """Split a row into runs of samples that share a prompt. Each run comes with its number of shared positions.
+    """Split a row into runs of samples that share a prompt. Each result is a run and its number of shared positions.
 
     The shared positions are the leading positions at which all samples of the run have equal tokens and no target is
     scored. The next sample of the same group joins the run unless this would reduce the number of shared positions.
@@ -232,7 +234,8 @@ def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
 
 
 def _count_unscored_positions(sample: Sample) -> int:
-    """Number of positions before the first scored position. If no position is scored: all positions but the last."""
+    """Number of positions before the first scored position. If no position is scored, all positions but the last
+    count."""
     scored = (place for place, weight in enumerate(sample.loss_mask) if weight and place)
     return next(scored, len(sample.tokens) - 1) - 1
 
@@ -248,8 +251,8 @@ def build_batch(
 
     Args:
         advantages: in the shape of `rows`: for each sample one number, or a tensor with one value per position.
-        share_prompts: neighbouring samples of one group share their prompt. The loss stays the same and needs less
-            computation.
+        share_prompts: neighbouring samples of one group share their prompt. The loss stays the same, and the forward
+            pass needs less computation.
 
     The totals count only this batch. If a step has several batches, `with_step_totals` replaces them.
     """
@@ -283,7 +286,7 @@ def build_batch(
 class _RowOfBatch:
     """One row of a batch without padding.
 
-    It uses lists, because building a tensor per sample would dominate the run time.
+    The row is built from lists, because building a tensor per sample would dominate the run time.
     """
 
     inputs: list[int] = field(default_factory=list)

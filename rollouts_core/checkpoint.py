@@ -41,7 +41,7 @@ LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".j
 """Suffixes of files that a program may load or run from a checkpoint. A file with such a suffix must be in the
 manifest."""
 SETTLED_NS = 2_000_000_000
-"""Nanoseconds. A file that changed less than this long ago is always hashed again, because file system clocks are
+"""Age of a file's last change below which the file is always hashed again, nanoseconds. File system clocks are
 coarse."""
 
 
@@ -50,7 +50,7 @@ class FileEntry:
     """One file of a checkpoint."""
 
     size: int
-    """Bytes."""
+    """Size of the file, bytes."""
     sha256: str
     """Digest of the content, hex."""
 
@@ -70,8 +70,9 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     """Settings and inputs of the training, by name (`run_checkpoints.describe_settings`)."""
     is_early: bool = False
-    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes it after its
-    next checkpoint, so that the run ends with the same checkpoints as a run that was never stopped."""
+    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes such a
+    checkpoint after its next checkpoint, so that the run ends with the same checkpoints as a run that was never
+    stopped."""
 
     @property
     def fingerprint(self) -> str:
@@ -110,7 +111,7 @@ def new_checkpoint(
 ) -> Iterator[Path]:
     """Yield a temporary directory to fill.
 
-    When the `with` block ends without an error, it is renamed to `path`, with its manifest.
+    When the `with` block ends without an error, the manifest is written and the directory is renamed to `path`.
     """
     with new_directory(path) as partial:
         yield partial
@@ -127,7 +128,7 @@ def new_checkpoint(
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint. The files that it lists are not checked.
+    """Read the manifest of a checkpoint. The listed files are not checked.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or has another format version.
@@ -173,7 +174,7 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
         by_size_alone: compare sizes only, without reading the files.
 
     Raises:
-        CheckpointError: a file is missing, differs from the manifest, or was added. The message names the first such
+        CheckpointError: a file is missing, differs from the manifest, or was added. The error names the first such
             file.
     """
     manifest = load_manifest(path)
@@ -228,10 +229,10 @@ def latest_intact_checkpoint(parent: Path) -> Path | None:
 
 
 def set_damaged_aside(parent: Path) -> list[Path]:
-    """Rename damaged checkpoints, so that no run loads them. Returns their new paths.
+    """Rename damaged checkpoints, so that no run loads them, and return their new paths.
 
-    Checkpoints before the newest intact one are compared by file size only. A resumed run does not need them, reading
-    large files takes hours, and every checkpoint is verified when it is loaded.
+    Checkpoints before the newest intact checkpoint are compared by file size only. A resumed run does not need these
+    checkpoints, hashing large files takes hours, and every checkpoint is verified when it is loaded.
     """
     moved = []
     has_whole = False
@@ -247,8 +248,8 @@ def set_damaged_aside(parent: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find a checkpoint by a path: the path itself if it is a checkpoint, or the newest checkpoint in a run's folder or
-    its `checkpoints` folder.
+    """Return the checkpoint at a path: the path itself, or the newest checkpoint in a run's folder or `checkpoints`
+    folder.
 
     Raises:
         CheckpointError: there is no checkpoint at the path.
@@ -286,11 +287,11 @@ def prune_checkpoints(
     keep_best: int = 0,
     is_comparable: Callable[[Mapping[str, Any]], bool] = lambda settings: True,  # Any: JSON
 ) -> None:
-    """Delete all checkpoints except `newest`, the `keep` last ones, and the `keep_best` ones with the highest scores.
+    """Delete all checkpoints except `newest`, the `keep` last, and the `keep_best` checkpoints with the highest scores.
 
     Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. A checkpoint that was
-    written because the user stopped the run does not count as one of the `keep` last. It is deleted when a newer
-    checkpoint exists, so that the result equals the result of a run that was never stopped.
+    written because the user stopped the run does not count as one of the `keep` last. Such a checkpoint is deleted when
+    a newer checkpoint exists, so that the result equals the result of a run that was never stopped.
 
     Args:
         is_comparable: takes the settings of a checkpoint. False excludes the checkpoint from the `keep_best` ones.
@@ -346,7 +347,7 @@ def _describe(path: Path) -> FileEntry:
 
 
 def _sha256(path: Path) -> str:
-    """Return the digest of a file. The digest is cached as long as the file's inode, size and times do not change."""
+    """Return the sha256 of a file. The result is cached as long as the file's inode, size and times do not change."""
     stat = path.stat()
     changed_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
     if time.time_ns() - changed_ns < SETTLED_NS:

@@ -2,8 +2,8 @@
 
 Few prompts make scores uncertain, so results have intervals.
 
-A score is one number per row; higher is better. It is the mean reward of a prompt's completions, or minus the mean loss
-of a demonstration. `evaluate.py` computes the scores.
+A score is one number per row; higher is better. The score is the mean reward of a prompt's completions, or minus the
+mean loss of a demonstration. `evaluate.py` computes the scores.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import numpy as np
 
 NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
-"""The smallest possible p-value of a comparison. It occurs if no random choice of
-signs reached the observed mean."""
+"""The smallest possible p-value of a comparison: the p-value if no random choice of signs reached the observed mean."""
 CONFIDENCE = 0.95
 VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
-"""The end of every verdict. The same training with another seed gives another checkpoint, whose score may differ by
+"""The last words of every verdict. The same training with another seed gives a checkpoint whose score may differ by
 several points."""
 MAX_EFFECTIVE_ROWS = 1_000.0
-"""Upper limit of the weight of one row in Wilson's interval, in rows with scores of 0 or 1. It applies if the scores
-hardly vary."""
+"""Upper limit of the weight of one row in Wilson's interval, in rows with scores of 0 or 1. The limit applies if the
+scores hardly vary."""
 MAX_NUMBERS = 1 << 21
 """Limit for the number of values in one resampling array; 2**21 values take 16 MB."""
 
@@ -64,15 +63,15 @@ class Verdict:
     is_accepted: bool
     """Whether the candidate is accepted. Always true if the settings accept every result."""
     is_improvement: bool | None
-    """Whether the candidate is better by more than noise; None if no test was made."""
+    """Whether the candidate is better than the baseline by more than noise; None if no test was made."""
     sentence: str
-    """The verdict with its numbers, for readers."""
+    """The verdict with its numbers, as a sentence for users."""
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
     """The mean score of one checkpoint with its 95 % confidence interval.
 
-    `estimate_means` does it for several checkpoints.
+    `estimate_means` computes the means of several checkpoints.
     """
     return estimate_means([scores], seed=seed)[0]
 
@@ -80,8 +79,8 @@ def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
 def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> list[Estimate]:
     """Mean scores of several checkpoints, with 95 % confidence intervals by the same method.
 
-    The method is Wilson's interval if all scores are between 0 and 1; otherwise a bootstrap. The bootstrap interval of
-    rows that are (nearly) all wrong is too narrow, so it would make the worse checkpoint look more certain.
+    The method is Wilson's interval if all scores are between 0 and 1; otherwise a bootstrap. If (nearly) all rows are
+    wrong, a bootstrap interval is too narrow, so the worse checkpoint would look more certain.
     """
     every = [np.asarray(scores, dtype=np.float64) for scores in compared]
     if all(bool(((values >= 0) & (values <= 1)).all()) for values in every):
@@ -99,8 +98,8 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
     """Test whether the candidate scored better than the baseline, with a one-sided paired sign-flip test.
 
     Under the null hypothesis, each row's difference is as likely positive as negative. The p-value is the share of sign
-    choices whose mean difference is at least the observed mean. The sign choices are random; the observed signs count
-    as one more choice.
+    choices whose mean difference is at least the observed mean. The sign choices are random, and the observed signs
+    count as one more choice.
 
     Sources: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for counting the observed signs.
     """
@@ -112,7 +111,7 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
 
 
 def least_p_value(num_rows: int) -> float:
-    """The smallest possible p-value with this many rows: the p-value if every row improved by the same amount."""
+    """The smallest possible p-value with `num_rows` rows: the p-value if every row improved by the same amount."""
     return _sign_flip_p_value(np.ones(num_rows), 0)
 
 
@@ -164,7 +163,7 @@ def judge_improvement(
 def select_best(mean_scores: Sequence[float]) -> int:
     """The index of the highest mean score.
 
-    If several scores are equal (up to rounding), the first one, because that checkpoint trained least.
+    If several scores are equal (up to rounding), the first is chosen, because its checkpoint trained least.
 
     NaN and infinite scores count as the lowest.
     """
@@ -175,7 +174,7 @@ def select_best(mean_scores: Sequence[float]) -> int:
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
     rng = np.random.default_rng(seed)
-    differing = differences[differences != 0]  # zeros have no sign, and must not shift the random draws
+    differing = differences[differences != 0]  # differences of 0 have no sign, and must not shift the random draws
     least = differing.sum() - 1e-9
     num_as_large = sum(
         int(((rng.choice((-1.0, 1.0), size=size) * differing).sum(axis=1) >= least).sum())
@@ -188,9 +187,8 @@ def _share_of_variance(every: Sequence[np.ndarray]) -> float:
     """Variance of scores between 0 and 1, divided by the variance that scores of 0 and 1 with the same means would
     have.
 
-    The result is 1 for scores of 0 and 1, and less if each score is a mean over several completions. It is computed
-    over all checkpoints together, because the scores of a checkpoint with only right or only wrong rows have no
-    variance.
+    The result is 1 for scores of 0 and 1, and less if each score is a mean over several completions. All checkpoints
+    are combined, because the scores of a checkpoint with only right or only wrong rows have no variance.
     """
     widest = sum(float(values.mean() * (1 - values.mean())) for values in every)
     return min(1.0, sum(float(values.var()) for values in every) / widest) if widest > 0 else 1.0

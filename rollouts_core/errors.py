@@ -17,7 +17,7 @@
     │   └── WeightSyncError      the engine did not take the published weights
     │       └── OtherVersionError    the engine reports another weight version than the published one
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: a retry may help
-    │   └── EnvironmentOutageError   it failed so often that the run ends: it must be repaired first
+    │   └── EnvironmentOutageError   sandbox or service failed so often that the run ends: repair the cause first
     └── TrainingError            training itself failed
         ├── NonFiniteError       a loss or gradient is NaN or infinite; the weights are unchanged
         ├── FullGPUError         a training step ran out of GPU memory
@@ -34,7 +34,7 @@ class RolloutsError(Exception):
 class InputError(RolloutsError):
     """Input of the user that cannot be used.
 
-    The message says what was expected, what was found and how to correct it.
+    The text says what was expected, what was found and how to correct the input.
     """
 
 
@@ -63,7 +63,7 @@ class RewardError(InputError):
 
 
 class NoMemoryError(InputError):
-    """The settings need more memory than is available. The message names the settings to lower."""
+    """The settings need more memory than is available. The text names the settings to lower."""
 
 
 class NoSignalError(InputError):
@@ -81,7 +81,7 @@ class EngineError(RolloutsError):
 
 
 class EngineUnavailableError(EngineError):
-    """An engine is unreachable or still starting. The same request may work later."""
+    """An engine is unreachable or still starting. A retry of the request may work later."""
 
 
 class EngineBusyError(EngineUnavailableError):
@@ -98,7 +98,7 @@ class EngineBusyError(EngineUnavailableError):
 
 
 class EngineAnswerError(EngineError):
-    """An engine gave an unusable answer that other engines would not give to the same request."""
+    """An engine gave an unusable answer to a request that other engines could answer."""
 
 
 class NoNumbersError(EngineAnswerError):
@@ -125,12 +125,12 @@ class OtherVersionError(WeightSyncError):
 class EnvironmentUnavailableError(RolloutsError):
     """A sandbox, a service or a machine that an environment or reward needs failed.
 
-    The policy did not cause the failure, so the sample is not graded. The same conversation may work on a retry.
+    The policy did not cause the failure, so the sample is not graded. A retry of the conversation may work.
     """
 
 
 class EnvironmentOutageError(EnvironmentUnavailableError):
-    """An environment or reward failed so often that the run ends: it must be repaired first."""
+    """An environment or reward failed so often that the run ends. The user must repair the cause first."""
 
 
 class TrainingError(RolloutsError):

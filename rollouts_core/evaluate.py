@@ -1,7 +1,7 @@
 """Score checkpoints on the same rows with the same random numbers, and record their completions.
 
 A score is one number per row, and a higher score is better. With the metric accuracy, the score is the mean reward of a
-prompt's completions. With the metric loss, it is minus the mean loss of a demonstration.
+prompt's completions. With the metric loss, the score is minus the mean loss of a demonstration.
 
 Not here: the statistical comparison (comparison.py).
 """
@@ -111,7 +111,7 @@ async def generate_samples(
 async def ask_engine(
     engine: InferenceEngine, model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_running: int
 ) -> list[Sample]:
-    """Generate like `generate_samples`, but through an engine that serves the model.
+    """Generate completions like `generate_samples`, but through an engine that serves the model.
 
     Args:
         num_running: number of completions that the engine generates concurrently.
@@ -125,7 +125,7 @@ async def ask_engine(
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
     wait_out = OutagePauses(config).wait_out
     calls = [partial(wait_out, partial(generate_whole, generate, group)) for group in pending_groups(prompts, config)]
-    # Send twice as many requests as the engine runs, so that it stays busy while environments or requests take time.
+    # Send twice as many requests as the engine runs, so that the engine stays busy while environments take time.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
     with _explained_no_numbers(model):
         return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
@@ -218,7 +218,8 @@ def _vote(vote_fn: VoteFn, sample: Sample) -> str | None:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """Minus the mean loss over each demonstration's trained tokens. Uses the first GPU if there is one.
+    """The score of each demonstration: minus the mean loss over its trained tokens. Uses the first GPU of the machine,
+    if any.
 
     Raises:
         DivergedError: a loss is not finite.
@@ -240,7 +241,7 @@ def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[
 
 
 def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
-    """Indices of the samples in batches of similar length. A batch has at most `MAX_BATCH_TOKENS`, or a single
+    """Indices of the samples in batches of similar length. A batch has at most `MAX_BATCH_TOKENS`, or is a single
     sample."""
     by_length = sorted(range(len(samples)), key=lambda place: len(samples[place].tokens), reverse=True)
     while by_length:
@@ -263,8 +264,7 @@ def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) ->
 
 @contextmanager
 def _explained_no_numbers(model: ModelConfig) -> Iterator[None]:
-    """Raise an engine's non-finite log-probs as DivergedError: only the model can cause them, not evaluation
-    settings."""
+    """Raise an engine's non-finite log-probs as DivergedError, because only the model can cause them, not settings."""
     try:
         yield
     except NoNumbersError as error:

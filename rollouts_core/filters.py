@@ -17,7 +17,7 @@ MIN_REWARD_STD = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class FilterDecision:
-    """Whether a group is kept. If not, `reason` is the name under which the drop is counted."""
+    """Whether a group is kept. If the group is dropped, `reason` is the name under which the drop is counted."""
 
     keep: bool
     reason: str = ""
@@ -27,7 +27,7 @@ class FilterDecision:
 
 
 UNSCORED = FilterDecision(False, "unscored")
-"""No sample of the group has a reward."""
+"""Reason of a drop: no sample of the group has a reward."""
 
 FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
 """A group filter: takes the graded samples of one group; True keeps the group."""
@@ -91,7 +91,7 @@ def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
 def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
     """Return a filter that keeps a group if all `filters` keep it.
 
-    Otherwise the reason is that of the first filter that drops it.
+    Otherwise the decision has the reason of the first filter that drops the group.
     """
 
     def check_all(group: Sequence[Sample]) -> FilterDecision:

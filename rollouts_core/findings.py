@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 
 class Caution(str):
-    """A warning that the user should read before the run starts. A finding of another type is a fact.
+    """A finding that warns the user before the run starts. A finding of another type is a fact.
 
-    It is a subclass of str, so that checks can return facts and warnings in one list.
+    The class is a subclass of str, so that checks can return facts and warnings in one list.
     """
 
     __slots__ = ()

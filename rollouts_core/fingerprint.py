@@ -1,7 +1,7 @@
 """Compute fingerprints. A fingerprint identifies work by a hash of everything that can change its result.
 
 The hash covers the settings that differ from their defaults, digests of the inputs, and SEMANTICS_VERSION. Paths,
-ports, threads and log intervals do not change results. Their fields are marked PLACEMENT and left out.
+ports, threads and log intervals do not change results, so their fields are marked PLACEMENT and left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 12
-"""Increased when a change of the code makes the same settings and data give another result."""
+"""Version of the code's effect. Increase it if the same settings and data give another result after a code change."""
 
 FINGERPRINT_CHARS = 16
 
@@ -57,7 +57,7 @@ def _with_names(record: BaseModel) -> BaseModel:
     for name, value in record:
         if isinstance(value, tuple):
             named[name] = tuple(_with_names(each) if isinstance(each, BaseModel) else each for each in value)
-        elif callable(value) or hasattr(value, "grade"):  # a function, or an environment
+        elif callable(value) or hasattr(value, "grade"):  # `value` is a function or an environment
             named[name] = name_of_function(value)
     return record.model_copy(update=named)
 
@@ -73,8 +73,8 @@ def affecting_settings(
     """The fields of a record that can change a result and whose values differ from the defaults, as JSON values.
 
     Args:
-        default: default of the record in the section that contains it. It may differ from the default of the record's
-            type.
+        default: default of the record in the section that contains it. This default may differ from the default of the
+            record's type.
         unless_marked: fields with one of these marks are left out.
     """
     record = record.without_places() if isinstance(record, Record) else record
@@ -144,7 +144,7 @@ def digest_checkpoint(path: str) -> str:
 
 def digest_plugins(*names: FunctionName) -> str:
     """One digest over the code of the user's functions: the packages in `package.module:function` names, and the user's
-    packages that these import.
+    packages that are imported by them.
 
     Names without a colon are built in. If all names are built in, the digest is "".
 
@@ -167,7 +167,8 @@ def digest_plugins(*names: FunctionName) -> str:
 
 
 def _digest_code(code: OwnCode) -> str:
-    """The digest of the importable files of a package, folder or file. Hidden files, such as an editor's, do not count.
+    """The digest of the importable files of a package, folder or file. Hidden files, such as files of editors, do not
+    count.
 
     For an installed package, the digest includes the file with the package's entry points.
     """

@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 FALLBACK = "ROLLOUTS_HUB_HOME"
-"""Variable with the folder to use if no other variable names a folder."""
+"""Environment variable with the folder for downloads that is used if no other variable names a folder."""
 _CHOSEN_BY = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 

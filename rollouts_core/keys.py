@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HUB_TOKEN = "HF_TOKEN"
 """Variable from which Hugging Face's libraries read a token."""
 OWN_KEY_VARIABLE = "ROLLOUTS_OWN_UNIT_KEY"
-"""Variable with a generated key. The nodes of a run use the key between each other if the settings name no key."""
+"""Environment variable with a generated API key. The nodes of a run use this key if the settings name no key."""
 SENDABLE = re.compile(r"[!-~]+")
 """Matches the keys that an HTTP header can carry."""
 
@@ -35,19 +35,19 @@ def read_key(
     *,
     name: str = "api_key_variable",
 ) -> str:
-    """Return the key in an environment variable; "" if `variable` is empty.
+    """Return the API key in an environment variable; "" if `variable` is empty.
 
     Args:
-        setting: section of the settings that names the variable, for the error message.
+        setting: section of the settings that names the variable, for the error's text.
         known: keys by variable; they take precedence over the environment.
-        name: setting within the section, for the error message.
+        name: setting within the section, for the error's text.
 
     Raises:
         ConfigError: the variable is unset or its value cannot be a key.
     """
     if not variable:
         return ""
-    # Files of variables may leave line ends in a value, on Windows also a carriage return.
+    # A value from a file of variables may end with a line break, on Windows also with a carriage return.
     if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
             f"{setting}: {name} {variable} is not set: export it where the run is started, or save it in the "
@@ -62,12 +62,12 @@ def read_key(
 
 
 def key_header(key: str) -> dict[str, str]:
-    """Return the HTTP header with the key; no header for an empty key."""
+    """Return the HTTP header with the API key; no header for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def engine_key_variable(job: Mapping[str, Any]) -> str:  # Any: JSON
-    """The variable with the key of a job's engine; "" if the job names no variable."""
+    """The environment variable with the API key of a job's engine; "" if the job names no variable."""
     engine = job.get("engine", job.get("rollout", {}).get("engine", {}))
     return str(engine.get("api_key_variable", ""))
 
@@ -76,9 +76,9 @@ def read_named_keys(
     job: Mapping[str, Any],  # Any: JSON
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Read the keys that a job needs: of its engine, of its rewards, and of its nodes if there are several.
+    """Read the API keys of a job: for its engine, for its rewards, and for its nodes if it has several nodes.
 
-    Returns keys by variable.
+    The result has the keys by environment variable.
 
     Args:
         job: content of job.json.
@@ -108,7 +108,7 @@ def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
     Args:
         job: content of job.json.
     """
-    data = job.get("data")  # a file, or datasets; only the leader reads datasets
+    data = job.get("data")  # data are a file, or datasets that only the leader reads
     datasets = data if isinstance(data, list | tuple) and not job.get("node_rank") else ()
     models = [model["model"] for model in (*job.get("checkpoints", ()), *([job["model"]] if "model" in job else ()))]
     reads_hub = any(not Path(each["path"]).is_absolute() for each in (*datasets, *models))

@@ -7,7 +7,7 @@
 Each attempt gets a new job.json, so the events store the lowered settings. These settings change only the order of sums
 and are not part of a stage's identity.
 
-Not here: who restarts the job (infra/supervisor/supervise.py; tasks/stage.py for several machines).
+Not here: restarting the job (infra/supervisor/supervise.py; tasks/stage.py for several machines).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from rollouts_core.stages import kind_of
 from rollouts_core.stages.kind import load
 
 FULL_GPU_CODE = 76
-"""Exit code of a training that ran out of GPU memory and needs less at its next start."""
+"""Exit code of a training that ran out of GPU memory and needs less memory at its next start."""
 LESS_MEMORY = "less_memory"
-"""Event of a lowered setting."""
+"""Name of the event that records a lowered setting."""
 FULL_GPU = re.compile(
     r"^RESOURCE_EXHAUSTED|\b(CUDA|HIP) (error|failure \d+):? '?out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
-"""Messages about a full GPU. Only the allocator of torch raises OutOfMemoryError, not the driver, cuBLAS or NCCL."""
+"""Matches error texts about a full GPU. Only torch's allocator raises OutOfMemoryError, not the driver, cuBLAS or
+NCCL."""
 RECOMPUTED = "policy.activation_checkpointing"
 
 JobT = TypeVar("JobT", bound=TrainingJob)
@@ -46,7 +47,7 @@ class Lowered(NamedTuple):
     now: int | bool
 
     def describe(self, kind: str) -> str:
-        """`training.sft.micro_batch_size = 4`."""
+        """The setting as an assignment, for example `training.sft.micro_batch_size = 4`."""
         return f"training.{kind}.{self.setting} = {json.dumps(self.now)}"
 
 
@@ -64,7 +65,7 @@ def find_lowered(job: TrainingJob, directory: RunDirectory) -> list[Lowered]:
 
 
 def with_less(job: JobT, directory: RunDirectory) -> JobT:
-    """The job with the settings that earlier attempts lowered. A configured value that is lower still stays."""
+    """The job with the settings that earlier attempts lowered. A configured value stays if this value is even lower."""
     training = job.training
     for lowered in find_lowered(job, directory):
         if lowered.setting == RECOMPUTED:
@@ -93,18 +94,18 @@ def find_next(job: TrainingJob, directory: RunDirectory) -> Lowered | None:
 
 
 def smaller_sft_batch(training: SFTTrainingConfig, directory: RunDirectory, num_processes: int) -> Lowered | None:
-    """At most half as many rows per pass of a device; None if a pass has one row."""
+    """Lower the rows per pass of a device to half or less; None if a pass has one row."""
     num_rows = min(training.micro_batch_size, -(-training.batch_size // num_processes))
     smaller = [size for size in range(1, num_rows // 2 + 1) if training.batch_size % size == 0]
     return Lowered("micro_batch_size", training.micro_batch_size, smaller[-1]) if smaller else None
 
 
 def smaller_rl_batch(training: RLTrainingConfig, directory: RunDirectory, num_processes: int) -> Lowered | None:
-    """At most half as many tokens per pass of a device, but the longest sample of the last step; None at that length.
+    """Lower the tokens per pass to half, but not below the longest sample of the last step; None at this length.
 
-    A smaller limit would have no effect, because a pass has at least one row.
+    A limit below the longest sample would have no effect, because a pass has at least one row.
     """
-    newest = max(directory.samples.glob("step_*.jsonl"), default=None)  # written before training on the step
+    newest = max(directory.samples.glob("step_*.jsonl"), default=None)  # the file is written before the step
     lengths = [len(line["tokens"]) for line in read_json_lines(newest)] if newest else []
     if not lengths:
         return None

@@ -1,7 +1,7 @@
 """Append metrics and events to files of JSON lines that can be read while they are written and after a crash.
 
-Each line is written to the file at once. If a crash cut a line off, the part is removed when the file is opened again.
-A resumed run repeats some steps, so readers keep the last line of each step. Readers skip damaged lines.
+Each line is written to the file at once. If a crash truncated a line, the incomplete line is removed when the file is
+opened again. A resumed run repeats some steps, so readers keep the last line of each step. Readers skip damaged lines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, Protocol, Self
 logger = logging.getLogger(__name__)
 
 MAX_SUFFIX = "_max"
-"""When metrics of micro-batches or ranks are combined, names with this suffix give the maximum; all other names the
-sum."""
+"""Suffix of metrics whose maximum is taken when micro-batches or ranks are combined; other metrics are added."""
 NUM_LAST = 100
 """`read_spread_lines` always keeps this number of lines from the end of a file."""
 LAST_BYTES = 1 << 20
@@ -68,7 +67,7 @@ class JSONLLogger:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file. All logged lines are already in it."""
+        """Close the file, which already contains all logged lines."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -95,13 +94,13 @@ class EventLog:
         self._file = open_for_lines(self.path)
 
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
-        """Append an event. It is on disk when this method returns."""
+        """Append an event. The event is on disk when this method returns."""
         line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
         append_line(self._file, line)
         os.fsync(self._file.fileno())
 
     def warn(self, message: str, **details: Any) -> None:  # Any: JSON
-        """Log a warning and append it as an event. An empty message does nothing."""
+        """Log a warning and append the warning as an event. An empty text does nothing."""
         if message:
             logger.warning("%s", message)
             self.write("warning", message=message, **details)
@@ -120,7 +119,8 @@ class EventLog:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """The objects in a file of JSON lines (metrics, events or samples). Damaged and incomplete lines are left out."""
+    """The objects in a file of JSON lines, such as metrics, events or samples. Damaged and incomplete lines are left
+    out."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
@@ -130,7 +130,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dict[str, Any]]:  # Any: JSON
     """Like `read_json_lines`, but from a long file read only every n-th line and the last `NUM_LAST` lines.
 
-    Only the chosen lines are parsed: finding where lines begin takes a tenth of the time of parsing them.
+    Only the chosen lines are parsed, because finding the starts of all lines takes a tenth of the time of parsing them.
 
     Args:
         max_lines: if a file has many more lines, about this many are read.
@@ -154,7 +154,7 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
 
 
 def read_some_lines(path: Path, count: int) -> list[dict[str, Any]]:  # Any: JSON
-    """At most `count` objects of a file, at even distances in bytes, and the last object.
+    """Read at most `count` objects of a file, at even distances in bytes, and the last object.
 
     The rest of the file is not read.
     """
@@ -223,7 +223,7 @@ def metrics_by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, float]]: 
 
 
 def open_for_lines(path: Path) -> FileIO:
-    """Open a file for appending lines. If the last line is incomplete, it is removed first."""
+    """Open a file for appending lines. An incomplete last line is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -233,11 +233,11 @@ def open_for_lines(path: Path) -> FileIO:
 def append_line(file: FileIO, record: Mapping[str, Any]) -> None:  # Any: JSON
     """Append a record to a file from `open_for_lines`, completely or not at all.
 
-    On a full disk or quota, `write` may store only the beginning of a line without an error. This beginning is removed,
-    so that the next line does not follow it on the same line.
+    On a full disk or quota, `write` may store only the beginning of a line without an error. The incomplete line is
+    removed, so that the next record starts on its own line.
 
     Raises:
-        OSError: there is no space left.
+        OSError: the disk or the quota has no space left.
     """
     line = json.dumps(record).encode() + b"\n"
     size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Collect configuration errors, so that one check shows all of them at once.
+"""Collect configuration errors, so that one check shows all errors at once.
 
 `checks/validate.py` and `config/messages.py` raise the errors.
 """
@@ -21,7 +21,7 @@ SETTING = re.compile(r"[a-z_]+(?:\.\w+)+")
 class _Noted:
     place: str
     text: str
-    """The message. Each of its lines starts with the place (the setting), unless the line names the setting anyway."""
+    """The error's text. Each line starts with the place (the setting), unless the line already names the setting."""
     error: Exception
 
 
@@ -46,9 +46,7 @@ class Mistakes:
         self._settings = settings
 
     def leave_out(self, setting: str) -> None:
-        """Ignore errors that name this setting: its value was invalid and replaced by a default, which later checks
-        see.
-        """
+        """Ignore errors that name this setting, because later checks see a default in place of its invalid value."""
         self._left_out |= {setting} - {""}
 
     @contextmanager
@@ -67,7 +65,7 @@ class Mistakes:
         """Collect an error, unless it names an ignored setting or its text is already part of a collected error.
 
         Args:
-            names_place: whether the message already names its setting.
+            names_place: whether the error's text already names its setting.
         """
         text = str(error)
         if self._is_left_out(place, text):
@@ -80,8 +78,8 @@ class Mistakes:
         self._noted.append(_Noted(place, "\n".join(lines), error))
 
     def rename_source(self, settings: Iterable[str], source: str, other: str) -> None:
-        """In the errors of these settings and of settings below them, replace the file's name at the beginning by
-        `other`.
+        """Replace the file's name at the beginning of errors by `other`, in errors of these settings and of settings
+        below them.
         """
         renamed = tuple(f"{each}." for each in settings)
         begins = re.compile(rf"^{re.escape(source)}: ", re.MULTILINE)
@@ -105,7 +103,7 @@ class Mistakes:
         A single error is raised unchanged; several errors become one exception with a line for each.
 
         Raises:
-            Exception: an exception of one of the collected types.
+            Exception: an exception whose type is among the collected types.
         """
         if not self._noted:
             return
@@ -118,9 +116,9 @@ class Mistakes:
         raise type(first.error)(first.text) from first.error
 
     def describe(self) -> str:
-        """The errors in the order of the configuration, one per line.
+        """The collected errors in the order of the configuration, one per line.
 
-        Beyond MAX_SHOWN_MISTAKES lines, only the number is given.
+        Beyond MAX_SHOWN_MISTAKES lines, only the number of further errors is given.
         """
         ordered = sorted(self._noted, key=self._position)
         lines = [line for each in ordered for line in each.text.splitlines()]
@@ -136,17 +134,15 @@ class Mistakes:
         return any(f"{name}.".startswith(f"{each}.") for name in named for each in self._left_out)
 
     def _position(self, noted: _Noted) -> tuple[int, ...]:
-        """Position in the configuration of the first setting that the error names; otherwise of the setting of the
-        check.
-        """
+        """Position in the configuration of the first setting that the error names, otherwise of the check's setting."""
         named = [name for name in SETTING.findall(noted.text) if name.partition(".")[0] in self._settings]
         within = [name for name in named if not noted.place or f"{name}.".startswith(f"{noted.place}.")]
         return place_in(self._settings, (within[0] if within else noted.place).split("."))
 
 
 def _sibling_names(place: str) -> re.Pattern[str]:
-    """Return a pattern for words that a message uses as names of settings: in backticks, with an underscore, or as its
-    subject.
+    """Return a pattern for the words that an error's text uses as names of settings: in backticks, with an underscore,
+    or as its subject.
 
     Other words are plain language, such as "prompts" in "12 prompts". Parts of file paths do not match.
     """

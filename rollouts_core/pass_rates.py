@@ -1,9 +1,9 @@
-"""Compute pass@k and majority@k from several completions of each prompt. Both give one number per prompt.
+"""Compute pass@k and majority@k from several completions of each prompt. Each measure gives one number per prompt.
 
     n completions of a prompt, c of them right  ->  pass@k = 1 - C(n - c, k) / C(n, k)
     their final answers, as votes               ->  majority@n = whether the most frequent answer is right
 
-`comparison.py` averages, resamples and compares these numbers like any score. It treats a prompt as one row, so
+`comparison.py` averages, resamples and compares these numbers like any score. A prompt counts as one row there, so
 completions of the same prompt never count as independent.
 """
 
@@ -54,11 +54,11 @@ def shown_ks(num_samples: int) -> list[int]:
 
 
 def measures_of(entry: Mapping[str, Any]) -> dict[str, list[float]]:  # Any: JSON
-    """pass@k and majority@n of a checkpoint, by the name of the measure; each has one number per prompt.
+    """pass@k and majority@n of a checkpoint, by the name of the measure. Each measure has one number per prompt.
 
     Args:
-        entry: the checkpoint in an evaluation's result.json. If it has no counts (one completion per prompt, or written
-            by an older version), the result is empty.
+        entry: the checkpoint in an evaluation's result.json. If the entry has no counts (one completion per prompt, or
+            written by an older version), the result is empty.
     """
     num_samples = entry.get("samples_per_prompt", 1)
     if num_samples < 2 or "num_right" not in entry:

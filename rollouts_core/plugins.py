@@ -44,7 +44,7 @@ class Plugin:
     is_loaded: bool = False
     value: Any = None  # Any: the type depends on the group
     problem: str = field(default="", kw_only=True)
-    """Why the plugin is left out; "" if it can be used. Known only after loading."""
+    """The reason why the plugin is left out; "" if it can be used. The reason is known only after loading."""
 
 
 class Registry(Mapping[str, ValueT], Generic[ValueT]):
@@ -170,7 +170,7 @@ def files_about_packages() -> dict[str, dict[str, Path]]:
 def _packages() -> tuple[Distribution, ...]:
     """The installed packages with entry points of our groups.
 
-    If two have the same name, the first on `sys.path` is used.
+    If two packages have the same name, the first on `sys.path` is used.
     """
     found: dict[str, Distribution] = {}
     for package in distributions():
@@ -179,9 +179,9 @@ def _packages() -> tuple[Distribution, ...]:
     return tuple(found.values())
 
 
-@dataclass(frozen=True, eq=False)  # no hash, because a registry cannot be hashed
+@dataclass(frozen=True, eq=False)  # a registry cannot be hashed
 class KeyOf:
-    """Marks a text setting whose value must be a key of a registry. The registry is read when a value is checked."""
+    """Marks a text setting whose value must be a name in a registry. The registry is read when a value is checked."""
 
     registry: Mapping[str, object]
 

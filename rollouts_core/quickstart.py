@@ -1,7 +1,8 @@
 """Generate the quickstart's data: demonstrations, prompts, a tokenizer and an untrained model.
 
-Some demonstrations add column by column and are right. The others give a number at once and are mostly wrong. A model
-that imitates both kinds is right in some cases, so RL can improve it by preferring the column-by-column kind.
+Some demonstrations add column by column and are right. The other demonstrations give a number at once and are mostly
+wrong. A model that imitates both kinds is right in some cases, so RL can improve it by preferring the column-by-column
+kind.
 
 The files depend only on `QuickstartSize` and on the seed of the model's weights.
 """
@@ -37,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""One of this many additions is kept out of all training data. The additions are chosen by checksum."""
+"""Number of additions per held-out addition. A checksum decides which additions are kept out of all training data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class QuickstartSize:
     num_selection_prompts: int = 200
     num_heldout_prompts: int = 400
     worked_share: float = 0.4
-    """Share of the demonstrations that add column by column. The others give a number at once."""
+    """Share of the demonstrations that add column by column. The other demonstrations give a number at once."""
     wrong_share: float = 0.7
     """Share of the demonstrations with a wrong number among those that give a number at once."""
     hidden_size: int = 64
@@ -66,7 +67,7 @@ SMALL_SIZE = QuickstartSize(
     hidden_size=32,
     num_layers=2,
 )
-"""For tests and rehearsals: every stage runs within seconds, but the model is too small to learn."""
+"""The size for tests and rehearsals. Every stage runs within seconds, but the model is too small to learn."""
 
 
 def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int = 0) -> None:

@@ -45,7 +45,7 @@ class RewardModelServer:
     async def score(self, conversations: Sequence[list[int]]) -> list[list[float]]:
         """Return the raw outputs of the model's head for each conversation.
 
-        A conversation that is too long loses its beginning.
+        If a conversation is too long, tokens at its beginning are removed.
 
         Raises:
             EnvironmentUnavailableError: the server is unreachable, or its answer cannot be read.
@@ -76,8 +76,8 @@ class RewardModelServer:
 
 
 def find_label(config: RewardConfig) -> int | None:
-    """Return the index of the label whose score is the reward; None if the model has one label or does not name its
-    labels.
+    """Return the index of the label whose score is the reward; None if the model has one label, or labels without
+    names.
 
     Raises:
         ConfigError: the settings name no label although the model has several, or the named label does not exist.

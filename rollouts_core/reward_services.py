@@ -1,10 +1,10 @@
-"""Rewards that are not plain functions: from an HTTP service, a classifier (local or served), or an LLM judge.
+"""Compute rewards by an HTTP service, a classifier (local or served), or an LLM judge.
 
     sample -> cache -> batch of samples -> service --rewards--> samples
 
 If a service is unreachable, `EnvironmentUnavailableError` is raised and the samples are not graded. If a service
-refuses a request, settings are wrong or the service has a bug, so the run ends. `system/http_service.py` retries
-requests.
+refuses a request, the run ends, because the settings are wrong or the service has a bug. `system/http_service.py`
+retries requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
-"""Seconds for which a batch that is not full waits for more samples."""
+"""Seconds that a batch waits for more samples if the batch is not full."""
 MARKS = "\"'*_`\\s"
 SCORE = re.compile(
     rf"score[{MARKS}]*[:=][{MARKS}\[]*(\d+(?:\.\d+)?)(?:[{MARKS}\]]*(?:/|out\s+of)[{MARKS}]*(\d+)|\s*\\?(%))?",
@@ -49,7 +49,7 @@ The maximum may follow the score (7/10)."""
 MAX_SCORE = 10.0
 
 UNLIMITED = 10**20
-"""A larger `model_max_length` means that the tokenizer has no length limit."""
+"""A tokenizer whose `model_max_length` is larger than this number has no length limit."""
 MAX_JUDGE_TOKENS = 256
 """Token limit of a judge's answer at SGLang's native endpoint. Other endpoints have their own limits."""
 
@@ -100,8 +100,8 @@ class BatchedReward:
     async def _wait_for(self, future: asyncio.Future[float | None]) -> float | None:
         # Each call of `score` has its own time limit, so the wait behind other calls must not count.
         with uncounted() if self.has_limit else nullcontext():
-            # Shielded, because another sample may wait for the same reward when the grading of this sample is
-            # cancelled.
+            # The wait is shielded, because another sample may wait for the same reward when the grading of this sample
+            # is cancelled.
             return await asyncio.shield(future)
 
     def _forget(self, key: bytes, done: asyncio.Future[float | None]) -> None:
@@ -132,13 +132,13 @@ class BatchedReward:
 
 
 def _identify(sample: Sample) -> bytes:
-    """A digest of all fields of the sample that the service receives, because its answer may depend on each of them."""
+    """A digest of all fields of the sample that the service receives. The service's answer may depend on each field."""
     sent = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
     return hashlib.sha256(sent.encode()).digest()
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:
-    """A reward from an HTTP service that receives `{"samples": [...]}` and answers `{"rewards": [...]}`.
+    """A reward from an HTTP service that receives `{"samples": [...]}` and returns `{"rewards": [...]}`.
 
     Each sample in the request has `prompt`, `response`, `answer` and `metadata`.
     """
@@ -178,7 +178,7 @@ def create_judge_reward(config: RewardConfig) -> BatchedReward:
 def _create_chat_judge(config: RewardConfig) -> AskJudge:
     """Return a judge that uses temperature 0.
 
-    If the model refuses this setting, like OpenAI's reasoning models, it is omitted.
+    If the model refuses this temperature, like OpenAI's reasoning models, requests omit the temperature.
     """
     url = f"{config.url.rstrip('/')}/chat/completions"
     service = HTTPService(url, config)
@@ -236,7 +236,8 @@ def render_judge_prompt(template: str, sample: Sample) -> str:
 
 
 def create_classifier_reward(config: RewardConfig) -> BatchedReward:
-    """A reward from a Hugging Face sequence classifier with one label: its raw output for prompt and response.
+    """A reward from a Hugging Face sequence classifier with one label: the classifier's raw output for prompt and
+    response.
 
     Raises:
         ConfigError: the model's folder does not exist, or the model has several labels.
@@ -260,7 +261,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
     # multimodal models, such as Gemma 3, have two settings objects
     for settings in (model.config, model.config.get_text_config()):
         settings.pad_token_id = tokenizer.pad_token_id
-    # The completion to grade is at the end of the text, so a conversation that is too long loses its beginning.
+    # If a conversation is too long, its beginning is removed, because the completion to grade is at its end.
     tokenizer.truncation_side = "left"
     max_tokens = min(tokenizer.model_max_length, count_positions(model) or tokenizer.model_max_length)
     is_limited = max_tokens < UNLIMITED
@@ -282,7 +283,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
 @contextmanager
 def _loading(config: RewardConfig) -> Iterator[None]:
-    """Turn errors while a classifier is loaded into error messages with the classifier's folder."""
+    """Turn errors from loading a classifier into CheckpointErrors that name the classifier's folder."""
     if not Path(config.model).is_dir():
         raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give the folder of a classifier")
     from rollouts_core.model.loading import BAD_SETTINGS, UNLOADABLE, describe_unloadable  # needs torch
@@ -295,9 +296,10 @@ def _loading(config: RewardConfig) -> Iterator[None]:
 
 
 def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
-    """A reward from a sequence classifier that SGLang or vLLM serves: its raw output for prompt and response.
+    """A reward from a sequence classifier that SGLang or vLLM serves: the classifier's raw output for prompt and
+    response.
 
-    The server receives token ids. They are made with the tokenizer in the folder `config.model`.
+    The server receives token ids from the tokenizer in the folder `config.model`.
 
     Raises:
         ConfigError: the model's folder does not exist, or `label` is missing or unknown.
@@ -322,7 +324,7 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
 
 
 def count_positions(model: Any) -> int | None:  # Any: transformers' models
-    """The longest input of a model, tokens; None if it is unlimited (T5, BLOOM) or unknown.
+    """The longest input of a model, tokens; None if the length is unlimited (T5, BLOOM) or unknown.
 
     RoBERTa and related models number positions from the padding index on, so their first positions cannot be used.
     """
@@ -342,7 +344,7 @@ def encode_for_classifier(
 ) -> list[int]:  # Any: transformers' tokenizers
     """Token ids of prompt and response.
 
-    They are rendered with the tokenizer's chat template, or as plain text if it has none.
+    The texts are rendered with the tokenizer's chat template, or as plain text if the tokenizer has no template.
 
     Args:
         max_tokens: keep only this many tokens at the end, where the completion is; None keeps all tokens.

@@ -1,5 +1,5 @@
-"""Grade a finished sample: built-in reward functions, the weighted sum of several, and `grade_sample`, which calls
-them.
+"""Grade finished samples: built-in reward functions, weighted sums of rewards, and `grade_sample`, which calls the
+function.
 
 `reward_services.py` has rewards from services and models. `environments/` has environments with conversations.
 """
@@ -30,7 +30,7 @@ from rollouts_core.types import Sample, Status, trajectory_places
 from rollouts_core.user_code.failures import describe_raised
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
-"""Returns the reward of a finished sample, or None if it could not be computed. May be a coroutine function."""
+"""Returns the reward of a finished sample, or None if no reward could be computed. May be a coroutine function."""
 
 NUMBER = re.compile(r"(?:(?<!\d)[-−])?(?:\d[\d,]*+(?:\.\d+)?|(?<!\d)\.\d+)")
 """A number with an optional minus sign, ASCII or Unicode. A dash directly after a digit is not a minus sign."""
@@ -52,8 +52,8 @@ def last_number(sample: Sample) -> float:
 
 
 VoteFn = Callable[[Sample], str | None]
-"""For majority@k: returns the final answer of a completion in a form that is equal for equal answers; None if it has
-none."""
+"""For majority@k: returns the final answer of a completion in a form that is equal for equal answers; None without a
+final answer."""
 VOTES: dict[str, VoteFn] = {
     "exact_match": lambda sample: sample.response.strip() or None,
     "last_number": lambda sample: _last_number_text(sample.response),
@@ -94,10 +94,10 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
         timeout_s: time limit of the function, seconds; None sets no limit.
 
     Raises:
-        RewardError: the function raised an error, took too long, or did not return a finite number. The message names
-            the prompt.
-        EnvironmentUnavailableError: the generation of the sample failed, or something that the function depends on. The
-            message names the prompt.
+        RewardError: the function raised an error, took too long, or did not return a finite number. The error names the
+            prompt.
+        EnvironmentUnavailableError: the generation of the sample failed, or a service that the function needs failed.
+            The error names the prompt.
     """
     if sample.status is Status.FAILED:
         raise EnvironmentUnavailableError(
@@ -146,13 +146,13 @@ def _shortened(reward: object) -> str:
 
 
 def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
-    """A hint if the function raised because it does not take exactly one `Sample`; otherwise ""."""
+    """A hint if the reward function failed because it does not take exactly one `Sample`; otherwise ""."""
     try:
         inspect.signature(reward_fn).bind(None)
         is_mistaken = isinstance(error, TypeError | AttributeError) and "'Sample'" in str(error)
     except TypeError:
         is_mistaken = True
-    except ValueError:  # the function's signature is unknown
+    except ValueError:  # Python cannot find the function's signature
         is_mistaken = False
     said = ": a reward function takes one Sample; the completion is in `response`, the row in `metadata`"
     return said if is_mistaken else ""
@@ -175,7 +175,7 @@ async def grade_group(
 
 
 class WeightedRewards:
-    """A reward function that adds up the weighted results of others and counts their failures.
+    """A reward function that adds up the weighted results of other reward functions and counts their failures.
 
     Args:
         terms: for each reward function: its name, its weight and the function.
@@ -187,13 +187,13 @@ class WeightedRewards:
         self._num_scored = self._num_unscored = self._num_failed = 0
 
     async def __call__(self, sample: Sample, *, timeout_s: float | None = None) -> float | None:
-        """The weighted sum of the terms. It raises an error if a term does, and is None if a term is None."""
+        """The weighted sum of the terms; None if a term is None. If a term raises an error, the error is raised."""
         return (await self.grade(sample, timeout_s=timeout_s))[0]
 
     async def grade(self, sample: Sample, *, timeout_s: float | None = None) -> tuple[float | None, dict[str, float]]:
         """The weighted sum of the terms, and each term before its weight is applied.
 
-        Without a sum, the terms are left out.
+        If the sum is None, the terms are left out.
         """
         calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
         try:
@@ -239,16 +239,17 @@ def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
 
 
 def _last_number_text(text: str) -> str | None:
-    """The last number as text. Equal numbers give equal texts."""
+    """The last number in a text, as text. Equal numbers give equal texts."""
     found = _last_number(text)
     if found is None:
         return None
-    written = f"{found or abs(found):f}"  # -0 becomes 0
+    written = f"{found or abs(found):f}"  # turns -0 into 0
     return written.rstrip("0").rstrip(".") if "." in written else written
 
 
 def _last_number(text: str) -> Decimal | None:
-    """The last number as a Decimal. As floats, long numbers that differ only after 16 digits would be equal."""
+    """The last number in a text as a Decimal. As floats, long numbers that differ only after 16 digits would be
+    equal."""
     found = NUMBER.findall(text)
     if not found:
         return None

@@ -51,8 +51,8 @@ from rollouts_core.warning_rules import WarningWatch
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of a step before the trainer trains on them."""
 OnCredit = Callable[[int, Credit, RolloutScores], None]
-"""(step, credit, scores): called with the advantages of a step's samples, and with the scores computed before its first
-update."""
+"""(step, credit, scores): called with the advantages of a step's samples, and with the scores computed before the
+step's first update."""
 
 
 async def run_rl_training(
@@ -123,7 +123,7 @@ async def run_rl_training(
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
         publish = partial(publish_version, trainer, inference_engines, own_target, rollout_manager)
-        async with handed_over():  # fails before the first step if an engine cannot free its memory
+        async with handed_over():  # an engine that cannot free its memory fails here, before the first step
             state, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
         cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
         train = partial(train_on_rollouts, config=config, pad_id=pad_id, stop=checkpoints.stop)
@@ -131,7 +131,7 @@ async def run_rl_training(
         conclude = partial(conclude_step, checkpoints, watch, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
-        # these are metrics of the saved step, because the next step may publish nothing
+        # the publication's metrics belong to the saved step, because the next step may publish nothing
         rounded = own_target.rounding.take_metrics()
         await checkpoints.begin()
         if pending := state.get("pending"):  # a stop saved this step before its weights were published
@@ -261,9 +261,7 @@ def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None
 def find_earlier(
     checkpoints: RunCheckpoints, state: TrainingState, inference_engines: Sequence[InferenceEngine]
 ) -> EarlierVersion | None:
-    """The version that engines served when the checkpoint was saved; None if the checkpoint's own weights were
-    served.
-    """
+    """The version that engines served when the checkpoint was saved; None if it was the checkpoint's own version."""
     if checkpoints.resumed_from is None or "pending" in state:
         return None
     published, file = state["rollout"].get("published"), checkpoints.resumed_from / SERVED_WEIGHTS
@@ -359,10 +357,10 @@ async def train_on_rollouts(
     if not done:
         return counts
     averaged = average_metrics(done)
-    # the mismatch is measured in the first update only: later updates see a changed trainer
+    # the mismatch is measured only in the first update, because later updates see a changed trainer
     if not scores.old_logprobs:
         averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
-    if find_silent(batch.samples):  # in these metrics, missing log-probs counted as 0
+    if find_silent(batch.samples):  # missing log-probs counted as 0 in these metrics
         averaged = {name: value for name, value in averaged.items() if name not in ENGINE_METRICS}
     return {**averaged, **counts}
 
@@ -409,8 +407,7 @@ async def score_rollouts(
     """Compute the log-probs of the trainer before its first update, and of the reference model, if the settings need
     them.
 
-    With one update per step, the trainer's log-probs are not computed here, because the update's forward pass computes
-    them.
+    With one update per step, the update's forward pass computes the trainer's log-probs, so this function does not.
     """
     old: dict[int, Tensor] = {}
     ref: dict[int, Tensor] = {}
@@ -466,7 +463,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
 def describe_conversations(samples: Sequence[Sample]) -> Metrics:
     """The mean number of turns per conversation, and the shares of failed turns.
 
-    Empty if no sample is a conversation.
+    The result is empty if no sample is a conversation.
     """
     outcomes = [sample.metadata["outcomes"] for sample in samples if "outcomes" in sample.metadata]
     if not outcomes:

@@ -4,7 +4,7 @@
                                                                                       of their update
 
 An update is one optimizer step. The divisors of its means count all samples of the update, including samples without a
-gradient, which are in no row. So the split into micro-batches does not change the result.
+gradient, which are in no row. The split into micro-batches therefore does not change the result.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prepare_updates(
 ) -> list[list[TrainBatch]]:
     """Return the micro-batches of each update.
 
-    Advantages are computed over the whole batch, the totals over one update.
+    Advantages are computed over the whole batch, totals over each update.
 
     Updates contain whole groups, in order. An update in which no sample has a gradient has no micro-batches.
 
@@ -118,7 +118,7 @@ def is_advantage(advantage: Tensor | float) -> bool:
 def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> bool:
     """Return True if rewards contribute to the step's updates.
 
-    If False, only other terms of the loss do, such as KL or entropy.
+    If the result is False, only other terms of the loss contribute, such as KL or entropy.
 
     With a value head the result is always True, because a value head also learns from equal rewards.
     """
@@ -153,10 +153,11 @@ def plan_rows(
 ) -> list[Rows]:
     """Plan micro-batches.
 
-    Each has at most `config.max_micro_batch_tokens` tokens per rank, padding included, or one longer row.
+    A micro-batch has at most `config.max_micro_batch_tokens` tokens per rank, including padding, or a single longer
+    row.
 
     Rows of similar length share a micro-batch, so there is little padding. A packed row is at most as long as the
-    longest unit (one sample, or samples that share a prompt). Longer rows would only compute more attention over masked
+    longest unit (one sample, or samples that share a prompt). Longer rows would only need more attention over masked
     tokens.
     """
     if not places:

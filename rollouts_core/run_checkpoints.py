@@ -1,4 +1,5 @@
-"""The checkpoints of one training run: resume from the newest, save while training goes on, delete old ones.
+"""Manage the checkpoints of a training run: resume from the newest, save while training continues, delete old
+checkpoints.
 
 `checkpoint.py` defines the format of a checkpoint, `backends/training_state.py` its content.
 
@@ -54,7 +55,7 @@ TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
 FREE_INPUTS = ("eval_samples", "policy.attention")
 """Inputs that change the weights at most by rounding, so a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
-"""Explanations of inputs for messages, if the name alone is not clear."""
+"""Explanations of inputs for errors, if the name alone is not clear."""
 LATER_INPUTS = ("data", "eval_samples")
 """Inputs that checkpoints of earlier versions do not record. In such a checkpoint they count as unchanged."""
 
@@ -82,8 +83,8 @@ class RunCheckpoints:
             its steps has the metric.
         is_end_asked: called after every step. True saves a checkpoint and ends the training.
         before_save: called after the steps of a checkpoint were logged, before the checkpoint is written.
-        write_served: called in a thread before a save. If the engines serve weights of an earlier step, it returns a
-            file with these weights, otherwise None.
+        write_served: called in a thread before a save. If the engines serve weights of an earlier step, the function
+            returns a file with these weights, otherwise None.
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
     """
 
@@ -137,7 +138,7 @@ class RunCheckpoints:
     async def resume(self) -> TrainingState | None:
         """Load the newest intact checkpoint, or `config.resume_from` if there is none.
 
-        Returns None if there is neither.
+        Returns None if neither exists.
 
         Raises:
             CheckpointError: the checkpoint has other settings, another model, or a step beyond `config.num_steps`.
@@ -213,7 +214,7 @@ class RunCheckpoints:
         Raises:
             StoppedError: a stop was requested. The step is saved.
         """
-        await asyncio.sleep(0)  # without this, a loop that never waits could not be cancelled
+        await asyncio.sleep(0)  # lets a cancellation reach a training loop that never waits
         self.stop.hold()
         self.stop.note_step(perf_counter() - self._step_began)
         await self._settle(wait=False)
@@ -314,7 +315,7 @@ class RunCheckpoints:
         self._write_event("checkpoint", step=saving.step)
 
     def _find_checkpoint(self, directory: Path) -> Path | None:
-        """The run's newest intact checkpoint. If there is none: a copy of `config.resume_from`."""
+        """The run's newest intact checkpoint. A run without checkpoints gets a copy of `config.resume_from`."""
         remove_partial_directories(directory)
         if damaged := set_damaged_aside(directory):
             self._write_event("damaged_checkpoints", set_aside=[path.name for path in damaged])
@@ -345,16 +346,16 @@ class RunCheckpoints:
             )
 
     async def _settle(self, *, wait: bool) -> None:
-        """Complete the running save if it is finished. With `wait`, wait for it first."""
+        """Complete the running save if it is finished. With `wait`, wait until the save is finished."""
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return
         try:
             await saving.future.result()
         except Exception:
-            self._saving = None  # raise the error of a save only once
+            self._saving = None  # so that the error of a save is raised only once
             raise
-        self._saving = None  # only now, because a caller that is cancelled during the wait must still complete the save
+        self._saving = None  # after the wait, because a cancelled caller must still complete the save
         prune_checkpoints(
             saving.path.parent,
             newest=saving.path,
@@ -415,11 +416,11 @@ def check_same_settings(
 ) -> list[str]:
     """Return the names of the settings that differ.
 
-    Each must be free to change, or permitted by its name or section in `allowed`.
+    Each differing setting must be free to change, or `allowed` must contain its name or section.
 
     Raises:
-        CheckpointError: other settings differ. The message has both values of each, and the entries of `allowed` that
-            match no changed setting.
+        CheckpointError: other settings differ. The error has both values of each setting, and the entries of
+            `allowed` that match no changed setting.
     """
     changed = changed_settings(saved, current)
     refused = [
@@ -458,9 +459,9 @@ def _names(allowed: str, setting: str) -> bool:
 def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
     """Quality of the policy over some steps; higher is better. `keep_best` ranks checkpoints by it.
 
-    The score is the mean reward, minus the mean training loss, or minus the evaluation loss after the last step. It is
-    None if no step has the metric. It is also None if the last step was not evaluated, because an earlier evaluation
-    loss belongs to other weights.
+    The score is the mean reward, minus the mean training loss, or minus the evaluation loss after the last step. The
+    score is None if no step has the metric, or if the last step was not evaluated, because an earlier evaluation loss
+    belongs to other weights.
     """
     values = [metrics[scored_by] for metrics in window if scored_by in metrics]
     if not values:

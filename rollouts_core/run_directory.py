@@ -56,7 +56,7 @@ class RunDirectory:
 
     @property
     def gpu_use(self) -> Path:
-        """Output: load and memory of the GPUs, one JSON object per measurement. Absent without GPUs."""
+        """Output: load and memory of the GPUs, one JSON object per measurement. The file is absent without GPUs."""
         return self.root / "gpu_use.jsonl"
 
     @property
@@ -91,7 +91,8 @@ class RunDirectory:
 
     @property
     def stop_request(self) -> Path:
-        """Input: seconds that this attempt gets to save and end. Written before SIGTERM is sent."""
+        """Input: seconds that this attempt gets to save and end. The supervisor writes the file before it sends
+        SIGTERM."""
         return self.root / f"stop-{attempt_number()}"
 
     @property
@@ -103,12 +104,12 @@ class RunDirectory:
 
     @property
     def lease_file(self) -> Path:
-        """Input: its modification time is the time of the last lease renewal."""
+        """Input: a file whose modification time is the time of the last lease renewal."""
         return self.root / ".job" / "lease"
 
     @property
     def result(self) -> Path:
-        """Output: the stage's record. It is written last, so a stage without this file is not finished."""
+        """Output: the stage's record. This file is written last, so a stage without this file is not finished."""
         return self.root / "result.json"
 
     def last_end(self) -> dict[str, Any] | None:  # Any: JSON
@@ -127,7 +128,7 @@ class RunDirectory:
         """Write samples/<name>.jsonl. Each line has the temperature at which its log-probs were computed.
 
         Raises:
-            RewardError: the user's code stored a value that is not JSON in a sample's metadata. The message names the
+            RewardError: the user's code stored a value that is not JSON in a sample's metadata. The error names the
                 prompt.
         """
         self.samples.mkdir(exist_ok=True)
@@ -135,7 +136,7 @@ class RunDirectory:
         write_atomically(self.samples / f"{name}.jsonl", lines)
 
     def write_result(self, result: dict[str, Any]) -> None:  # Any: JSON
-        """Write the stage's record. With this file, the stage counts as finished."""
+        """Write the stage's record, result.json. A stage with this file counts as finished."""
         write_json(self.result, {"format": FORMAT, **result})
 
     def read_result(self) -> dict[str, Any] | None:  # Any: JSON

@@ -50,7 +50,7 @@ async def run_sft_training(
     was never stopped.
 
     Args:
-        samples: demonstrations. A sequence is shuffled each epoch; a stream is read in its order.
+        samples: demonstrations. A sequence is shuffled each epoch; a stream is read in order.
         inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
         eval_samples: demonstrations whose loss is computed every `config.eval_every` steps and at the end.
         is_end_asked: called after every step. True saves a checkpoint and ends the training.
@@ -152,7 +152,7 @@ async def compute_eval_loss(
 def prepare_sft_batch(
     rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int, num_ranks: int = 1
 ) -> list[TrainBatch]:
-    """Return the micro-batches of one step. Each has the totals of the whole step.
+    """Return the micro-batches of one step. Each micro-batch has the totals of the whole step.
 
     Args:
         num_ranks: number of devices that share the rows of each micro-batch.

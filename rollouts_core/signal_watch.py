@@ -1,4 +1,4 @@
-"""Count consecutive RL steps without learning signal, warn about them, and end the training at a limit.
+"""Count consecutive RL steps without learning signal, warn about these steps, and end the training at a limit.
 
     the step had an update by rewards                        the counter is reset
     no update; every reward equals the best so far (solved)  the counter is reset
@@ -35,7 +35,7 @@ def is_untaught(metrics: Mapping[str, float]) -> bool:
 
 
 def why_skipped(metrics: Mapping[str, float]) -> str:
-    """The reason why rewards made no update in a step; a key of `REMEDIES`."""
+    """The reason why rewards made no update in a step, as a name in `REMEDIES`."""
     if metrics["num_nonfinite"]:
         return NONFINITE
     return NO_SIGNAL if not metrics["signal_share"] else NOT_TRAINED
@@ -59,9 +59,9 @@ class SignalWatch:
         self._reason: str = saved.get("reason", NO_SIGNAL)
         self._step: int = saved.get("step", 0)
         self._seen: list[float] = list(saved.get("seen", ()))
-        """The lowest and the highest mean reward of the counted steps. Empty if no counted step had a reward."""
+        """The lowest and the highest mean reward of the counted steps; empty if no counted step had a reward."""
         self._is_uniform: bool = saved.get("is_uniform", True)
-        """True if in each counted step all completions had the same reward, also those of different prompts."""
+        """True if in each counted step all completions of all prompts had the same reward."""
         self._is_updated: bool = saved.get("is_updated", False)
         """True if other terms of the loss made an update in one of the counted steps."""
         self._has_learned: bool = saved.get("has_learned", False)
@@ -113,7 +113,7 @@ class SignalWatch:
         )
 
     def _teaches_nothing(self, metrics: Mapping[str, float]) -> bool:
-        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # skipped updates have their own limit
+        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # skipped updates have another limit
             return False
         is_solved = (
             self._has_learned
@@ -142,6 +142,6 @@ class SignalWatch:
 
 
 def is_time_to_tell(num_in_a_row: int) -> bool:
-    """Return True for `FIRST_TOLD`, for twice as many, for four times as many and so on."""
+    """Return True if the count is `FIRST_TOLD`, twice `FIRST_TOLD`, four times `FIRST_TOLD` and so on."""
     times, rest = divmod(num_in_a_row, FIRST_TOLD)
     return rest == 0 and times > 0 and times & (times - 1) == 0

@@ -5,8 +5,8 @@
     asked ──┬── the running step ends in time ──> the training loop saves the step, and ends
             └── it would outlast the grace period ──> `Watch`, a thread, saves the last whole step and ends the process
 
-Before its first change of the weights, and after its last change, a step can be saved. In between, the training loop
-holds `TrainingStop`, and the watch waits. So a checkpoint never contains half of an update.
+A step can be saved before its first change of the weights, and after its last change. Between these changes, the
+training loop holds `TrainingStop`, and the watch waits. A checkpoint therefore never contains half of an update.
 
 A GPU queues the change of the weights together with the work before the change. The training loop would therefore hold
 `TrainingStop` during the whole step. In a long step, the loop waits for the earlier work to finish before it holds
@@ -32,12 +32,12 @@ MIN_GRACE_S = 30.0
 GRACE_FACTOR = 1.5
 """The grace period is this factor times the longest recent step plus the last save."""
 LONG_STEP_S = 10.0
-"""Seconds. A shorter step, and its save, ends within any grace period, so it is never given up."""
+"""Length of a step, seconds. A shorter step and its save end within any grace period, so the step is never given up."""
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
-"""Size of the file in which the job writes how long it needs to stop. The file is overwritten in place, because that
-also works on a full disk."""
+"""Size of the file in which the job writes how long it needs to stop. The file is overwritten in place, because
+overwriting also works on a full disk."""
 MIN_SAVE_S = 2.0
 
 
@@ -80,9 +80,9 @@ class TrainingStop:
         self.saved_step = 0
         self.problem = ""
         self.is_training = False
-        """True after the first step has started. Before it, a stop need not wait for anything."""
+        """True after the first step has started. Before the first step, a stop need not wait for anything."""
         self.is_watched = False
-        """True if a step that outlasts the grace period is given up. Each whole step must then stay available for
+        """True if a step that outlasts the grace period is given up. If True, each whole step must stay available for
         saving."""
         self._told, self._granted, self._attempt = told, granted, attempt
         self._asked = threading.Event()
@@ -147,7 +147,7 @@ class TrainingStop:
     def hold(self) -> None:
         """Prevent the watch from saving, because the weights are about to change.
 
-        If the watch is already saving, never return.
+        If the watch is already saving, the method never returns.
         """
         if not self._is_held:
             self._held.acquire()
@@ -179,7 +179,7 @@ class TrainingStop:
         return not is_over.wait(max(0.0, until - time.monotonic()))
 
     def save_last_whole(self) -> None:
-        """Wait until the weights are not changing, then save the last whole step.
+        """Wait until no update is changing the weights, then save the last whole step.
 
         The watch calls this before it ends the process.
         """

@@ -1,6 +1,6 @@
-"""The records that training data consists of: a prompt, a sample, a batch of samples.
+"""The records of training data: a prompt, a sample, a batch of samples.
 
-`data/dataset.py` reads them from files. `batch.py` turns them into tensors.
+`data/dataset.py` reads prompts and samples from files. `batch.py` turns samples into tensors.
 
 Index t of every per-token array of a `Sample` describes token t, given the tokens before it:
 
@@ -27,11 +27,11 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[dict[str, Any]]]  # Any: JSON arguments
-    """Function calls of an assistant. Each has the form {"function": {"name": ..., "arguments": {...}}}."""
+    """Function calls of an assistant. Each call has the form {"function": {"name": ..., "arguments": {...}}}."""
     tool_call_id: NotRequired[str]
-    """Id of the tool call whose result this message (role `tool`) contains."""
+    """Id of the tool call whose result this turn (role `tool`) contains."""
     name: NotRequired[str]
-    """Name of the tool whose result the message contains, or of the speaker if several have the same role."""
+    """Name of the tool whose result this turn contains, or of the speaker if several speakers have the same role."""
     reasoning_content: NotRequired[str]
     """The assistant's reasoning before its answer, for chat templates that render reasoning separately."""
 
@@ -68,7 +68,7 @@ class Prompt:
     """One row of a prompt dataset, before completions are sampled."""
 
     id: str
-    """Unique within its file. Used only in messages and reports."""
+    """Id of the row, which is unique within its file. Only errors, logs and reports use the id."""
     messages: tuple[Message, ...]
     """The conversation that the policy continues."""
     answer: str = ""
@@ -78,7 +78,7 @@ class Prompt:
     has_json_answer: bool = field(default=False, compare=False)
     """True if the row's answer was a JSON list or object. `answer` then is its JSON text."""
     row: int = field(default=0, compare=False)
-    """Row number in the source file, from 1. Used only in messages."""
+    """Row number in the source file, from 1. Only errors and logs use the number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +90,9 @@ class Sample:
     """
 
     prompt: str | tuple[Message, ...] = ""
-    """The prompt as text or messages, for people and for rewards. Training reads `tokens`."""
+    """The prompt as text or as turns, for users and for rewards. Training reads `tokens`."""
     response: str = ""
-    """The completion as text, for people and for rewards. In a conversation this is the policy's last turn;
+    """The completion as text, for users and for rewards. In a conversation, the completion is the policy's last turn;
     `metadata["conversation"]` has all turns."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of prompt and completion, exactly as the policy read and sampled them."""
@@ -102,7 +102,7 @@ class Sample:
     """For each token: log-probability under the distribution that was sampled from, nats; 0 for tokens that were not
     sampled."""
     reward: float | None = None
-    """Reward of the whole sample. None before grading, and if no reward could be computed."""
+    """Reward of the whole sample; None before grading, or if no reward could be computed."""
     group_index: int = 0
     """Number of the group. All samples that were generated together for a prompt have the same number and share a
     baseline."""
@@ -110,7 +110,7 @@ class Sample:
     """Number of the sample within its group, from 0."""
     turn: int | None = None
     """Number of the turn, if each turn of a trajectory is a sample of its own. All turns of a trajectory have the same
-    `group_index`, the same `index` and the same reward. They count once in the group's baseline."""
+    `group_index`, the same `index` and the same reward. A trajectory counts once in the group's baseline."""
     status: Status = Status.PENDING
     """How the generation ended."""
     finish_reason: str = ""
@@ -134,7 +134,7 @@ class Sample:
         return (Message(role="user", content=self.prompt),) if isinstance(self.prompt, str) else self.prompt
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """The sample as JSON values. It shares the sample's token lists. `sample_from_json` is the inverse."""
+        """The sample as JSON values, which share the sample's token lists. `sample_from_json` is the inverse."""
         lists = {"tokens": self.tokens, "loss_mask": self.loss_mask, "rollout_log_probs": self.rollout_log_probs}
         # asdict copies lists value by value, which takes about a microsecond per token.
         return asdict(replace(self, tokens=[], loss_mask=[], rollout_log_probs=None)) | lists

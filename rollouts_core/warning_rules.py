@@ -1,12 +1,12 @@
-"""Warnings about a training while it runs: a table of rules over the metrics of its steps, one for RL and one for SFT.
+"""Warn about a running training, by a table of rules for RL and a table for SFT. The rules read the metrics of steps.
 
 Other modules: checks/ warns before a run, and signal_watch.py counts the steps without learning signal.
 
     metrics of a step -> each rule reads the first steps and the last steps -> event `warning`, with the rule's name
                                                                             -> end of the run, if `stop_on` names it
 
-A rule warns when its bound is crossed. It warns again only after a step in which the bound was kept. The rules only
-read metrics, so they change a run only if they end it. A resumed run forgets the metrics of earlier attempts.
+A rule warns when its bound is crossed, and again only after a step in which the bound was kept. The rules only read
+metrics, so a rule changes a run only by ending the run. A resumed run forgets the metrics of earlier attempts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rollouts_core.signal_watch import SignalWatch
 logger = logging.getLogger(__name__)
 
 WINDOW = 100
-"""Rules see this number of last steps."""
+"""Number of last steps whose metrics rules can read."""
 MEAN_STEPS = 10
-"""Rules compare means over this number of steps, because the metrics of single steps are noisy."""
+"""Number of steps in the means that rules compare. The metrics of single steps are noisy."""
 IN_A_ROW = 3
 MIN_ENTROPY_SHARE = 0.1
 SPIKE = 10.0
@@ -96,9 +96,10 @@ def find_risen_loss(series: Series) -> str:
 
 
 def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
-    """Means over MEAN_STEPS values in a row: those of earlier steps, that of the last steps, and its standard error.
+    """The earlier means over MEAN_STEPS values in a row, the mean of the last MEAN_STEPS values, and its standard
+    error.
 
-    No earlier mean shares a step with the last one. Without enough values the list of earlier means is empty.
+    No earlier mean shares a step with the last mean. Without enough values the list of earlier means is empty.
     """
     means = [statistics.fmean(values[end - MEAN_STEPS : end]) for end in range(MEAN_STEPS, len(values) + 1)]
     if len(means) <= MEAN_STEPS:
@@ -107,7 +108,7 @@ def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
 
 
 def find_entropy_collapse(series: Series) -> str:
-    """Compare the entropy of the last steps with that of the first steps.
+    """Compare the entropy of the last steps with the entropy of the first steps.
 
     A solved task, whose rewards hardly differ, is left out.
     """
@@ -229,7 +230,7 @@ RL_RULES = (
         find=find_rounding,
     ),
 )
-"""The rules of RL. Each can warn; a rule that `training.rl.stop_on` names also ends the run."""
+"""The rules of RL. Each rule can warn; a rule that `training.rl.stop_on` names also ends the run."""
 SFT_RULES = (
     Rule(
         name="loss_risen",
@@ -242,14 +243,14 @@ SFT_RULES = (
     ),
     replace(SPIKES_RULE, remedy="lower training.sft.optim.lr or training.sft.optim.max_grad_norm"),
 )
-"""The rules of SFT. Each can warn; a rule that `training.sft.stop_on` names also ends the run."""
+"""The rules of SFT. Each rule can warn; a rule that `training.sft.stop_on` names also ends the run."""
 
 
 class WarningWatch:
     """Applies the rules to the metrics of each step.
 
     Args:
-        signal: counts the steps without learning signal and has its own limit. None for SFT.
+        signal: counts the steps without learning signal and has its own limit; None for SFT.
         stop_on: names of the rules that end the training.
         section: the section of the settings with `stop_on`.
     """

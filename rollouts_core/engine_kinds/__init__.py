@@ -1,7 +1,7 @@
-"""The kinds of inference servers: one file and one row below for each.
+"""The kinds of inference servers: each kind has one file in this folder and one row in `ENGINES`.
 
-To add a kind, copy vllm.py and write its client as in engines/vllm.py. This folder must not import torch, so it has
-only the name of each client. Not here: the clients (engines/client.py), starting servers (engines/launch.py).
+To add a kind, copy vllm.py and write its client as in engines/vllm.py. This folder must not import torch, so it
+contains only the names of the clients. Not here: the clients (engines/client.py), starting servers (engines/launch.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINES: MutableMapping[str, EngineSpec] = {
 }
 """The engines by their values of `rollout.engine.kind`."""
 ENGINE_CHOICES: Mapping[str, EngineSpec] = ChainMap({CHOSEN_ON_NODE: AUTO}, ENGINES)
-"""All values of `rollout.engine.kind`: the engines, and "auto", which a run replaces by an engine."""
+"""All values of `rollout.engine.kind`: the engines, and "auto", which the run replaces by one of the engines."""
 
 __all__ = [
     "EMBEDDED",

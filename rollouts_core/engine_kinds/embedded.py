@@ -1,4 +1,4 @@
-"""The engine of this project, for small models on a CPU. It speaks SGLang's API."""
+"""The record of this project's own engine, which serves small models on a CPU through SGLang's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang."""
+"""The record of SGLang: its command line, requirements and properties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)
-"""Values that --max-lora-rank is given here: SGLang takes any."""
+"""Values that this project passes as --max-lora-rank, although SGLang accepts any value."""
 ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of `LLAMA_LIKE` models."""
 LIST_ARCHITECTURES = r"""
@@ -32,7 +32,8 @@ for file in models.rglob("*.py"):
     for entry in re.findall(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", file.read_text(encoding="utf-8"), re.M):
         print("\n".join(re.findall(r"\w+", entry)))
 """
-"""Program that reads SGLang's model modules as text: importing them takes a minute, and fails on unsupported GPUs."""
+"""Program that reads SGLang's model modules as text. An import of the modules takes a minute and fails on unsupported
+GPUs."""
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
@@ -43,7 +44,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
         *(["--context-length", str(job.context_length)] if job.context_length else []),
         *("--max-running-requests", str(num_running), "--tp-size", num_gpus_per_engine(job)),
-        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # only token ids
+        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # RL sends ids
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
@@ -59,12 +60,12 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
 
 
 def _render_name(name: str) -> list[str]:
-    """The arguments for people's requests; SGLang finds the parsers by the chat template."""
+    """The arguments for a server that users query. SGLang finds the parsers by the chat template."""
     return ["--served-model-name", name, "--tool-call-parser", "auto", "--reasoning-parser", "auto"]
 
 
 def render_adapters(rank: int) -> list[str]:
-    """The arguments for two adapters: the served one, and the next during its load."""
+    """The arguments that make room for two adapters: the served adapter, and the next adapter while it loads."""
     if not rank:
         return []
     return [
@@ -74,11 +75,11 @@ def render_adapters(rank: int) -> list[str]:
 
 
 def render_key(api_key: str, folder: Path) -> LaunchPart:
-    """Pass the key in a private file, because other users can see the arguments of a process."""
+    """Pass the API key in a private file, because other users can see the arguments of a process."""
     file = folder / "key.yaml"
     file.touch(mode=0o600)
     file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
-    # At the level "info", SGLang's log begins with all settings, including the key.
+    # At the level "info", SGLang's log begins with all settings, including the API key.
     return LaunchPart(arguments=("--config", str(file), "--log-level", "warning"), env={})
 
 
@@ -109,7 +110,7 @@ SGLANG = EngineSpec(
     ),
     list_architectures=LIST_ARCHITECTURES,
     adapter_form="folder",
-    adapts_on_cpu=False,  # it wants pinned memory for adapters, which torch has with a GPU alone
+    adapts_on_cpu=False,  # SGLang pins the memory of adapters, which needs a GPU
     adapter_ranks=ADAPTER_RANKS,
     adapted_architectures=LLAMA_LIKE,
     render=render,

@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 
 AdapterForm = Literal["", "beside", "folder"]
-"""How an engine takes adapters: beside the weights, or as a folder that requests name. Empty: merged weights alone."""
+"""How an engine takes adapters: as tensors beside the weights, or as a folder that requests name. If empty, the engine
+takes only merged weights."""
 LLAMA_LIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose linear layers are those of attention and of one feed-forward part."""
+"""Architectures whose only linear layers are in attention and in one feed-forward part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPart:
-    """A part of a server's command line."""
+    """Arguments and environment variables for a server's command line."""
 
     arguments: tuple[str, ...]
     env: Mapping[str, str]
-    """Environment variables to add to those of the caller."""
+    """Environment variables to add to the caller's environment."""
 
 
 class RenderFn(Protocol):
     """Writes a server's command line."""
 
     def __call__(self, job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
-        """The arguments of the interpreter, and the environment variables.
+        """Return the arguments of the interpreter, and the environment variables.
 
         Args:
             dtype: number format of the weights.
@@ -47,11 +48,11 @@ class ScoringAPI:
     """The requests for scores of a reward model on one kind of server."""
 
     path: str
-    """Path of the request below the server's URL."""
+    """Path of the scoring request below the server's URL."""
     render: Callable[[Sequence[Sequence[int]]], dict[str, Any]]
     """Makes the body of a request from conversations in token ids."""
     read: Callable[[Any], list[list[float]]]
-    """Reads the scores of each conversation from an answer."""
+    """Reads the scores of each conversation from the server's answer."""
     num_reserved: int
     """Tokens of the server's context that a conversation cannot use."""
 
@@ -84,40 +85,42 @@ class EngineSpec:
     """A kind of inference server."""
 
     title: str
-    """Name in messages."""
+    """Name of the engine in logs and errors."""
     client: str
-    """Its client, "module:class"."""
+    """The engine's client as "module:class"."""
     probe: tuple[str, Mapping[str, object]]
-    """Path and body of a request for one token."""
+    """Path and body of a request that samples one token."""
     resume_paths: tuple[str, ...]
-    """Paths of the requests that end a pause and take the memory back."""
+    """Paths of the requests that end a pause and allocate released memory again."""
     transfers: tuple[str, ...]
     """Supported ways of sending weights: values of `rollout.engine.weight_transfer`."""
     reserved_tokens: int
-    """Tokens of the context that prompt and completion must leave free. Otherwise the embedded engine refuses the
-    prompt, and SGLang ends the completion early."""
+    """Tokens of the context that prompt and completion must leave free. With fewer free tokens, the embedded engine
+    refuses the prompt, and SGLang ends the completion early."""
     package: str = ""
-    """The package that must be installed; empty for the engine of this project."""
+    """The package that must be installed for the engine; empty for the engine of this project."""
     cuda_build: EngineBuild | None = None
-    """The build that a run installs on a machine with GPUs; None if it installs nothing there."""
+    """The build that a run installs on a machine with GPUs; None if the run installs nothing there."""
     cpu_build: EngineBuild | None = None
-    """The build that a run installs on a machine without GPUs; None if it installs nothing there."""
+    """The build that a run installs on a machine without GPUs; None if the run installs nothing there."""
     list_architectures: str = ""
     """Program for the engine's interpreter that prints the supported model architectures, one per line."""
     render: RenderFn | None = None
     """Writes the arguments for the engine's interpreter; None for the engine of this project."""
     render_key: Callable[[str, Path], LaunchPart] | None = None
-    """(key, private folder) -> a further part of the command, which makes the server require the key."""
+    """(API key, private folder) -> a further part of the command, which makes the server require the API key."""
     max_temperature: float = math.inf
-    """Highest temperature of requests."""
+    """Highest temperature that the engine accepts in requests."""
     memory_argument: str = ""
     """The argument of the engine's command line that sets the engine's share of a GPU's memory."""
     can_continue: bool = True
-    """Whether the engine continues requests after an update, and reports which weights sampled each token."""
+    """Whether the engine continues running requests after a weight update, and reports which weights sampled each
+    token."""
     has_router: bool = True
     """Whether sglang-router can distribute requests among such engines."""
     is_local_only: bool = False
-    """Whether the engine may listen only on its own machine, because no key protects its endpoints that run code."""
+    """Whether the engine must listen only on its own machine, because no API key protects its endpoints that run
+    code."""
     needs_own_head: bool = False
     """Whether the engine can load new weights only if the model's head is not tied to its embedding."""
     nccl_variables: Mapping[str, str] = field(default_factory=dict)
@@ -129,12 +132,13 @@ class EngineSpec:
     adapter_ranks: tuple[int, ...] = ()
     """Values of the engine's argument for the highest rank of adapters; empty if the engine needs no argument."""
     adapts_on_cpu: bool = True
-    """Whether the engine takes adapters on a machine without a GPU; otherwise it gets merged weights there."""
+    """Whether the engine takes adapters on a machine without a GPU; if False, the engine gets merged weights there."""
     adapted_architectures: tuple[str, ...] = ()
     """Architectures whose adapters the engine is known to take for all layers; empty for all architectures."""
 
     def rank_of_slots(self, rank: int) -> int:
-        """The smallest of `adapter_ranks` that adapters of a rank fit; 0 without adapters, or if none fits."""
+        """The smallest of `adapter_ranks` that adapters of a rank fit; 0 without adapters, or if all values are too
+        small."""
         return min((each for each in self.adapter_ranks if each >= rank > 0), default=0)
 
     @property
@@ -144,7 +148,7 @@ class EngineSpec:
 
 
 def read_scores(value: Any) -> list[float]:  # Any: JSON
-    """The scores of one conversation. If each token has scores, those of the last token count."""
+    """The scores of one conversation. If each token has scores, the last token's scores are returned."""
     if isinstance(value, list) and value and isinstance(value[-1], list):
         return read_scores(value[-1])
     scores = value if isinstance(value, list) else [value]

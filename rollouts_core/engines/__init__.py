@@ -1,6 +1,6 @@
-"""Clients of inference engines: request completions, deliver new weights, and never sample from old weights.
+"""Clients of inference engines. They request completions, deliver new weights, and never sample from old weights.
 
-Not here: the embedded server itself (embedded/), which completions are requested (rollout/generate.py).
+Not here: the embedded server itself (embedded/), the choice of the completions to request (rollout/generate.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Decide whether adapters reach the engines as adapters, and remember where the frozen weights were published.
 
-Not here: publishing (weight_sync.py), an engine's answer about itself (sglang.py, vllm.py).
+Not here: publishing (weight_sync.py), asking an engine which adapters it takes (sglang.py, vllm.py).
 
-    "beside"   adapters are tensors of the published version, beside the weights, which go once     the embedded engine
-    "folder"   adapters are a folder in PEFT's form, which requests name; the weights go once       SGLang, vLLM
-    ""         adapters are merged into the weights, which go each time                             all engines
+    "beside"   the published version has adapters as tensors; the weights are sent once             the embedded engine
+    "folder"   requests name a folder of adapters in PEFT's form; the weights are sent once         SGLang, vLLM
+    ""         adapters are merged into the weights; the weights are sent at each publication       all engines
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class AdaptedWeights:
     """One published version: a folder of adapters, and the directory of the frozen weights."""
 
     version: str
-    """Also the name of the adapter in requests."""
+    """The version, which is also the name of the adapter in requests."""
     folder: Path
     """The adapters in PEFT's form."""
     adapters: Mapping[str, Tensor]
-    """The same in host memory."""
+    """The tensors of the same adapters in host memory."""
     model_dir: Path
-    """The weights."""
+    """The directory of the frozen weights."""
     base_version: str
-    """The name of the weights without adapters."""
+    """The version of the frozen weights without adapters."""
 
     def write(self, directory: Path) -> None:
-        """Make `directory` the model's, with merged adapters."""
+        """Make `directory` a model directory that holds the weights with merged adapters."""
         save_file(merge_published({**read_tensors(self.model_dir), **self.adapters}), directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(read_config(self.model_dir)), encoding="utf-8")
 
 
 def write_scaled_folder(folder: Path, adapters: Mapping[str, Tensor]) -> None:
-    """Write published adapters in PEFT's form. Their scale is in B, so alpha is the rank."""
+    """Write published adapters in PEFT's form. The matrices B contain the scale, so alpha is the rank."""
     rank = largest_rank(adapters)
     settings = {
         "peft_type": "LORA",
@@ -74,15 +74,17 @@ def write_scaled_folder(folder: Path, adapters: Mapping[str, Tensor]) -> None:
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """An engine that may take adapters as such."""
+    """An engine that may take adapters without merging."""
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """How its server takes adapters of this rank; empty if it cannot, or is away."""
+        """The form in which the server takes adapters of this rank; empty if the server takes none or is
+        unreachable."""
         ...
 
 
 async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
-    """The form in which all engines take adapters of this rank; empty if one takes none, or they differ."""
+    """The form in which all engines take adapters of this rank; empty if an engine takes none, or the engines
+    differ."""
     known = [engine for engine in engines if isinstance(engine, TakesAdapters)]
     forms = set(await gather([partial(engine.adapter_form, rank) for engine in known]))
     return forms.pop() if len(forms) == 1 and len(known) == len(engines) else ""
@@ -93,12 +95,13 @@ class PublishedBase:
     """Place of the frozen weights below the published adapters."""
 
     place: object = None
-    """Equal for publications that can share them; None if they are to be published with the next adapters."""
+    """Equal for publications that can share the frozen weights; None if the next publication must include these
+    weights."""
     form: AdapterForm | None = None
     """The form of the last publication of adapters; None before the first."""
 
     def note_form(self, form: AdapterForm, *, num_bytes: int) -> None:
-        """Write into the log how adapters go, once and after each change."""
+        """Log the form in which adapters are sent, at the first publication and after each change."""
         if form == self.form:
             return
         self.form = form

@@ -1,9 +1,9 @@
 """Verify an engine's weights by its log-probs, if it has no comparable checksums.
 
 The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the published
-weights. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32, about
-0.02 in bfloat16. An engine with a stale output head, another temperature or another rotary embedding is off by more
-than a nat. checksums.py decides which tensors can be compared.
+weights. Both are log-probs of the same distribution, so the two differ only by the rounding of the number format: 1e-5
+nats in float32, about 0.02 nats in bfloat16. An engine with a stale output head, another temperature or another rotary
+embedding differs by more than a nat. checksums.py decides which tensors can be compared.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from rollouts_core.backends.protocol import TrainingBackend
 
 PROMPT_TOKENS = list(range(2, 10))
-"""Token ids of the prompt. Every model has these tokens; the text does not matter."""
+"""Token ids of the canary's prompt. Every model has these ids; the text does not matter."""
 NUM_COMPLETIONS = 4
 NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(each.reserved_tokens for each in ENGINES.values())
-"""16."""
+"""Number of tokens of each completion, which is 16."""
 MAX_GAP_NATS = 0.1
-"""Largest mean difference of a token's log-probs that counts as rounding of number formats."""
+"""Largest mean difference between the engine's and the trainer's log-probs, nats, that rounding explains."""
 
 CompleteFn = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
@@ -47,12 +47,13 @@ ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The requests to the engine, and the function that computes the right log-probs."""
+    """The settings of the canary's requests, and the function that computes the right log-probs of their
+    completions."""
 
     temperature: float
-    """The rollouts' temperature, so that an engine that ignores it is detected too."""
+    """The rollouts' temperature, so that an engine that ignores the temperature is detected too."""
     score: ScoreFn
-    """The right answer."""
+    """Computes the right log-probs of the engine's completions."""
     num_tokens: int | None = None
     """Token ids from this number on are left out of the distribution; None leaves nothing out."""
 
@@ -60,14 +61,16 @@ class Canary:
 def backend_canary(
     backend: TrainingBackend, weights: Path | SentWeights | AdaptedWeights, *, temperature: float
 ) -> Canary:
-    """A canary whose log-probs come from a backend, as long as the backend keeps its weights and is not training.
+    """A canary whose log-probs come from a backend. The backend is used only while it keeps its weights and is not
+    training.
 
     Args:
-        weights: the published form of these weights. After the backend trained on, a model with them answers instead.
+        weights: the published form of these weights. If the backend has trained since, a model with these weights
+            computes the log-probs instead.
         temperature: the backend's temperature.
     """
     published = backend.weight_version
-    num_tokens = getattr(backend, "num_tokens", None)  # other backends may lack this
+    num_tokens = getattr(backend, "num_tokens", None)  # other backends may lack this attribute
     of_published = published_canary(weights, temperature=temperature, num_tokens=num_tokens)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
@@ -75,7 +78,7 @@ def backend_canary(
         if not is_busy and backend.weight_version == published:
             rows = [samples] * backend.num_ranks  # every rank takes part
             scores = await backend.score(build_batch(rows, pad_id=0)).result()
-            if backend.weight_version == published:  # it may have begun to train before it scored
+            if backend.weight_version == published:  # the backend may have begun to train before it scored
                 layouts = [place_samples(row) for row in rows]
                 return [row.tolist() for row in split_by_sample(scores.logprobs_BT, layouts)[0]]
         return await of_published.score(samples)
@@ -119,7 +122,7 @@ def checkpoint_canary(directory: Path, *, temperature: float = 1.0, num_tokens: 
 
 
 def canary_requests(temperature: float, num_tokens: int | None = None) -> list[GenerationRequest]:
-    """The requests with which an engine proves its weights."""
+    """The requests whose completions show which weights an engine has."""
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=NUM_TOKENS)
     return [
         GenerationRequest(
@@ -130,11 +133,11 @@ def canary_requests(temperature: float, num_tokens: int | None = None) -> list[G
 
 
 async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
-    """The mean gap between an engine's log-probs and the right ones, in nats.
+    """The mean gap between an engine's log-probs and the right log-probs, in nats.
 
     Raises:
         WeightSyncError: the gap is larger than number formats explain.
-        EngineUnavailableError: another call interrupted the canary's requests; repeat them.
+        EngineUnavailableError: another call interrupted the canary's requests, and a retry may work.
     """
     completions = await complete(canary_requests(canary.temperature, canary.num_tokens))
     if num_aborted := sum(completion.status is Status.ABORTED for completion in completions):

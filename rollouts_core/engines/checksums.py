@@ -32,34 +32,34 @@ FUSED = {
 }
 """Projections that SGLang and vLLM store as one matrix, in the order of the matrix's rows."""
 EMPTY_DIGEST = tensor_sha256(torch.empty(0))
-"""The checksum of a tensor whose bytes the server has moved elsewhere, as vLLM does with packed weights on a CPU."""
+"""The checksum of a tensor without bytes. vLLM moves the bytes of packed weights on a CPU elsewhere."""
 SHORT_DIGEST_LENGTH = 16
-"""Hexadecimal digits of a checksum from SGLang, which has only the first 8 of 32 bytes."""
+"""Number of hexadecimal digits in a checksum from SGLang, which reports only the first 8 of 32 bytes."""
 VOCABULARY_PADDING = 64
-"""SGLang and vLLM fill the rows of embedding and head up to a multiple of this with zeros."""
+"""SGLang and vLLM pad the rows of embedding and head with zeros to a multiple of this number."""
 PIECE_LENGTH = 2**16
-"""Numbers of a tensor that are compared to find out if it changed. A training step changes some of so many numbers."""
+"""How many numbers of a tensor are compared to detect a change. A training step changes some of so many numbers."""
 SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 GPT2_EMBEDDING = "transformer.wte.weight"
 GPT2_MATRIX = re.compile(r"\.c_(attn|proj|fc)\.weight$")
-"""Matrices that GPT-2 stores transposed compared to other models; servers transpose them."""
+"""Matrices that GPT-2 stores transposed compared to other models. Servers transpose these matrices."""
 HEADLESS = ("gemma2", "gemma3n", "gemma3n_text", "cohere", "cohere2", "cohere2_moe")
 """Models for which vLLM uses the embedding as head, so they have no separate head that could be outdated."""
 COPY_MARK = "-untied-"
-"""Part of the names of temporary copies of a model with a separate head, which exist for one load."""
+"""Part of the name of a temporary copy of a model with a separate head. Such a copy exists for one load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensors:
-    """A server's report about its tensors."""
+    """A server's report about the tensors that it holds."""
 
     digests: Mapping[str, str]
-    """Checksums by name. Only from servers with one rank, because several ranks hold parts of tensors."""
+    """Checksums by tensor name; empty for servers with several ranks, because each rank holds parts of tensors."""
     dtype: torch.dtype | None
-    """Number format of the tensors with checksums; None if such checksums cannot be computed here."""
+    """Number format of the tensors with checksums; None if this process cannot compute such checksums."""
     kept_in: torch.dtype | None = None
     """Number format in which the server stores tensors, if it rounds the published tensors only to this format."""
 
@@ -85,7 +85,7 @@ def vocabulary_size(directory: Path) -> int:
 
 
 def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """A model's settings. For a model of several parts, its language model's settings with the whole model's type."""
+    """A model's settings. A model of several parts gives its language model's settings with the whole model's type."""
     text = config.get("text_config") or {}
     return {**config, **{name: text[name] for name in text if name != "model_type"}}
 
@@ -97,7 +97,7 @@ def is_tied(directory: Path) -> bool:
     said = read_config(directory)
     if said.get("model_type") in HEADLESS:
         return False
-    # A config.json may lack this setting, as for Gemma on the hub; the model's class then has the default.
+    # A config.json may lack this setting, for example Gemma's on the hub. The model's class then has the default.
     settings = find_settings(ModelConfig(path=str(directory)))
     return bool(said.get("tie_word_embeddings") if settings is None else settings.tie_word_embeddings)
 
@@ -119,9 +119,9 @@ def check_can_be_untied(directory: Path) -> None:
 
 
 def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
-    """Raise WeightSyncError if a server's model has other shapes than the published one, which would crash vLLM.
+    """Raise WeightSyncError if a server's model has other shapes than the published model, because vLLM would crash.
 
-    A served directory that cannot be read here, for example on another machine, is not compared.
+    A served directory that this machine cannot read, for example a directory of another machine, is not compared.
     """
     try:
         served = _of_language_model(read_config(served_dir))
@@ -156,7 +156,8 @@ def find_unproven(name: str, published: Mapping[str, Tensor], version: str, held
 
 
 def sample_content(published: Mapping[str, Tensor], held: HeldTensors) -> dict[str, tuple[str, ...]]:
-    """For each tensor of a server, digests of a piece of each published tensor in it, in the server's format.
+    """Digests of a piece of each published tensor, by the server's tensor that contains it, in the server's number
+    format.
 
     Tensors without a usable checksum, or with an unknown number format, are left out. If a piece differs between two
     versions, the tensor differs too. If the piece is equal, the tensor may still differ.
@@ -217,12 +218,12 @@ def expected_digests(
 
 
 def prefix_of_copies(directory: Path) -> str:
-    """Prefix of the names of temporary copies of a model directory, which lie beside the directory."""
+    """Prefix of the names of a model directory's temporary copies, which have the same parent directory."""
     return f".{directory.name}{COPY_MARK}"
 
 
 def version_of_copy(path: Path) -> str:
-    """The name of the directory of which `path` is a temporary copy; empty if it is not a copy."""
+    """The name of the directory of which `path` is a temporary copy; empty if `path` is not a copy."""
     return path.name[1:].rpartition(COPY_MARK)[0] if path.name.startswith(".") else ""
 
 
@@ -240,7 +241,7 @@ def write_untied(directory: Path, target: Path) -> None:
         if file.is_file() and file.name not in written:
             _link(target / file.name, file)
     if (directory / SINGLE_FILE).exists():
-        # Another name, because readers that find a file of this name ignore the index.
+        # The file gets another name, because readers ignore the index if they find a file of the usual name.
         weight_map = dict.fromkeys(tensors, BODY_FILE)
         _link(target / BODY_FILE, directory / SINGLE_FILE)
     else:
@@ -254,7 +255,7 @@ def write_untied(directory: Path, target: Path) -> None:
 
 
 def _link(link: Path, file: Path) -> None:
-    """Make `link` a link to a file, replacing an old link: a copy of an earlier start may link to a deleted file."""
+    """Make `link` a link to a file. An old link is replaced, because its file may be deleted."""
     link.unlink(missing_ok=True)
     link.symlink_to(file.resolve())
 

@@ -2,8 +2,8 @@
 
 The engines of RL are jobs of their own (tasks/engine.py); command lines are built in launch.py.
 
-    start ── answer ── sample ── end      all engines serve one checkpoint, so all answers come from its weights
-      └────────┴── an engine ended early: the reason is taken from its log
+    start ── answer ── sample ── end      all engines serve the weights of one checkpoint
+      └────────┴── an engine ended early: the error quotes the reason from the engine's log
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ LOOPBACK = "127.0.0.1"
 LOOK_S = 2.0
 """Seconds between two checks of an engine that does not answer yet."""
 RESTART_TIMEOUT_S = 5.0
-"""How long clients wait for a lost engine, seconds. Short, because an engine that ended is not restarted."""
+"""How long clients wait for a lost engine, seconds. The time is short because an engine that ended is not restarted."""
 GRACE_S = 10.0
 """Seconds between asking an engine to end and killing it."""
 TAIL_BYTES, TAIL_LINES = 65_536, 20
-"""Size of the end of the log that is searched for the reason of an early end, and number of lines shown."""
+"""Bytes at the end of the log that are searched for the reason of an early end, and number of lines shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEngine:
-    """One engine, starting or ready."""
+    """One engine process, which is starting or ready."""
 
     job: ServeJob
     directory: RunDirectory
@@ -58,7 +58,7 @@ class ChildEngine:
     process: subprocess.Popen[bytes]
 
     def client(self, rollout: RolloutConfig) -> EngineClient:
-        """A client of the engine."""
+        """Create a client of the engine."""
         return create_engine(
             Endpoint(
                 provider=self.job.engine.kind,
@@ -85,7 +85,7 @@ async def started_engines(
 
     Raises:
         ConfigError: an engine cannot be started with its settings.
-        EngineError: all engines ended. The message has the reason if an engine's log shows it.
+        EngineError: all engines ended. The error has the reason if an engine's log shows a reason.
         EngineUnavailableError: an engine did not answer in time.
     """
     num_engines = deployment.num_engines if deployment.engine_gpu_ranks else 1
@@ -118,7 +118,8 @@ def start_engine(
     *,
     max_tokens: int,
 ) -> ChildEngine:
-    """Start one engine without waiting for its answer. Call in the main thread: the engine ends with that thread."""
+    """Start one engine without waiting for its answer. Call this in the main thread: the engine ends with that
+    thread."""
     with bind_port(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
     job = ServeJob(
@@ -134,12 +135,12 @@ def start_engine(
 
 
 def start_child(job: ServeJob, directory: RunDirectory, log: Path) -> ChildEngine:
-    """Start the engine of a job without waiting for its answer. Call in the main thread, as `start_engine`.
+    """Start the engine of a job without waiting for its answer. Call this in the main thread, as `start_engine`.
 
     Args:
-        directory: the engine's own files while it runs; what an earlier engine left there is removed.
+        directory: folder for the engine's own files while it runs. Files that an earlier engine left there are removed.
     """
-    shutil.rmtree(directory.root, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(directory.root, ignore_errors=True)  # a killed process may leave files
     directory.root.mkdir(parents=True)
     write_json(directory.job, job.model_dump(mode="json"))
     ranks = ",".join(map(str, job.deployment.engine_gpu_ranks))
@@ -187,7 +188,7 @@ def stop_engines(children: list[ChildEngine]) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # also the engine's own children
+            os.killpg(child.process.pid, signal.SIGKILL)  # kills the engine's children too
         child.process.wait()
         shutil.rmtree(child.directory.root, ignore_errors=True)
 
@@ -207,7 +208,7 @@ def explain_end(child: ChildEngine) -> ConfigError | EngineError:
 
 
 def last_lines(child: ChildEngine, number: int = 0) -> list[str]:
-    """The last lines that the engine printed; 0 gives all lines within `TAIL_BYTES`."""
+    """The last lines that the engine printed; a count of 0 gives all lines within `TAIL_BYTES`."""
     with child.log.open("rb") as log:
         log.seek(max(child.log_start, child.log.stat().st_size - TAIL_BYTES))
         return log.read().decode(errors="replace").splitlines()[-number:]

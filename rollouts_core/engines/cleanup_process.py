@@ -5,8 +5,8 @@ This file runs as a program in an interpreter without packages, so it imports on
     while the engine runs     record which files of /dev/shm its processes map, by /proc/<pid>/maps
     when it has ended         remove the recorded files that are newer than its start and that no process maps now
 
-vLLM and SGLang leave shared memory behind when they are killed, under names that do not show their owner. The engine's
-processes are those with the folder as TMPDIR, which is unique to the engine.
+vLLM and SGLang leave shared memory behind when they are killed, under names that do not show their owner. A process
+belongs to the engine if its TMPDIR is the folder, because each engine has its own folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "sem.mp-", "sglang_")
-"""Prefixes of the names of shared memory and semaphores of multiprocessing and SGLang. Others are never removed."""
+"""Prefixes of the names of shared memory and semaphores of multiprocessing and SGLang. Files with other names are never
+removed."""
 LOOK_S = 0.2
-"""Seconds between two checks for new shared memory: short, so that an engine's last files are noticed too."""
+"""Seconds between two checks for new shared memory. The time is short so that an engine's last files are noticed
+too."""
 NUM_LOOKS = 10
 """Number of checks of the processes after a change of the files, because a process may map a file after creating it."""
 END_S = 300.0
@@ -32,10 +34,10 @@ files."""
 
 
 def scratch_variables(folder: str) -> dict[str, str]:
-    """Environment variables for the engine. They mark its processes and put its temporary files into the folder."""
+    """Environment variables that mark the engine's processes and put the engine's temporary files into the folder."""
     return {
         "TMPDIR": folder,
-        "SPT_NOENV": "1",  # keeps setproctitle, which engines use, from overwriting the environment
+        "SPT_NOENV": "1",  # forbids the engines' setproctitle to overwrite the environment
     }
 
 
@@ -111,7 +113,7 @@ def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
 
 
 if __name__ == "__main__":
-    started = time.time() - 0.1  # earlier, because file times are coarser
+    started = time.time() - 0.1  # an earlier time, because file times are coarser
     if os.fork():
         os._exit(0)  # orphans the grandchild: the engine ends its children first
     os.setsid()

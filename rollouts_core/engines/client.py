@@ -1,6 +1,7 @@
-"""The client of one server of any kind: the calls of RL, built on the few calls in which servers differ.
+"""The client of one server of any kind. The calls of RL are built on the few calls in which servers differ.
 
-Not here: those calls (sglang.py, vllm.py), restarts and retries (recovery.py), several servers (pool.py).
+Not here: the calls in which servers differ (sglang.py, vllm.py), restarts and retries (recovery.py), several servers
+(pool.py).
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 
 
 class EngineClient(ClosedOnExit):
-    """The client of one server; owns its connections, and closes them at the end of `async with`.
+    """The client of one server. The client owns its connections and closes them at the end of `async with`.
 
     Args:
         request_timeout_s: time limit of a request.
         restart_timeout_s: how long to wait for a server that vanished.
         silence_timeout_s: how long a server with running requests may be silent before it counts as gone.
-        start_timeout_s: the same limit until the first request has ended, if longer, because servers compile then.
-        model_dir: the model that the server must serve. Token ids and shapes are checked against this model, and its
-            settings contain the tokens that end completions besides those of a request.
+        start_timeout_s: used in place of a shorter `silence_timeout_s` until the first request has ended, because
+            servers compile kernels then.
+        model_dir: the model that the server must serve. Token ids and shapes are checked against this model. The
+            model's settings name the tokens that end completions, besides a request's stop tokens.
         api_key: sent with every request as `Authorization: Bearer KEY`; if empty, no key is sent.
     """
 
@@ -67,7 +69,7 @@ class EngineClient(ClosedOnExit):
             model_dir=model_dir,
         )
         self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
-        """Tokens that end completions besides those of a request; empty without `model_dir`."""
+        """Tokens that end completions, besides a request's stop tokens; empty without `model_dir`."""
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class EngineClient(ClosedOnExit):
 
     @property
     def watch(self) -> SilenceWatch:
-        """Detects that the server, or a router before it, has become silent while requests are running."""
+        """Detects that the server, or the router before the server, has become silent while requests are running."""
         return self._keeper.watch
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -110,7 +112,7 @@ class EngineClient(ClosedOnExit):
         return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights; returns when the server has proved that it serves these weights.
+        """Load published weights; returns when the server is verified to serve these weights.
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
@@ -123,10 +125,10 @@ class EngineClient(ClosedOnExit):
         await self._keeper.load_weights(weights, version, canary)
 
     async def release_memory(self) -> None:
-        """Free the GPU's memory, including the weights. No request may follow until `resume_memory` and a load.
+        """Free the GPU's memory, including the weights. Send no request until `resume_memory` and a load of weights.
 
         Raises:
-            EngineError: the server was started without support for this.
+            EngineError: the server was started without support for releasing memory.
             EngineUnavailableError: the server vanished.
         """
         await self._keeper.release_memory()
@@ -142,8 +144,8 @@ class EngineClient(ClosedOnExit):
     async def abort_running(self) -> None:
         """End all requests with the tokens sampled so far.
 
-        Does nothing while weights are being loaded, including into a restarted server: this client's requests wait for
-        the load then, and the requests that prove the weights must not be ended.
+        The method does nothing while weights are being loaded, including into a restarted server. During a load, this
+        client's requests wait, and the requests that verify the weights must not be ended.
 
         Raises:
             EngineUnavailableError: the server vanished.
@@ -192,7 +194,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load weights once and set the version. Running requests end before that, on the old weights.
+        """Load weights once and set the version. Running requests end before the load, on the old weights.
 
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
@@ -200,7 +202,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def hand_over(self) -> None:
-        """Free weights and cache once, while no request is running. EngineError if nothing can be freed."""
+        """Free weights and cache once, while no request is running. Raises EngineError if nothing can be freed."""
 
     @abstractmethod
     async def take_back(self) -> None:
@@ -220,7 +222,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def end_pause(self) -> None:
-        """Tell a paused server once to generate again; does nothing if it is not paused."""
+        """Tell a paused server once to generate again; does nothing if the server is not paused."""
 
     @abstractmethod
     async def show_life(self) -> None:
@@ -235,9 +237,9 @@ class EngineClient(ClosedOnExit):
         raise WeightSyncError(f"{self.name} takes no segments: publish {version} as a model directory")
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the weights that are served, use them from now on, and set the version.
+        """Load adapters beside the served weights, use the adapters from now on, and set the version.
 
-        If loading fails, the server goes on with what it served.
+        If loading fails, the server continues to serve the earlier adapters.
 
         Raises:
             WeightSyncError: the server refused, or takes no adapters.
@@ -245,10 +247,10 @@ class EngineClient(ClosedOnExit):
         raise WeightSyncError(f"{self.name} takes no adapters: publish {version} as merged weights")
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Let the server forget all adapters but one."""
+        """Let the server unload all adapters except `kept`."""
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Send weights once and set the version. Running requests end before that, on the old weights.
+        """Send weights once and set the version. Running requests end before the load, on the old weights.
 
         Args:
             kept: tensors that the server already has and that need not be sent.

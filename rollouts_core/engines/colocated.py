@@ -1,12 +1,12 @@
-"""Engines on the trainer's GPUs, which free their memory while the trainer trains.
+"""Let engines on the trainer's GPUs free their memory while the trainer trains.
 
 Not here: the servers' own calls (sglang.py, vllm.py), their command lines (launch.py).
 
     generate -> release_memory -> train -> release_cache -> resume_memory -> publish -> generate
                 (engines)                  (trainer)        (engines)
 
-An engine frees its cache and its weights without copying them. When it takes the memory back, the content is undefined,
-so the engine gets weights before it generates again, also after a step that trained nothing.
+An engine frees its cache and its weights without saving a copy. When the engine allocates the memory again, the content
+is undefined. The engine therefore gets weights before it generates again, also after a step that trained nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def memory_handed_over(
     """Let the engines release their memory during the block; load weights afterwards. Does nothing for separate GPUs.
 
     Raises:
-        EngineError: an engine cannot release memory, or did not take it back.
+        EngineError: an engine cannot release memory, or did not allocate its memory again.
     """
     if not is_colocated:
         yield
@@ -38,7 +38,7 @@ async def memory_handed_over(
     try:
         yield
     except BaseException:
-        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next user of the engines expects them awake
+        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next caller expects awake engines
             await _take_back(backend, engines)
         raise
     await _take_back(backend, engines)

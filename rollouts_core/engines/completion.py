@@ -10,13 +10,13 @@ from rollouts_core.errors import EngineAnswerError
 from rollouts_core.types import Status
 
 LEFT_OUT_BIAS = -100.0
-"""The smallest bias that vLLM accepts. It leaves such tokens less than 1e-20 of the probability."""
+"""The smallest bias that vLLM accepts. Tokens with this bias have a probability below 1e-20."""
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Meaning of the finish reasons of all engines."""
 
 
 def status_of_finish(name: str, reason: str, message: str = "") -> Status:
-    """The status of a completion of the engine `name` that ended for this reason.
+    """The status of a completion that ended for the finish reason `reason`.
 
     Raises:
         EngineAnswerError: the reason is not in `STATUS_OF_FINISH`, so the completion cannot be graded.
@@ -34,20 +34,20 @@ class GenerationRequest:
     """One completion to sample."""
 
     prompt_tokens: list[int]
-    """Input of the policy."""
+    """Token ids that the policy gets as its input."""
     sampling: SamplingConfig
-    """How it samples."""
+    """How the completion is sampled."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end the completion and are part of it."""
     seed: int
     """Seed of this completion, if the engine supports seeds."""
     num_continued: int = 0
-    """Number of tokens at the end of `prompt_tokens` that this completion already has, after an interruption."""
+    """Number of tokens at the end of `prompt_tokens` that an interrupted completion had already sampled."""
     num_tokens: int | None = None
     """Only token ids below this number may be sampled, because the tokenizer lacks the others. None permits all ids."""
     affinity: int | None = None
-    """Requests with the same number, the turns of a group's conversations, share the beginnings of their prompts. They
-    go to the same engine unless it is much busier than the others."""
+    """All turns of a group's conversations have the same number, because the beginnings of their prompts are equal.
+    Requests with the same number go to the same engine unless that engine is much busier than the others."""
 
 
 def left_out_tokens(request: GenerationRequest, vocab_size: int | None) -> range:
@@ -71,13 +71,13 @@ class Completion:
     logprobs: list[float]
     """log p of each token under the distribution from which it was sampled, nats."""
     status: Status
-    """How it ended."""
+    """How the completion ended."""
     finish_reason: str
     """The engine's name for the reason why the completion ended."""
     version_spans: tuple[tuple[str, int, int], ...]
-    """(weight version, start, end) over `tokens`."""
+    """Each entry is (weight version, start, end): the positions in `tokens` that this version sampled."""
 
     @property
     def versions(self) -> frozenset[str]:
-        """The weight versions that sampled it."""
+        """The weight versions that sampled the completion."""
         return frozenset(version for version, _, _ in self.version_spans)

@@ -1,4 +1,4 @@
-"""Deliver weights to one server and let it prove that it serves them: by digests, checksums, or a canary.
+"""Deliver weights to one server, and verify by digests, checksums or a canary that the server has these weights.
 
 recovery.py decides when weights are delivered; servers' endpoints are in sglang.py and vllm.py.
 
@@ -50,7 +50,8 @@ class ServedWeights:
     weights: Weights
     version: str
     canary: Canary | None
-    """Verifies tensors without comparable checksums; None uses a forward pass of the directory's model."""
+    """Verifies tensors without comparable checksums. With None, a forward pass of the directory's model verifies these
+    tensors."""
 
     @property
     def model_dir(self) -> Path:
@@ -59,19 +60,19 @@ class ServedWeights:
 
 
 class ServerCalls(Protocol):
-    """The methods of one server's client that deliver weights. Each makes one call, and raises a typed error."""
+    """The methods of one server's client that deliver weights. Each method makes one call, and raises a typed error."""
 
     @property
     def name(self) -> str:
-        """Name of the server in messages."""
+        """Name of the server in logs and errors."""
         ...
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask for completions."""
+        """Request completions once."""
         ...
 
     async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Ask for log-probs of given tokens."""
+        """Request log-probs of given tokens once."""
         ...
 
     async def weight_version(self) -> str:
@@ -91,11 +92,12 @@ class ServerCalls(Protocol):
         ...
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the weights, use them from now on, and set the version; raises WeightSyncError."""
+        """Load adapters beside the weights, use the adapters from now on, and set the version; raises
+        WeightSyncError."""
         ...
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Let the server forget all adapters but one."""
+        """Let the server unload all adapters except `kept`."""
         ...
 
     async def hand_over(self) -> None:
@@ -107,7 +109,7 @@ class ServerCalls(Protocol):
         ...
 
     async def end_pause(self) -> None:
-        """Generate again; does nothing if the server is not paused."""
+        """Let a paused server generate again; does nothing if the server is not paused."""
         ...
 
     async def show_life(self) -> None:
@@ -120,25 +122,27 @@ class ServerCalls(Protocol):
 
 
 class WeightDelivery:
-    """Delivers weights to one server and verifies them each time; remembers the last verified version."""
+    """Delivers weights to one server, verifies each delivery, and remembers the last verified version."""
 
     def __init__(self, server: ServerCalls) -> None:
         self.server = server
         self._takes_parts = True
-        """False after the server refused, or failed to verify, only the changed tensors. Then all tensors are sent."""
+        """Whether to send only the changed tensors. False after such an update was refused or could not be verified."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
-        """A version that a canary verified, and the server's checksums for it."""
+        """The last version that a canary verified, and the server's checksums for this version."""
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
-        """Samples of that version's published tensors (`sample_content`), and the same checksums."""
+        """Samples of the published tensors of the last verified version (`sample_content`), and the server's
+        checksums."""
 
     async def deliver(
         self, served: ServedWeights, before: ServedWeights | None, *, can_sample: Callable[[], bool]
     ) -> None:
-        """Let the server load weights, once, and prove that it serves them.
+        """Let the server load weights once, and verify that the server has these weights.
 
         Args:
-            before: the verified version served until now; None if unknown.
-            can_sample: whether the server completes requests; a paused server cannot, so it cannot answer a canary.
+            before: the verified version that the server had until now; None if unknown.
+            can_sample: whether the server completes requests. A paused server does not, so a canary cannot verify its
+                weights.
 
         Raises:
             EngineUnavailableError: the server vanished.
@@ -161,7 +165,7 @@ class WeightDelivery:
             raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
         except (OSError, CheckpointError) as error:
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
-        except TrainingError:  # from a canary, whose log-probs the trainer computes
+        except TrainingError:  # the trainer failed to compute a canary's log-probs
             raise
         except Exception as error:  # errors of torch (memory, ports) and safetensors have no common base
             problem = f"{type(error).__name__}: {first_line(error)}"
@@ -174,7 +178,7 @@ class WeightDelivery:
         before: ServedWeights | None,
         can_sample: Callable[[], bool],
     ) -> None:
-        """Deliver the weights below unless the server has them, then the adapters, and ask a canary."""
+        """Deliver the frozen weights unless the server has them, then the adapters, and verify both by a canary."""
         if not can_sample():
             raise WeightSyncError(
                 f"{self.server.name} must sample to prove the adapters of {served.version}, and it is paused: set "
@@ -190,14 +194,15 @@ class WeightDelivery:
         await self.server.drop_adapters(kept=served.version)
 
     async def _has_base(self, weights: AdaptedWeights, before: ServedWeights | None) -> bool:
-        """True if the server serves the same weights with other adapters, and was not started anew since then."""
+        """True if the server has the same frozen weights from an earlier version, and was not restarted since that
+        version."""
         if before is None or not isinstance(before.weights, AdaptedWeights):
             return False
         is_same = (before.weights.model_dir, before.weights.base_version) == (weights.model_dir, weights.base_version)
         return is_same and await self.server.weight_version() == before.version
 
     async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
-        """The tensors that the server already has: a canary verified it, and it was not restarted since then."""
+        """The tensors that did not change since the verified version `before`, and that the server still has."""
         if before is None or not isinstance(before.weights, SentWeights) or not self._takes_parts:
             return ()
         kept = find_kept(weights, before.weights)
@@ -206,7 +211,7 @@ class WeightDelivery:
     async def _send(
         self, weights: SentWeights, served: ServedWeights, kept: Collection[str], can_sample: Callable[[], bool]
     ) -> None:
-        """Send weights and verify them. If only changed tensors were sent and this fails, send all tensors."""
+        """Send weights and verify the server's tensors. If sending only changed tensors fails, send all tensors."""
         try:
             held = await self.server.take_sent(weights, served.version, kept)
             await self._prove(weights, served, held, can_sample)
@@ -237,7 +242,7 @@ class WeightDelivery:
 
         unproven, sampled = await in_short_thread(examine)
         proof = (served.version, held.digests)
-        # Missing checksums, and checksums of empty tensors, are equal for all weights.
+        # Missing checksums and checksums of empty tensors identify nothing, because they are equal for all weights.
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
         if not unproven or (is_identified and self._proven == proof):
             return

@@ -1,4 +1,4 @@
-"""A small record of where and how completions are generated, and the client for it.
+"""A record with the address and the settings of an engine for completions, and the client for such a record.
 
 async with connect(Endpoint(provider="vllm", url="http://127.0.0.1:8000")) as engine:
     completions = await engine.generate(endpoint.requests([prompt_tokens], stop_token_ids=(eos,)))
@@ -33,7 +33,7 @@ class Endpoint(Record):
     api_key_variable: str = ""
     """Name of the environment variable with the engine's API key; empty sends no key."""
     sampling: SamplingConfig = SamplingConfig()
-    """How a completion is sampled."""
+    """Sampling settings of each completion."""
 
     def requests(
         self, prompts: Sequence[list[int]], *, stop_token_ids: tuple[int, ...], seed: int = 0
@@ -73,7 +73,7 @@ def create_engine(
 
 @asynccontextmanager
 async def connect(endpoint: Endpoint, *, timeout_s: float = 120.0) -> AsyncIterator[EngineClient]:
-    """The client of an endpoint that answers."""
+    """The client of an endpoint; waits until the endpoint answers."""
     engine = create_engine(endpoint)
     try:
         await engine.wait_until_ready(timeout_s)

@@ -1,13 +1,13 @@
 """The trainer's end of a process group with the ranks of one server: rank 0 sends, the server's ranks receive.
 
-    WeightGroup     a store listens at an address that the server can reach
+    WeightGroup     creates a store that listens at an address that the server can reach
     connect         runs during the server's own call; returns when the server's ranks have joined
     broadcast       runs during the server's own call; sends the bytes of one bucket
     close           may interrupt a broadcast: the server's end fails, and the trainer stops waiting; may interrupt a
                     connect before the first rank joins, for instance if the server refuses
 
-Each server has its own group, so a dead or hanging server does not delay the others, and a restarted server gets a new
-group without the others. In return, the trainer sends the weights once per server.
+Each server has its own group, so a dead or hanging server does not delay other servers, and a restarted server gets a
+new group without waiting for other servers. In return, the trainer sends the weights once per server.
 
 The groups consist of torch's backend objects without the global group of the trainer's ranks, because torch's functions
 for groups would turn the global group into an NCCL group.
@@ -25,7 +25,7 @@ import httpx
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not export this name
 
 from rollouts_core.backends.process_group import (
     TIMEOUT_S,
@@ -45,14 +45,14 @@ GroupBackend = Literal["gloo", "nccl"]
 JOIN_POLL_S = 0.02
 LEFT = "the group was closed meanwhile"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
-"""The trainer's address; also the name under which torch's groups find each other."""
+"""The trainer's address, which is also the name under which torch's groups find each other."""
 
 
 class WeightGroup:
-    """A group with the `num_ranks` ranks of the server at `url`; close it.
+    """A group with the `num_ranks` ranks of the server at `url`. The caller must close the group.
 
     Raises:
-        EngineUnavailableError: no route leads to the server, or the address on this route cannot be listened on.
+        EngineUnavailableError: no route leads to the server, or the store cannot listen at the address on this route.
     """
 
     def __init__(self, url: str, backend: GroupBackend, *, num_ranks: int) -> None:
@@ -86,7 +86,7 @@ class WeightGroup:
                 raise RuntimeError(LEFT)
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send bytes; returns when this end of the group has done so.
+        """Send bytes to the server's ranks; returns when the trainer's end of the group has sent all bytes.
 
         Raises:
             EngineUnavailableError: the server's end is gone, or did not receive the bytes in time.
@@ -107,7 +107,8 @@ class WeightGroup:
         return connect_gloo(store, rank=0, size=1 + self.num_ranks, address=self.address)
 
     def _wait_for_a_rank(self) -> None:
-        """Return when a rank of the server has joined. gloo's own wait could not be stopped before its timeout."""
+        """Return when a rank of the server has joined. Unlike gloo's own wait, this wait can be cancelled before the
+        timeout."""
         deadline = time.monotonic() + TIMEOUT_S
         while self._store.num_keys() == 0:  # each joining rank adds a key
             if self._is_left:

@@ -1,4 +1,4 @@
-"""Own a process group with one server: create it at the first update, and abandon it after a failed update."""
+"""Own a process group with one server. The group is created at the first update and abandoned after a failed update."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class GroupSender(ABC):
         self._group: WeightGroup | None = None
 
     async def aclose(self) -> None:
-        """Leave the group, and tell the server to leave it too."""
+        """Leave the group, and tell the server to leave the group too."""
         if self._group is not None:
             group, self._group = self._group, None
-            group.close()  # a server that waits for a bucket then fails, and answers again
+            group.close()  # a server that waits for a bucket fails now, and answers again
             with anyio.CancelScope(shield=True), suppress(EngineError):
                 await self._tell_left(group)
 
@@ -61,7 +61,7 @@ class GroupSender(ABC):
             yield self._group
         except BaseException as error:
             await self.aclose()
-            if is_reused and isinstance(error, EngineError):  # it may have restarted without the group
+            if is_reused and isinstance(error, EngineError):  # the server may have restarted without the group
                 raise EngineUnavailableError(str(error)) from error
             raise
 
@@ -78,5 +78,6 @@ class GroupSender(ABC):
 async def broadcast_bucket(group: WeightGroup, bucket: Mapping[str, Tensor]) -> None:
     """Send the bytes of some tensors to the server's ranks, which must already wait for them."""
     flat = await in_short_thread(partial(flatten, bucket, group.device))
-    # The first call creates NCCL's connections and returns when all ranks joined. It never returns if a rank is gone.
+    # NCCL's first broadcast creates the connections and returns when all ranks joined. If a rank is gone, the broadcast
+    # never returns.
     await in_daemon_thread(partial(group.broadcast, flat))

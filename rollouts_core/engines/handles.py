@@ -1,8 +1,9 @@
-"""Tensors as handles that SGLang maps: shared memory of this machine, or memory of a GPU (CUDA IPC).
+"""Convert tensors to handles that SGLang maps: handles of this machine's shared memory, or of a GPU's memory (CUDA
+IPC).
 
 Not here: the requests to the server (sending.py).
 
-    [(name, tensor), ...] -> pickle with, in place of bytes, the name of shared memory | the handle of a GPU's memory
+    [(name, tensor), ...] -> pickle that has, for each tensor, the name of shared memory | the handle of a GPU's memory
 
 SGLang unpickles only functions that rebuild tensors, so the pickle contains nothing else.
 """
@@ -24,7 +25,7 @@ DEVICE_INDEX = 6
 
 
 def share(bucket: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
-    """Copies of the tensors in memory that other processes can map as long as the copies are referenced."""
+    """Copy the tensors into memory that other processes can map as long as the copies are referenced."""
     if device != "cpu":
         return {name: tensor.to(device) for name, tensor in bucket.items()}
     num_bytes = sum(tensor.nbytes for tensor in bucket.values())
@@ -40,14 +41,15 @@ def share(bucket: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def render_handles(shared: Mapping[str, Tensor]) -> bytes:
-    """The data for one rank of a server to unpickle; not shared between ranks, because memory counts its readers."""
+    """The pickle for one rank of a server. Ranks cannot share a pickle, because shared memory counts its readers."""
     buffer = io.BytesIO()
     _HandlePickler(buffer).dump(list(shared.items()))
     return buffer.getvalue()
 
 
 def forget(shared: Mapping[str, Tensor]) -> None:
-    """Remove shared memory that a server did not map. Otherwise it would stay until the machine's next start."""
+    """Remove shared memory that a server did not map. Without the removal, the memory would stay until the machine
+    restarts."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in shared.values()}
     for storage in storages.values():
         if storage.device.type == "cpu":
@@ -62,7 +64,7 @@ class _HandlePickler(pickle.Pickler):
         if isinstance(value, Tensor):
             function, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
             if value.is_cuda:
-                # The GPU is named by its UUID, because it may have another number in the server.
+                # The handle names the GPU by its UUID, because the GPU may have another number in the server.
                 gpu = str(torch.cuda.get_device_properties(value.device).uuid)
                 arguments = (*arguments[:DEVICE_INDEX], gpu, *arguments[DEVICE_INDEX + 1 :])
             return function, arguments
@@ -70,6 +72,6 @@ class _HandlePickler(pickle.Pickler):
             return reductions.reduce_typed_storage(value)  # type: ignore[no-untyped-call]
         if isinstance(value, torch.UntypedStorage):
             handle = value._share_filename_cpu_()
-            value._shared_incref()  # type: ignore[no-untyped-call]  # the server's end takes it back
+            value._shared_incref()  # type: ignore[no-untyped-call]  # the server decrements the count
             return reductions.rebuild_storage_filename, (type(value), *handle)
         return NotImplemented

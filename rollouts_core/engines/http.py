@@ -1,4 +1,4 @@
-"""One HTTP call to a server with typed errors, and the check that an answer is a usable completion.
+"""Make HTTP calls to a server with typed errors, and check that an answer is a usable completion.
 
 Not here: the paths of the calls (sglang.py, vllm.py, sending.py, router.py), retries (recovery.py).
 """
@@ -32,13 +32,14 @@ from rollouts_core.types import Status
 
 CONNECT_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
-"""Time limit of loading weights, which takes long. Connecting to the server must be fast."""
+"""Time limit of loading weights, which takes long. The limit of connecting to the server is short."""
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 """Time limit of ending a pause, which a server answers at once."""
 IDLE_CONNECTION_S = 5.0
 """Seconds after which a connection without requests is closed."""
 LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""Socket options: a machine that acknowledges nothing for 30 s counts as gone, even while a request is running."""
+"""Socket options by which a machine that acknowledges nothing for 30 s counts as gone, even while a request is
+running."""
 DONE_OR_QUEUED = (200, 202)
 """Status codes of a successful answer, or of a router that queued the request."""
 NO_NUMBERS = (b"Out of range float values are not JSON compliant", b"log-probs of the next token are no finite numbers")
@@ -65,10 +66,10 @@ class EngineConnection:
         )
 
     async def sample(self, path: str, body: Any) -> Any:  # Any: JSON both ways
-        """The JSON answer to a request for completions, which may take long.
+        """Request completions, which may take long, and return the JSON answer.
 
-        The number of these requests is limited by the process's open connections. Waiting for a free connection does
-        not count towards the request's time limit, and does not delay other kinds of requests.
+        The process's open connections limit the number of concurrent requests for completions. Waiting for a free
+        connection does not count towards the request's time limit, and does not delay other kinds of requests.
 
         Raises:
             EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
@@ -80,7 +81,7 @@ class EngineConnection:
     async def call(
         self, method: str, path: str, *, is_answered: bool = True, **arguments: Any
     ) -> Any:  # Any: JSON both ways
-        """The JSON answer to a request; None for an empty answer.
+        """Make a request and return the JSON answer; None for an empty answer.
 
         Raises:
             EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
@@ -131,7 +132,7 @@ def create_transport() -> httpx.AsyncBaseTransport:
 
 def _open_session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(
-        limit=0,  # none
+        limit=0,  # no limit
         keepalive_timeout=IDLE_CONNECTION_S,
         ssl=httpx.create_ssl_context(),
         socket_factory=_open_socket,
@@ -140,12 +141,12 @@ def _open_session() -> aiohttp.ClientSession:
 
 
 def _open_socket(address: AddrInfoType) -> socket.socket:
-    """A socket that detects a lost machine at the other end, because the wait for an answer may be long."""
+    """A socket that detects a lost machine while it waits for an answer, because the wait may be long."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in LOST_MACHINE_OPTIONS.items():
-        if hasattr(socket, name):  # not every system has all of them
+        if hasattr(socket, name):  # some systems lack some of these options
             opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return opened
 
@@ -165,10 +166,10 @@ def read_completion(
     version_spans: tuple[tuple[str, int, int], ...],
     ends: Collection[int],
 ) -> Completion:
-    """A server's answer as a completion.
+    """Convert a server's answer to a completion.
 
     Args:
-        ends: tokens of the server's model that end a completion, besides those of the request.
+        ends: tokens of the server's model that end a completion, besides the request's stop tokens.
 
     Raises:
         EngineError: training cannot use the answer.
@@ -184,8 +185,8 @@ def read_completion(
             f"context is too short for them and the {len(request.prompt_tokens)} prompt tokens: serve a longer context"
         )
     if status is Status.ABORTED and tokens:
-        # SGLang checks for an abort before it checks for an end token, so an ended completion may arrive as aborted. It
-        # must not be continued.
+        # SGLang checks for an abort before it checks for an end token, so an ended completion may arrive as aborted.
+        # Such a completion must not be continued.
         if tokens[-1] in request.stop_token_ids or tokens[-1] in ends:
             status = Status.COMPLETED
         elif len(tokens) >= request.sampling.max_new_tokens:

@@ -1,4 +1,4 @@
-"""Give new weights to an engine while it has running requests, and decide what happens to these.
+"""Give new weights to an engine with running requests, and decide how these requests end or continue.
 
 Loading and proving weights is done in delivery.py; interrupted completions are continued in generate.py.
 
@@ -7,8 +7,9 @@ Loading and proving weights is done in delivery.py; interrupted completions are 
     abort            end with partial results      wait            one version; the continuation from a later one
     continue         pause with their tokens       wait            several versions, each recorded
 
-In each case nothing is sampled between the begin of a load and its proof. Requests that do not end within the time
-limit of a request are given up and repeated with the new weights, so a hanging engine does not delay the others.
+In each case the engine samples nothing between the start of a load and its verification. Requests that do not end
+within the time limit of a request are given up and repeated with the new weights, so a hanging engine does not delay
+the other engines.
 
 `break_off` ends requests at any time, as `abort` does.
 """
@@ -41,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 30.0
-"""After this long without an answer, the engine is told again, and others take over the requests of a hanging one."""
+"""Time limit for an engine's answer to an abort, seconds. After this time the abort is sent again."""
 ABORT_INTERVAL_S = 0.2
-"""After this time the engine is told again to end its requests, because one may have arrived after the first call."""
+"""Seconds after which the abort is sent again, because a request may have arrived after the first abort."""
 
 
 @runtime_checkable
@@ -51,24 +52,24 @@ class InterruptibleEngine(InferenceEngine, Protocol):
     """An engine whose requests can be ended or paused from outside."""
 
     async def abort_running(self) -> None:
-        """End all requests with the tokens that they have, as `Status.ABORTED`."""
+        """End all requests with the tokens sampled so far and `Status.ABORTED`."""
         ...
 
     async def pause(self) -> None:
-        """Stop generating; requests stay, and what was computed for them under the old weights does not."""
+        """Stop generating. Requests keep their tokens, but the engine drops their cache from the old weights."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue generating after `pause`."""
         ...
 
 
 class InFlightEngine:
-    """An engine that may get new weights at any time; owns the engine.
+    """A wrapper that lets an engine get new weights at any time. The wrapper owns the engine.
 
     Args:
-        in_flight: what happens to running requests then.
-        finish_timeout_s: how long to wait until they end or pause; as long as a request may take.
+        in_flight: how running requests end or continue when new weights arrive.
+        finish_timeout_s: how long to wait until running requests end or pause; the time limit of a request.
     """
 
     def __init__(
@@ -112,24 +113,25 @@ class InFlightEngine:
         return await self.engine.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the engine's weights; None if it does not say."""
+        """The number format of the engine's weights; None if the engine does not report it."""
         return await common_dtype([self.engine])
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """How the engine takes adapters of this rank; empty for merged weights.
+        """The form in which the engine takes adapters of this rank; empty for merged weights.
 
-        A request under `continue` would name its first adapter to the end.
+        With `in_flight` = "continue" a folder of adapters is not used, because a running request would keep its first
+        adapter until its end.
         """
         form = await common_form([self.engine], rank)
         return "" if form == "folder" and self.in_flight == "continue" else form
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Serve published weights, after the requests under way were dealt with.
+        """Load published weights after the running requests have ended or paused.
 
         Raises:
             WeightSyncError, EngineUnavailableError: what the engine raised.
         """
-        if self._opened.is_set():  # else those that wait since memory was handed over would wait for ever
+        if self._opened.is_set():  # a new event would leave the calls that wait since `release_memory` waiting for ever
             self._opened = anyio.Event()
         try:
             async with self._paused() if self.in_flight == "continue" else self._idling(is_aborting=self._aborts):
@@ -138,19 +140,20 @@ class InFlightEngine:
             self._opened.set()
 
     async def break_off(self) -> None:
-        """End the requests under way with the tokens that they have; new ones wait until `go_on`."""
+        """End the running requests with the tokens sampled so far. New requests wait until `go_on`."""
         self._opened = anyio.Event()
         async with self._idling(is_aborting=True):
             pass
 
     def go_on(self) -> None:
-        """Take requests again after `break_off`."""
+        """Accept requests again after `break_off`."""
         self._opened.set()
 
     async def release_memory(self) -> None:
-        """Hand memory over, after the requests under way were dealt with; new ones wait for the next load.
+        """Free the engine's memory after the running requests have ended. New requests wait for the next load of
+        weights.
 
-        Paused requests would need their cache: those of `continue` are broken off, as by `abort`.
+        With `in_flight` = "continue" requests are aborted here, because paused requests would need their cache.
 
         Raises:
             EngineError: what the engine raised.
@@ -160,7 +163,7 @@ class InFlightEngine:
             await self.engine.release_memory()
 
     async def resume_memory(self) -> None:
-        """Take memory back; raises EngineUnavailableError for an engine that is away."""
+        """Allocate the engine's memory again; raises EngineUnavailableError if the engine is unreachable."""
         await self.engine.resume_memory()
 
     async def wait_until_ready(self, timeout_s: float) -> None:
@@ -178,7 +181,7 @@ class InFlightEngine:
 
     @asynccontextmanager
     async def _idling(self, *, is_aborting: bool) -> AsyncIterator[None]:
-        """No request is under way inside."""
+        """Within the block, no request is running."""
         with anyio.move_on_after(self.finish_timeout_s):
             await self._wait_until_idle(is_aborting=is_aborting)
         if self._calls.num_requests:
@@ -212,7 +215,7 @@ class InFlightEngine:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Requests under way wait inside."""
+        """Within the block, the engine is paused and running requests wait."""
         with suppress(EngineUnavailableError), anyio.move_on_after(self.finish_timeout_s):
             await self.engine.pause()
         try:

@@ -30,7 +30,7 @@ from rollouts_core.job import ServeJob
 from rollouts_core.model.pickled_weights import refuse_pickled_weights
 
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Variables of this process's environment that would give the engine's interpreter packages of other versions."""
+"""Environment variables to remove, because they would give the engine's interpreter packages of other versions."""
 MAX_SOCKET_PATH = 107
 """Highest number of bytes in the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
@@ -44,11 +44,12 @@ class LaunchCommand:
     argv: tuple[str, ...]
     """The command."""
     env: Mapping[str, str]
-    """Environment variables to add to those of the caller."""
+    """Environment variables to add to the caller's environment."""
 
 
 def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
-    """Become the server that the job describes. The server is this same process, so its supervisor stays in charge.
+    """Replace this process by the server that the job describes. The process id stays the same, so the supervisor still
+    controls the server.
 
     Args:
         api_key: key that every request must have; may be empty only for a loopback address.
@@ -62,7 +63,8 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     model_dir = Path(job.model.model.path)
     if not job.model.model.allow_pickle:
         refuse_pickled_weights(model_dir)
-    # Other models are served unchanged. They answer requests, but the client refuses to load new weights.
+    # Models whose head cannot be untied are served unchanged. They answer requests, but the client refuses to load new
+    # weights.
     takes_weights = not job.served_name
     if takes_weights and job.engine.spec.needs_own_head and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
@@ -85,7 +87,8 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
 
 
 def check_host(job: ServeJob, api_key: str) -> None:
-    """Raise ConfigError for an address beyond this machine without a key, or of a vLLM that takes weights."""
+    """Raise ConfigError if other machines can reach the address without an API key, or can reach a vLLM that takes
+    weights."""
     if is_loopback(job.host):
         return
     if job.engine.spec.is_local_only and not job.served_name:
@@ -120,7 +123,8 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
 
 
 def _without_unknown_adapters(job: ServeJob, model_dir: Path) -> ServeJob:
-    """The job, without adapters if the engine is not known to take those of this model: it might not start."""
+    """The job without adapters, if the engine may fail to start with adapters of this model; otherwise the job
+    itself."""
     known = job.engine.spec.adapted_architectures
     if not job.adapter_rank or not known or (read_config(model_dir).get("architectures") or ["?"])[0] in known:
         return job
@@ -131,7 +135,8 @@ def _scratch_folder() -> dict[str, str]:
     """Environment variables for the engine's folder of sockets and temporary files, which is removed at its end.
 
     vLLM and SGLang choose new socket names at each start and leave the sockets behind when killed. A small process
-    (cleanup_process.py) removes the folder and the engine's shared memory: its end of a pipe closes with the engine.
+    (cleanup_process.py) removes the folder and the engine's shared memory. This process notices the engine's end
+    because a pipe to the engine closes.
     """
     inherited = Path(tempfile.gettempdir())
     is_short = len(f"{inherited}/rollouts-engine-12345678/") + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH
@@ -156,14 +161,15 @@ def _scratch_folder() -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """Whether engines are started on a GPU here."""
+    """Whether engines are started on a GPU on this machine."""
     return torch.cuda.is_available()
 
 
 def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str:
     """The number format of the engine's weights by name, because checksums are compared in this format.
 
-    A checkpoint of this trainer is float32. On a GPU SGLang has no kernels for float32, and those of vLLM are slow.
+    A checkpoint of this trainer is float32. On a GPU, SGLang has no kernels for float32, and vLLM's float32 kernels are
+    slow.
     """
     if engine.dtype != "auto":
         return engine.dtype

@@ -1,4 +1,5 @@
-"""Use several engines as one: share requests, continue without failed engines, take them back after a proof.
+"""Use several engines as one: share requests, continue without failed engines, use failed engines again after
+verification.
 
     generate -> the engine with the fewest running requests; a group is one call, so it stays together on one engine
                 |                                            and shares its prompt's keys and values
@@ -9,8 +10,8 @@
     quarantined -> gets no completions -> loads and proves the current version ---> gets requests again
                                        -> answers, if nothing was published yet --> gets requests again
 
-A new version is given to the engines in use without waiting for others. A task per quarantined engine brings that
-engine to the current version.
+A new version is given to the engines in use without waiting for quarantined engines. Each quarantined engine has a task
+that brings the engine to the current version.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LEAD = 16
-"""An engine that has so many requests more than another is not asked for the sake of its cache."""
+"""The engine with a group's cache is not used if it has this many more requests than the least busy engine."""
 RETRY_S = 10.0
-"""Between two attempts to take a quarantined engine back."""
+"""Seconds between two attempts to use a quarantined engine again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,26 +70,26 @@ class Published:
 
 @dataclass(slots=True)
 class Member:
-    """One engine and how it stands."""
+    """One engine of a pool and its state."""
 
     engine: InterruptibleEngine
     calls: RunningCalls = field(default_factory=RunningCalls)
     is_paused: bool = False
-    """It was told to pause, and not yet to go on."""
+    """Whether the engine was told to pause, and not yet told to resume."""
     quarantined: str = ""
-    """Why it is not asked; empty while it is."""
+    """Why the engine gets no requests; empty if the engine is in use."""
     without_numbers: tuple[Published | None] | None = None
-    """The weights whose log-probs it found to be no numbers, which it will find again."""
+    """The weights for which the engine reported NaN log-probs. Another load of these weights would give NaN again."""
     returning: asyncio.Task[None] | None = None
-    """Brings it back from quarantine."""
+    """The task that brings the engine back from quarantine."""
 
 
 class EnginePool(ClosedOnExit):
-    """Several engines that serve the same weights, used as one; owns them.
+    """Several engines that serve the same weights and are used as one. The pool owns the engines.
 
     Args:
-        sync_timeout_s: an engine that takes a version for longer than this is left behind, in quarantine.
-        retry_s: pause between attempts to take a quarantined engine back.
+        sync_timeout_s: time limit for loading a version, seconds. A slower engine is quarantined.
+        retry_s: pause between attempts to use a quarantined engine again, seconds.
     """
 
     def __init__(
@@ -102,12 +103,12 @@ class EnginePool(ClosedOnExit):
         self.sync_timeout_s = sync_timeout_s
         self.retry_s = retry_s
         self.on_quarantine: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
-        """Awaited before a quarantined engine gets weights, so that a router can stop using it: from then on the engine
-        may report the current version without having proved it."""
+        """Awaited before a quarantined engine gets weights, so that a router can stop using the engine. During the
+        load, the engine may report the current version before its weights are verified."""
         self._members = [Member(engine) for engine in engines]
         self._published: Published | None = None
         self._is_released = False
-        """Whether the engines' memory is the trainer's."""
+        """Whether the trainer uses the engines' GPU memory."""
 
     @property
     def name(self) -> str:
@@ -116,20 +117,20 @@ class EnginePool(ClosedOnExit):
 
     @property
     def num_engines(self) -> int:
-        """How many there are, with those in quarantine."""
+        """Number of engines, including quarantined engines."""
         return len(self._members)
 
     @property
     def quarantined(self) -> dict[str, str]:
-        """The engines that are not asked for completions, and why."""
+        """The engines that get no requests, by name, with the reasons."""
         return {member.engine.name: member.quarantined for member in self._members if member.quarantined}
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, all from one engine.
+        """Return completions in the order of the requests, all from one engine.
 
         Raises:
             EngineUnavailableError: all engines are gone.
-            NoNumbersError: all engines are gone, and the log-probs of at least one were NaN.
+            NoNumbersError: all engines are gone, and the log-probs of at least one engine were NaN.
             EngineError: an engine refused the request.
         """
         while healthy := [member for member in self._members if not member.quarantined]:
@@ -144,7 +145,8 @@ class EnginePool(ClosedOnExit):
         raise kind(f"no engine is left: {self._describe_quarantine()}")
 
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
-        """The engine for an affinity, or the least busy one if that engine is much busier, or quarantined."""
+        """The engine of an affinity, or the least busy engine if the affinity's engine is much busier or
+        quarantined."""
         idlest = min(healthy, key=lambda each: each.calls.num_requests)
         if affinity is None:
             return idlest
@@ -153,12 +155,12 @@ class EnginePool(ClosedOnExit):
         return idlest if is_away or home.calls.num_requests > idlest.calls.num_requests + MAX_LEAD else home
 
     async def segment_access(self) -> SegmentAccess:
-        """Access that all engines in use share."""
+        """The access to segments that all engines in use have."""
         healthy = [member.engine for member in self._members if not member.quarantined]
         return await common_access(healthy)
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if they differ, or an engine does not report it.
+        """The number format in which all engines keep weights; None if formats differ or an engine reports no format.
 
         Includes quarantined engines, because they get the same weights.
         """
@@ -169,14 +171,14 @@ class EnginePool(ClosedOnExit):
         return await common_form([member.engine for member in self._members if not member.quarantined], rank)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Serve published weights by every engine that takes them; the others are quarantined.
+        """Load published weights into every engine. Engines that do not take the weights are quarantined.
 
         Raises:
-            WeightSyncError: no engine took them.
+            WeightSyncError: no engine took the weights.
         """
         published = self._published = Published(weights, version, canary)
         members = [member for member in self._members if not member.quarantined]
-        if not members:  # then it is tried with all, and the reasons of all are told
+        if not members:  # all engines are tried, and the error has the reasons of all
             await self._stop_returning()
             members = self._members
         results = await self._sync(members, published)
@@ -189,10 +191,10 @@ class EnginePool(ClosedOnExit):
             raise WeightSyncError(f"no engine took {version}: {self._describe_quarantine()}")
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when every engine answers; those that do not before the deadline are quarantined.
+        """Return when every engine answers. Engines that do not answer before the deadline are quarantined.
 
         Raises:
-            EngineUnavailableError: none of them did.
+            EngineUnavailableError: no engine answered.
         """
 
         async def wait(member: Member) -> None:
@@ -208,33 +210,33 @@ class EnginePool(ClosedOnExit):
             raise EngineUnavailableError(f"no engine answers: {self._describe_quarantine()}")
 
     async def abort_running(self) -> None:
-        """End all requests with the tokens that they have."""
+        """End all requests with the tokens sampled so far."""
         await self._tell_all(lambda engine: engine.abort_running())
 
     async def pause(self) -> None:
-        """Stop generating; requests stay with their tokens."""
+        """Stop generating. Requests keep the tokens sampled so far."""
         for member in self._members:
             member.is_paused = member.is_paused or not member.quarantined
         await self._tell_all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue generating after `pause`."""
         for member in self._members:
             member.is_paused = member.is_paused and bool(member.quarantined)
         await self._tell_all(lambda engine: engine.resume())
 
     async def release_memory(self) -> None:
-        """Hand the memory of every engine over; those that cannot be reached are quarantined until `resume_memory`.
+        """Free the GPU memory of every engine. Unreachable engines are quarantined until `resume_memory`.
 
         Raises:
-            EngineError: an engine cannot, as it was started.
+            EngineError: an engine was started without support for releasing memory.
         """
         self._is_released = True
-        await self._stop_returning()  # an engine that is given weights now would take the trainer's memory
+        await self._stop_returning()  # an engine that loads weights now would allocate memory that the trainer needs
         await self._move_memory(lambda engine: engine.release_memory())
 
     async def resume_memory(self) -> None:
-        """Take the memory of every engine back; those that cannot be reached are quarantined."""
+        """Allocate the GPU memory of every engine again. Unreachable engines are quarantined."""
         await self._move_memory(lambda engine: engine.resume_memory())
         self._is_released = False
         for member in self._members:
@@ -257,10 +259,10 @@ class EnginePool(ClosedOnExit):
         )
 
     async def _tell_all(self, tell: Callable[[InterruptibleEngine], Awaitable[None]]) -> None:
-        """Tell every engine that can be reached."""
+        """Send a command to every engine in use; unreachable engines are skipped."""
 
         async def tell_one(member: Member) -> None:
-            with suppress(EngineUnavailableError):  # its requests fail, and then it is quarantined
+            with suppress(EngineUnavailableError):  # failing requests will quarantine this engine
                 await tell(member.engine)
 
         await gather([partial(tell_one, member) for member in self._members if not member.quarantined])
@@ -275,7 +277,7 @@ class EnginePool(ClosedOnExit):
         await gather([partial(move_one, member) for member in self._members if not member.quarantined])
 
     def quarantine(self, engine: InterruptibleEngine, reason: str) -> None:
-        """Ask one of the engines no more, before it has loaded and proved the current version."""
+        """Stop using an engine until it has loaded the current version and the weights are verified."""
         for member in self._members:
             if member.engine is engine and not member.quarantined:
                 self._quarantine(member, reason)
@@ -283,8 +285,8 @@ class EnginePool(ClosedOnExit):
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
         member.quarantined = reason
-        # It no longer gets aborts and pauses, and the load that brings it back discards the results of
-        # them: they would hold a publication up, and be sampled again all the same. Another engine is asked now.
+        # Interrupt the engine's calls, so that another engine gets them now. A quarantined engine gets no aborts and
+        # pauses, so its requests would delay a publication, and the next load would discard their results.
         member.calls.break_off()
         if not self._is_released:
             self._start_returning(member)
@@ -300,7 +302,8 @@ class EnginePool(ClosedOnExit):
         member.quarantined, member.without_numbers = "", None
 
     async def _bring_back(self, member: Member) -> None:
-        """Load what is published into a quarantined engine now and then, until it serves what is published then."""
+        """Load the published weights into a quarantined engine, with retries, until the engine serves the current
+        version."""
         await self.on_quarantine()
         await self._end_running(member)
         tried: Published | None = None
@@ -313,16 +316,16 @@ class EnginePool(ClosedOnExit):
             tried = self._published
             try:
                 await self._bring_to(member, tried)
-            except Exception as error:  # otherwise the task would end silently, and the engine stay quarantined
+            except Exception as error:  # otherwise the task would end silently, and the engine would stay quarantined
                 wanted = tried.version if tried else "answer"
                 logger.exception("engine %s could not be brought to %s", member.engine.name, wanted)
                 member.quarantined = f"{type(error).__name__}: {first_line(error)}"
 
     async def _bring_to(self, member: Member, published: Published | None) -> None:
         """Load a version into a quarantined engine, and use the engine again if the version is still current."""
-        if member.is_paused:  # it was quarantined before it could be told to go on
+        if member.is_paused:  # the engine was quarantined before it could be told to resume
             member.is_paused = False
-            with suppress(EngineError):  # its client says so again
+            with suppress(EngineError):  # the engine's client repeats the command
                 await member.engine.resume()
         if problem := await self._find_problem(member, published):
             member.quarantined = problem
@@ -330,8 +333,9 @@ class EnginePool(ClosedOnExit):
             self._take_back(member, published)
 
     async def _find_problem(self, member: Member, published: Published | None) -> str:
-        """Why an engine does not serve a version after the load, or does not answer if nothing was published yet."""
-        if published is None:  # as in an evaluation: it serves what it was started with
+        """The reason why an engine does not serve a version after the load, or does not answer if nothing was published
+        yet."""
+        if published is None:  # in an evaluation, the engine serves its initial weights
             try:
                 await member.engine.wait_until_ready(self.retry_s)
             except EngineError as error:
@@ -342,17 +346,18 @@ class EnginePool(ClosedOnExit):
 
     @staticmethod
     async def _end_running(member: Member) -> None:
-        """End what a quarantined engine still has to do: for a router, or for calls whose end it did not notice."""
-        with suppress(EngineError), anyio.move_on_after(ABORT_TIMEOUT_S):  # what cannot be reached generates nothing
+        """End the requests that a quarantined engine still has from a router, or from calls whose end the engine did
+        not notice."""
+        with suppress(EngineError), anyio.move_on_after(ABORT_TIMEOUT_S):  # an unreachable engine generates nothing
             await member.engine.abort_running()
 
     async def _stop_returning(self) -> None:
-        """End the attempts to take engines back."""
+        """End the tasks that bring engines back from quarantine."""
         tasks = [member.returning for member in self._members if member.returning is not None]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # however they ended
+            await asyncio.wait(tasks)  # errors of the cancelled tasks are ignored
 
     def _describe_quarantine(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.quarantined.items())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SegmentAccess(IntEnum):
-    """Which segments of this process a server can open. For several servers, the smallest of their values counts."""
+    """Which segments of this process a server can open. For several servers, the smallest value counts."""
 
     NONE = 0
     """The server takes only model directories."""
@@ -34,7 +34,7 @@ class InferenceEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the engine in messages."""
+        """Name of the engine in logs and errors."""
         ...
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -46,7 +46,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights, and verify that the engine serves them; raises WeightSyncError otherwise.
+        """Load published weights, and raise WeightSyncError unless the engine is verified to serve them.
 
         Args:
             weights: a directory, segments that the engine can map, weights to send, or adapters in a folder.
@@ -58,12 +58,12 @@ class InferenceEngine(Protocol):
         """Free the GPU's memory. The engine generates nothing until `resume_memory` and a load of weights after it.
 
         Raises:
-            EngineError: the server was started without support for this.
+            EngineError: the server was started without support for releasing memory.
         """
         ...
 
     async def resume_memory(self) -> None:
-        """Allocate the memory again. Its content is undefined, so weights must be loaded next."""
+        """Allocate the memory again. The content of the memory is undefined, so weights must be loaded next."""
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:

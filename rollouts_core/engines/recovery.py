@@ -41,22 +41,24 @@ AnswerT = TypeVar("AnswerT", bound=Completion | ScoredTokens)
 
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 1.0
-"""Before the second attempt, and twice as long before the third: an overloaded server is not helped by haste."""
+"""Pause before the second attempt, seconds. The pause doubles for each further attempt, to relieve an overloaded
+server."""
 MAX_BUSY_ATTEMPTS = 8
-"""A server that reports overload is alive: requests are repeated for a minute and a half, or as long as it asks for."""
+"""Number of attempts at a server that reports overload: for a minute and a half, or for the times that the server asks
+for."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 MAX_SPANNED_VERSIONS = 64
-"""Tokens of so many versions may be in one completion; one that takes longer is asked for again."""
+"""Largest number of versions that sampled one completion. A completion from more versions is requested again."""
 
 
 class RecoveringEngine:
-    """Keeps one server at its target weights, through restarts.
+    """Keeps one server at its target weights, also after restarts of the server.
 
     Args:
-        restart_timeout_s: limit on the absence of a server that vanished.
-        silence_timeout_s: limit on the silence of a server with running requests.
-        start_timeout_s: the same limit until a first request has ended, if longer.
+        restart_timeout_s: how long to wait for a server that vanished.
+        silence_timeout_s: how long a server with running requests may be silent before it counts as gone.
+        start_timeout_s: used in place of a shorter `silence_timeout_s` until the first request has ended.
         model_dir: the model that the server must serve, if known before weights are loaded.
     """
 
@@ -76,15 +78,15 @@ class RecoveringEngine:
         self._model_dir = model_dir
         self._vocab_size = vocabulary_size(model_dir) if model_dir else None
         self._is_proven = True
-        """False from the start of a load until the server has proved it; stays false if the load fails."""
+        """Whether the served weights are verified. False from the start of a load, and after a failed load."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
-        """Versions in the order in which they were served; the current version is last."""
+        """Verified versions in the order in which the server had them; the current version is last."""
         self.is_paused = False
-        """The server answers no completion before it is told to go on."""
+        """Whether the server is paused. A paused server answers no request for completions."""
         self._is_left_paused = False
-        """It was told to go on, and may not have heard it."""
+        """True if the server was told to resume, but may not have received the command."""
         self._handed_over: str | None = None
-        """The version that was served when memory was handed over; None while the server has its own."""
+        """The version that the server had when it freed its memory; None while the server has its memory."""
         self._recovering = asyncio.Lock()
         self.watch = SilenceWatch(
             server.name,
@@ -94,11 +96,10 @@ class RecoveringEngine:
             start_timeout_s=start_timeout_s,
         )
         self._recovery_failure: EngineError | None = None
-        """Why the last recovery that failed did."""
+        """The error of the last recovery that failed."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were current at the call or became so
-        later.
+        """Completions in the order of the requests, from the weights at the time of the call or later weights.
 
         Raises:
             EngineUnavailableError: the server did not return, or stayed busy.
@@ -117,7 +118,8 @@ class RecoveringEngine:
         return await self._ask(complete)
 
     async def score(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Log-probs of given tokens in the order of the requests, from weights as for `generate`.
+        """Log-probs of given tokens in the order of the requests, from the weights at the time of the call or later
+        weights.
 
         Raises:
             EngineUnavailableError: the server did not return, or stayed busy.
@@ -126,14 +128,15 @@ class RecoveringEngine:
         """
         for request in requests:
             self._check_tokens([*request.tokens, *request.token_ids], "a request for log-probs")
-            if self._vocab_size is not None and request.num_top > self._vocab_size:  # it would end SGLang's process
+            # A larger number would end SGLang's process.
+            if self._vocab_size is not None and request.num_top > self._vocab_size:
                 raise EngineError(
                     f"{self.server.name}: num_top is {request.num_top}, the served model has {self._vocab_size} tokens"
                 )
         return await self._ask(partial(self.server.score_once, requests))
 
     async def _ask(self, ask: Callable[[], Awaitable[list[AnswerT]]]) -> list[AnswerT]:
-        """The answers to a call that is repeated until the right weights have computed all of them."""
+        """The answers to a call. The call is repeated until all answers come from verified, current weights."""
         problem = ""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -153,7 +156,7 @@ class RecoveringEngine:
                 continue
             accepted = self._versions_since(served)
             stale = [version for each in answers for version in each.versions.difference(accepted) if self._served]
-            # A server reports a version before its tensors are proved to be those of it.
+            # A server reports a new version before its tensors are verified.
             if not stale and self._is_proven:
                 return answers
             problem = f"it served {stale[0]}" if stale else "its weights were not proved"
@@ -163,7 +166,7 @@ class RecoveringEngine:
         )
 
     async def _ask_later(self, ask: Callable[[], Awaitable[list[AnswerT]]]) -> list[AnswerT]:
-        """The answers to a call, with longer and longer pauses if the server has too much to do."""
+        """The answers to a call. An overloaded server is called again after longer and longer pauses."""
         for attempt in range(1, MAX_BUSY_ATTEMPTS):
             try:
                 return await self.watch.over(ask)
@@ -172,31 +175,31 @@ class RecoveringEngine:
         return await self.watch.over(ask)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
-        """Serve published weights; returns when the server proved that it does.
+        """Load published weights; returns when the server is verified to serve them.
 
         Raises:
-            WeightSyncError: it refused, or serves another version or other tensors.
-            EngineUnavailableError: it vanished and stayed away.
+            WeightSyncError: the server refused, or serves another version or other tensors.
+            EngineUnavailableError: the server vanished and did not return.
         """
         async with self._recovering:
             await self._load(ServedWeights(weights, version, canary))
 
     @property
     def vocab_size(self) -> int | None:
-        """How many token ids the served model has, as far as is known."""
+        """Number of token ids of the served model; None if unknown."""
         return self._vocab_size
 
     @property
     def is_recovering(self) -> bool:
-        """Whether a call is loading or proving weights, or waits for the server to do so."""
+        """Whether a call is loading or verifying weights, or is waiting for the server to return."""
         return self._recovering.locked()
 
     def note_pause(self) -> None:
-        """Take note that the server was paused."""
+        """Record that the server was paused."""
         self.is_paused, self._is_left_paused = True, False
 
     async def resume(self) -> None:
-        """Let the server continue after a pause; an unreachable server is told again before its next request.
+        """Let the server continue after a pause. An unreachable server is told again before its next request.
 
         While requests wait in the server, the call is repeated, because no later request may come.
 
@@ -210,30 +213,31 @@ class RecoveringEngine:
                 await self.server.end_pause()
                 break
             except EngineUnavailableError:
-                # A server that is gone has none.
+                # Retry only while requests wait in the server. A server that is gone has no requests.
                 if attempt == MAX_ATTEMPTS - 1 or not self.watch.has_requests:
                     raise
             await anyio.sleep(RETRY_PAUSE_S * 2**attempt)
         self._is_left_paused = False
 
     async def release_memory(self) -> None:
-        """Have the server hand its memory over; its weights count as unproved until the next load.
+        """Let the server free its memory. The server's weights count as unverified until the next load.
 
         Raises:
-            EngineError: it cannot, or vanished.
+            EngineError: the server cannot free its memory, or vanished.
         """
         async with self._recovering:
             version = await self.server.weight_version()
             try:
                 await self.server.hand_over()
-            except EngineUnavailableError:  # it may have begun
+            except EngineUnavailableError:  # the server may have begun to free memory
                 self._is_proven = False
                 raise
             self._is_proven = False
             self._handed_over = version
 
     async def resume_memory(self) -> None:
-        """Let the server take its memory back; a server that restarted meanwhile already has it, with initial weights.
+        """Let the server allocate its memory again. A server that restarted meanwhile already has its memory, with
+        initial weights.
 
         Raises:
             EngineUnavailableError: the server vanished and did not return.
@@ -270,8 +274,8 @@ class RecoveringEngine:
     async def _recover(self) -> None:
         """Wait for the server, and load its target weights if it restarted with others.
 
-        Concurrent calls share one attempt and its failure: waiting one after the other, each would wait for the
-        full timeout of a dead server.
+        Concurrent calls share one attempt and its failure. Otherwise each call in turn would wait for the full timeout
+        of a dead server.
         """
         failure_before = self._recovery_failure
         async with self._recovering:
@@ -293,10 +297,11 @@ class RecoveringEngine:
             await self._load(self._served)
 
     async def _load(self, weights: ServedWeights) -> None:
-        """Load and prove weights; starts again if the server vanished meanwhile, because loading twice does no harm.
+        """Load and verify weights. If the server vanishes meanwhile, the load starts again, because a second load does
+        no harm.
 
-        A server that restarts between two requests shows only by its version, which is then neither the new nor the
-        previous one. The first time this counts as a restart, the second time as a server that ignores the weights.
+        A restart between two requests shows only by the server's version, which is neither the new nor the previous
+        version. The first such version counts as a restart, the second as a server that ignores the weights.
         """
         problem = ""
         before = self._served if self._is_proven else None
@@ -330,11 +335,12 @@ class RecoveringEngine:
         )
 
     def _versions_since(self, served: ServedWeights | None) -> list[str]:
-        """The verified versions from the served one on; all versions if no weights were loaded yet."""
+        """The verified versions from the version `served` on; all versions if no weights were loaded yet."""
         return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
     def _check_tokens(self, tokens: Sequence[int], what: str, kind: type[EngineError] = EngineError) -> None:
-        """Raise for an id outside the vocabulary: as part of a prompt it would end SGLang's and vLLM's process."""
+        """Raise for an id outside the vocabulary, because a prompt with such an id would end SGLang's or vLLM's
+        process."""
         if self._vocab_size is None or not tokens:
             return
         for token in (min(tokens), max(tokens)):

@@ -20,10 +20,10 @@ from rollouts_core.model.weight_sample import Arrival, measure_arrival
 from rollouts_core.system.concurrency import gather
 
 FEW_ARRIVED = 0.9
-"""A training gets a warning if a smaller share of the update arrives in engines."""
+"""Smallest share of an update that may arrive in engines without a warning."""
 ROUNDING_REMEDY = 'set rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
 ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
-"""The metrics of a publication to engines that round."""
+"""The names of the metrics of a publication to engines that round weights."""
 
 
 @runtime_checkable
@@ -31,28 +31,30 @@ class ReportsWeightsDtype(Protocol):
     """An engine that reports the number format of its server's weights."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format; None if the server does not report it, is unreachable, or has quantized weights."""
+        """The server's number format; None if the server does not report it, is unreachable, or has quantized
+        weights."""
         ...
 
 
 async def common_dtype(engines: Sequence[object]) -> torch.dtype | None:
-    """The number format in which all engines store weights; None if the formats differ or an engine's is unknown."""
+    """The number format in which all engines store weights; None if the formats differ or a format is unknown."""
     known = [engine for engine in engines if isinstance(engine, ReportsWeightsDtype)]
     found = set(await gather([engine.weights_dtype for engine in known]))
     return found.pop() if len(found) == 1 and len(known) == len(engines) else None
 
 
 class RoundingWatch:
-    """Measures how much of the update arrived in engines by the last publication of a training."""
+    """Measures how much of a training's update arrived in engines with the last publication."""
 
     def __init__(self) -> None:
         self._last: Arrival | None = None
 
     def round_for(self, weights: dict[str, Tensor], start: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Round merged adapters over frozen weights of `dtype` for engines that keep `dtype`, after measuring.
+        """Measure the effect of rounding, then round merged adapters to `dtype` if engines and frozen weights have
+        `dtype`.
 
-        Replaces tensors in `weights` one after another, so that host memory never holds both forms of all tensors.
-        Other tensors are not rounded here: engines keep a few of them in float32 and round the rest.
+        Tensors in `weights` are replaced one after another, so that host memory never holds both forms of all tensors.
+        Other tensors are not rounded, because engines keep a few of these tensors in float32 and round the rest.
 
         Args:
             start: `sample_weights` of the weights that training started from.
@@ -69,22 +71,22 @@ class RoundingWatch:
 
 
 def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
-    """The warning of a training whose last publication rounded much of the update away; empty for others.
+    """The warning if a training's last publication rounded much of the update away; otherwise empty.
 
     Args:
-        lines: the metrics of its steps.
+        lines: the metrics of the training's steps.
     """
     last = next((line for line in reversed(lines) if ARRIVED in line), None)
     return describe_rounding(last[ARRIVED], last[CHANGED]) if last and last[ARRIVED] < FEW_ARRIVED else ""
 
 
 def describe_rounding(arrived: float, changed: float) -> str:
-    """The warning: how much of the update is missing in engines, and how to change that."""
+    """The text of the warning: how much of the update is missing in engines, and which setting avoids the loss."""
     return f"{describe_loss(arrived, changed)}. {ROUNDING_REMEDY[0].upper()}{ROUNDING_REMEDY[1:]}"
 
 
 def describe_loss(arrived: float, changed: float) -> str:
-    """How much of the update is missing in engines.
+    """A phrase that says how much of the update is missing in engines.
 
     Args:
         arrived: `Arrival.arrived`.

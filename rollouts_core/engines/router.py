@@ -1,4 +1,4 @@
-"""Use several engines behind SGLang's own router, which chooses the engine; weights and pauses go to each engine
+"""Use several engines behind SGLang's own router, which chooses an engine per request. Weights are sent to each engine
 directly.
 
     generate -> router -> the engine whose cache has most of the prompt, or the least busy one
@@ -8,7 +8,7 @@ directly.
        +-- the router is gone, or an engine answered with another version -> the pool asks the engines directly
 
 The router does not know versions: a restarted engine passes its health checks long before it serves the current
-version. Answers through the router are therefore accepted only if they carry that version.
+version. Answers through the router are therefore accepted only if they carry the current version.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS_TIMEOUT_S = 10.0
-"""Limit for the router to add or remove engines, which it does after answering the request for it."""
+"""Time limit for adding or removing engines, seconds. The router does this after it has answered the request."""
 
 
 class SGLangRouter(ClosedOnExit):
-    """The client of one router; owns its connections.
+    """The client of one router. The client owns the connections to the router.
 
     Args:
-        request_timeout_s: how long a request may take.
-        api_key: what it, and each of its engines, asks for; empty sends none.
+        request_timeout_s: time limit of a request.
+        api_key: the API key of the router and of its engines; if empty, no key is sent.
     """
 
     def __init__(self, url: str, *, request_timeout_s: float = 600.0, api_key: str = "") -> None:
@@ -64,16 +64,16 @@ class SGLangRouter(ClosedOnExit):
     async def complete(
         self, requests: Sequence[GenerationRequest], *, ends: Collection[int], vocab_size: int | None = None
     ) -> list[Completion]:
-        """Completions in the order of the requests, whichever versions they are of.
+        """Completions in the order of the requests, from weights of any version.
 
-        One call for each: the router takes no list of sampling parameters.
+        Each request is one call, because the router takes no list of sampling parameters.
 
         Args:
-            ends: tokens by which its engines end completions besides those of a request.
-            vocab_size: how many token ids its engines' model has, if known.
+            ends: tokens of the engines' model that end completions, besides the stop tokens of a request.
+            vocab_size: number of token ids of the engines' model, if known.
 
         Raises:
-            EngineUnavailableError: it is away, or no engine of it answers.
+            EngineUnavailableError: the router is unreachable, or none of its engines answers.
             EngineError: an engine refused the request, or answered something unusable.
         """
         bodies = [render_request(each, vocab_size=vocab_size) for each in requests]
@@ -85,7 +85,7 @@ class SGLangRouter(ClosedOnExit):
         ]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when it answers; raises EngineUnavailableError at the deadline."""
+        """Return when the router answers; raises EngineUnavailableError at the deadline."""
         problem = "it took the connection and was silent"
         with anyio.move_on_after(timeout_s):
             while True:
@@ -99,7 +99,7 @@ class SGLangRouter(ClosedOnExit):
         raise EngineUnavailableError(f"{self.name}, the router, did not answer within {timeout_s:g} s: {problem}")
 
     async def use(self, urls: Sequence[str]) -> None:
-        """Let the router use exactly these engines; returns when it does.
+        """Let the router use exactly these engines; returns when the router uses them.
 
         An engine that is not added in time is left out if the router uses at least one other.
 
@@ -115,7 +115,7 @@ class SGLangRouter(ClosedOnExit):
                 key = {"api_key": self._api_key} if self._api_key else {}
                 await self._connection.call("POST", "/workers", json={"url": url, **key}, is_answered=False)
         with anyio.move_on_after(WORKERS_TIMEOUT_S):
-            # An added engine must be listed first: the router cannot remove an engine that it is still adding.
+            # Wait until an added engine is listed, because the router cannot remove an engine that it is still adding.
             while _describe_difference(workers, urls) or not workers.keys() >= {*urls}:
                 await anyio.sleep(POLL_INTERVAL_S)
                 workers = await self._workers()
@@ -123,7 +123,8 @@ class SGLangRouter(ClosedOnExit):
             raise EngineUnavailableError(f"{self.name}, the router, {problem} within {WORKERS_TIMEOUT_S:g} s")
 
     async def _workers(self) -> dict[str, tuple[str, bool]]:
-        """The router's engines by URL: its id of each, and whether it sends requests there."""
+        """The router's engines by URL: the router's id of each engine, and whether the router sends requests to the
+        engine."""
         answer = await self._connection.call("GET", "/workers", timeout=PROBE_TIMEOUT_S)
         try:
             return {each["url"]: (str(each["id"]), bool(each["is_healthy"])) for each in answer["workers"]}
@@ -138,7 +139,7 @@ class SGLangRouter(ClosedOnExit):
 
 
 def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence[str]) -> str:
-    """Why these engines cannot be used through a router; empty if they can."""
+    """The reason why these engines cannot be used through a router; empty if they can."""
     if others := sorted(workers.keys() - {*urls}):
         return f"did not let go of {', '.join(others)}"
     if not any(is_healthy for _, is_healthy in workers.values()):
@@ -147,12 +148,12 @@ def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence
 
 
 class RoutedPool(ClosedOnExit):
-    """Engines behind a router, used as one; owns them and the router's client.
+    """Engines behind a router, used as one engine. This object owns the engines and the router's client.
 
     Args:
-        pool: of the same engines; gives them weights, and is used when the router does not answer.
-        engines: the engines.
-        revive: called when the router did not answer; restarts it if this process owns it.
+        pool: a pool of the same engines. The pool delivers weights, and is used when the router does not answer.
+        engines: the engines behind the router.
+        revive: called when the router did not answer; restarts the router if this process owns the router.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class RoutedPool(ClosedOnExit):
         return f"{self.router.name} ({self.pool.name})"
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were loaded last, or since.
+        """Completions in the order of the requests, from the weights at the time of the call or later weights.
 
         Raises:
             EngineUnavailableError: no engine is left.
@@ -190,7 +191,7 @@ class RoutedPool(ClosedOnExit):
         try:
             try:
                 await self._tell_router()
-            except EngineError as error:  # also a refusal, because the router may have removed the worker itself
+            except EngineError as error:  # a refusal counts too: the router may have removed the worker
                 raise EngineUnavailableError(str(error)) from error
             completions = await self._complete(requests)
         except (EngineUnavailableError, EngineAnswerError) as error:
@@ -210,7 +211,8 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.generate(requests)
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """The router's answer; interrupted if any engine falls silent, because it is not known which one is used."""
+        """The router's answer. The call is interrupted if any engine falls silent, because the used engine is
+        unknown."""
         first = self._engines[0]
         ask = partial(self.router.complete, requests, ends=first.ends, vocab_size=first.vocab_size)
         for engine in self._engines:
@@ -219,7 +221,7 @@ class RoutedPool(ClosedOnExit):
         return await ask()
 
     async def _tell_router(self) -> None:
-        """Let the router use the engines that are not quarantined, if these changed."""
+        """Let the router use the engines that are not quarantined, if this set changed."""
         async with self._telling:
             wanted = frozenset(engine.name for engine in self._engines) - self.pool.quarantined.keys()
             if wanted != self._routed:
@@ -228,12 +230,12 @@ class RoutedPool(ClosedOnExit):
                 self._routed = wanted
 
     async def _leave_out(self) -> None:
-        """Have the router let go of engines that were quarantined since it was last told."""
-        with suppress(EngineError):  # then it is asked for nothing before it was told
+        """Tell the router to stop using quarantined engines."""
+        with suppress(EngineError):  # `generate` tells the router before the next request
             await self._tell_router()
 
     async def _quarantine_others(self) -> None:
-        """Leave out the engines that do not serve the current version; they are given it, and proved, as ever."""
+        """Quarantine the engines that do not serve the current version. The pool then gives them this version."""
 
         async def look(engine: SGLangEngine) -> None:
             try:
@@ -247,57 +249,58 @@ class RoutedPool(ClosedOnExit):
         await gather([partial(look, engine) for engine in self._engines])
 
     async def segment_access(self) -> SegmentAccess:
-        """Access that all engines in use share."""
+        """The access to segments that all engines in use have."""
         return await self.pool.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if they differ, or an engine does not report it."""
+        """The number format in which all engines keep weights; None if formats differ or an engine reports no
+        format."""
         return await self.pool.weights_dtype()
 
     async def adapter_form(self, rank: int) -> AdapterForm:
         """The form in which all engines in use take adapters of this rank; empty for merged weights.
 
-        Adapters that requests name are not used behind the router.
+        Behind a router, adapters that requests name are not used.
         """
         form = await self.pool.adapter_form(rank)
         return "" if form == "folder" else form
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Serve published weights by every engine that takes them; the others are left out.
+        """Load published weights into every engine. Engines that do not take the weights are quarantined.
 
         Raises:
-            WeightSyncError: no engine took them.
+            WeightSyncError: no engine took the weights.
         """
         await self.pool.load_weights(weights, version, canary)
-        self._routed = None  # it is told anew: what it took in beside its answers may have failed
+        self._routed = None  # tell the router again, because an earlier change may have failed after its answer
         self._versions = [*self._versions, version][-MAX_SPANNED_VERSIONS:]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the router and every engine answer; engines that do not are left out.
 
         Raises:
-            EngineUnavailableError: the router, or none of the engines, answers before the deadline.
+            EngineUnavailableError: the router, or every engine, did not answer before the deadline.
         """
         await gather([partial(self.router.wait_until_ready, timeout_s), partial(self.pool.wait_until_ready, timeout_s)])
 
     async def abort_running(self) -> None:
-        """End all requests with the tokens that they have."""
+        """End all requests with the tokens sampled so far."""
         await self.pool.abort_running()
 
     async def pause(self) -> None:
-        """Stop generating; requests stay with their tokens."""
+        """Stop generating. Requests keep the tokens sampled so far."""
         await self.pool.pause()
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue generating after `pause`."""
         await self.pool.resume()
 
     async def release_memory(self) -> None:
-        """Hand the memory of every engine over; raises EngineError for one that cannot."""
+        """Free the GPU memory of every engine; raises EngineError if an engine cannot free its memory."""
         await self.pool.release_memory()
 
     async def resume_memory(self) -> None:
-        """Take the memory of every engine back."""
+        """Allocate the GPU memory of every engine again."""
         await self.pool.resume_memory()
 
     async def aclose(self) -> None:

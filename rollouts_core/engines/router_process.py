@@ -1,4 +1,5 @@
-"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead one restarts.
+"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead router is
+restarted.
 
 started ── answers ── dies ── engines are asked directly ── restarted at the same port ── gets the engines again
              └── ends with the job, for whatever reason
@@ -52,7 +53,7 @@ class RouterProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which the router listens."""
         return f"http://{LOOPBACK}:{self._port}"
 
     def revive(self) -> None:
@@ -70,7 +71,7 @@ class RouterProcess:
         return f"exit code {self.process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
     def stop(self) -> None:
-        """End it."""
+        """End the router."""
         self.process.terminate()
         try:
             self.process.wait(GRACE_S)

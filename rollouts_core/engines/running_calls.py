@@ -1,4 +1,4 @@
-"""The running calls to an engine, which this process can interrupt.
+"""Keep the running calls to an engine, so that this process can interrupt them.
 
 Not here: ending requests at the server (in_flight.py), when to interrupt a call (in_flight.py, pool.py, silence.py).
 """
@@ -12,7 +12,7 @@ import anyio
 
 
 class RunningCalls:
-    """Running calls, each awaited by a task."""
+    """The running calls to an engine. A task waits for each call."""
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -21,7 +21,8 @@ class RunningCalls:
 
     @contextmanager
     def one(self, num_requests: int = 1) -> Iterator[None]:
-        """Register a call that lasts as long as the block. After an interruption the code after the block continues."""
+        """Register a call that lasts as long as the block. After an interruption, the code after the block
+        continues."""
         scope = anyio.CancelScope()
         self._scopes.add(scope)
         self.num_requests += num_requests
@@ -33,6 +34,6 @@ class RunningCalls:
             self.num_requests -= num_requests
 
     def break_off(self) -> None:
-        """Interrupt all running calls. Each task notices this when the event loop runs it next."""
+        """Interrupt all running calls. A task notices the interruption when the event loop runs the task next."""
         for scope in self._scopes:
             scope.cancel()

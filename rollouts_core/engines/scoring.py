@@ -1,4 +1,4 @@
-"""Log-probs of given tokens: the request to an engine, and its answer.
+"""Log-probs of given tokens: the request to an engine, and the engine's answer.
 
     tokens       5     9     2     7        start = 2: a prompt of two tokens and a completion of two
     position     0     1     2     3
@@ -27,15 +27,15 @@ class ScoringRequest:
     tokens: list[int]
     """Token ids of a prompt with its completion."""
     start: int = 1
-    """Position of the first scored token, usually the length of the prompt. At least 1, because no token precedes the
-    first token."""
+    """Position of the first scored token, usually the length of the prompt. The position is at least 1, because no
+    token precedes the first token."""
     num_top: int = 0
-    """Number of most likely tokens whose log-probs are returned at each position. At most the size of the vocabulary: a
-    larger number would end SGLang's process, so a client that knows the vocabulary (`model_dir`) refuses it. vLLM
-    returns at most 20 unless it was started with a larger `--max-logprobs`."""
+    """Number of most likely tokens whose log-probs are returned at each position. A number above the size of the
+    vocabulary would end SGLang's process, so a client that knows the vocabulary (`model_dir`) refuses such a number.
+    vLLM returns at most 20 unless it was started with a larger `--max-logprobs`."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are returned at each position. vLLM computes one more prompt per position for them, and
-    takes at most 128 tokens and 1,024 positions."""
+    """Tokens whose log-probs are returned at each position. vLLM computes one more prompt per position for these
+    tokens, and takes at most 128 tokens and 1,024 positions."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
@@ -63,11 +63,11 @@ class ScoredTokens:
     token_ids_logprobs: list[dict[int, float]]
     """Log-probs of the request's `token_ids`, in their order."""
     version: str
-    """The weight version that computed them."""
+    """The weight version that computed the log-probs."""
 
     @property
     def versions(self) -> frozenset[str]:
-        """The same as a set, as `Completion.versions`."""
+        """The weight version as a set, as in `Completion.versions`."""
         return frozenset((self.version,))
 
 
@@ -80,12 +80,12 @@ def read_scored_tokens(
     named: Sequence[Mapping[int, float]],
     version: str,
 ) -> ScoredTokens:
-    """The answer of the engine `name`.
+    """Convert the log-probs in an answer of the engine `name`.
 
     Args:
         logprobs: for each position, the log-prob of the request's token.
         top: for each position, log-probs of at least the most likely tokens; ignored if the request wants none.
-        named: for each position, log-probs of at least the request's `token_ids`; ignored if it names none.
+        named: for each position, log-probs of at least the request's `token_ids`; ignored if the request names none.
 
     Raises:
         EngineAnswerError: log-probs are missing.

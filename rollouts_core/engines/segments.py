@@ -1,6 +1,6 @@
-"""Publish weights as segments, in memory of this machine or in files; an engine loads only the segments that it lacks.
+"""Publish weights as segments in this machine's memory or in files. An engine loads only the segments that it lacks.
 
-Engines read them by embedded/segments.py.
+Engines read segments by embedded/segments.py.
 
     version 1   segment A: every tensor
     version 2   segment A: embedding      segment B: changed tensors   only B is written, and only B is loaded
@@ -33,7 +33,7 @@ from rollouts_core.embedded.weights import digest_tensors, tensor_bytes
 from rollouts_core.system.concurrency import in_short_thread, start_short_thread
 
 MAX_STALE_SHARE = 0.5
-"""Replaced tensors remain in segments that are kept for their other tensors. If they exceed this share of the weights,
+"""A segment with replaced tensors is kept for its other tensors. If replaced tensors exceed this share of the weights,
 the other tensors are moved to a new segment."""
 FILE_PREFIX = "segment-"
 DTYPE_NAMES = {
@@ -45,20 +45,20 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
 }
-"""Those of the safetensors format."""
+"""Names of number formats in safetensors files."""
 
 
 class Segment:
     """Tensors that other processes can map as long as this object lives.
 
     Args:
-        folder: for a file; None uses memory.
+        folder: folder for a segment file; None puts the segment into memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path | None = None) -> None:
         self.id = uuid4().hex
         self.path: str
-        """Where other processes open it."""
+        """The path at which other processes open the segment."""
         if folder is None:
             descriptor = os.memfd_create("rollouts-weights")
             weakref.finalize(self, os.close, descriptor)
@@ -71,30 +71,30 @@ class Segment:
             for part in render_safetensors(tensors):
                 opened.write(part)
         self.tensors = load_file(self.path)
-        """What it holds, mapped."""
+        """The segment's tensors, mapped into this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One published tensor."""
+    """One published tensor and its segment."""
 
     segment: Segment
     digests: Future[dict[str, str]]
-    """`tensor_digest` of this tensor and of those published with it, computed by a thread."""
+    """`tensor_digest` of this tensor and of the tensors published with it, computed by a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentedWeights:
-    """One published version."""
+    """One published version of the weights, as segments."""
 
     version: str
     model_dir: Path
     """Directory with the model's config.json."""
     placed: Mapping[str, PlacedTensor]
-    """Where each tensor lies."""
+    """The segment of each tensor."""
 
     def addresses(self) -> list[dict[str, Any]]:  # Any: JSON
-        """The place of each tensor, for engines."""
+        """The path of each segment with the names of its tensors, for engines."""
         segments = {tensor.segment.id: tensor.segment for tensor in self.placed.values()}
         return [
             {
@@ -113,7 +113,7 @@ class SegmentedWeights:
 
 
 class SegmentStore:
-    """Publishes a trainer's versions as segments; keeps the newest alive."""
+    """Publishes a trainer's versions as segments, and keeps the newest version's segments alive."""
 
     def __init__(self) -> None:
         self._newest: Mapping[str, PlacedTensor] = {}
@@ -128,12 +128,12 @@ class SegmentStore:
         folder: Path | None = None,
         keeps_others: bool = False,
     ) -> SegmentedWeights:
-        """Publish a new version: changed tensors are written, the others keep their place.
+        """Publish a new version. Changed tensors are written to a new segment; other tensors stay in their segments.
 
         Args:
             weights: must not change before the version's digests are computed.
-            folder: for segments as files; None uses memory. With another folder than before, all tensors are written.
-            keeps_others: tensors of the previous version that are not in `weights` belong to the new one, too.
+            folder: folder for segment files; None uses memory. If the folder changed, all tensors are written.
+            keeps_others: tensors of the previous version that are not in `weights` also belong to the new version.
         """
         if folder != self._folder:
             self._newest, self._folder = {}, folder
@@ -145,7 +145,7 @@ class SegmentStore:
         return SegmentedWeights(version=version, model_dir=model_dir, placed=self._newest)
 
     def _place(self, on_host: Mapping[str, Tensor]) -> dict[str, PlacedTensor]:
-        """The place of each tensor, after the changed ones were written."""
+        """Write the changed tensors to a new segment, and return the segment of each tensor."""
         changed = find_changed(on_host, self._newest)
         same = {name: tensor for name, tensor in on_host.items() if name not in changed}
         kept = {name: self._newest[name] for name in same}
@@ -154,19 +154,19 @@ class SegmentStore:
             kept, written = {}, [changed, same]
         for tensors in filter(None, written):
             segment = Segment(tensors, self._folder)
-            digests = start_short_thread(partial(digest_tensors, tensors))  # while the engines load
+            digests = start_short_thread(partial(digest_tensors, tensors))  # runs while engines load
             kept |= dict.fromkeys(tensors, PlacedTensor(segment, digests))
         return {name: kept[name] for name in on_host}
 
 
 def remove_segment_files(folder: Path) -> None:
-    """Delete what a trainer that was killed left behind."""
+    """Delete the segment files that a killed trainer left behind."""
     for leftover in folder.glob(f"{FILE_PREFIX}*.safetensors"):
         leftover.unlink(missing_ok=True)
 
 
 def find_changed(weights: Mapping[str, Tensor], placed: Mapping[str, PlacedTensor]) -> dict[str, Tensor]:
-    """The weights whose bytes differ from the placed ones."""
+    """The weights whose bytes differ from the published tensors of the same name."""
     return {
         name: tensor
         for name, tensor in weights.items()
@@ -175,7 +175,7 @@ def find_changed(weights: Mapping[str, Tensor], placed: Mapping[str, PlacedTenso
 
 
 def is_same(first: Tensor, second: Tensor) -> bool:
-    """True when both have the same type, shape and bytes: NaN is NaN, and 0 is not -0."""
+    """True if both tensors have the same type, shape and bytes. NaN equals NaN, and 0 differs from -0."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     unit = torch.int64 if first.nbytes % 8 == 0 else torch.uint8
@@ -190,12 +190,12 @@ def count_stale_bytes(kept: Mapping[str, PlacedTensor]) -> int:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take."""
+    """Number of bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def render_safetensors(tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
-    """The parts of a safetensors file: its header, and the memory of each tensor, not copied."""
+    """The parts of a safetensors file: the header, and the memory of each tensor without a copy."""
     by_alignment = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {}  # Any: JSON
     end = 0

@@ -1,4 +1,4 @@
-"""Send weights to one SGLang server, without files: through a process group, or as handles of GPU memory.
+"""Send weights to one SGLang server without files, through a process group or as handles of GPU memory.
 
     version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 SESSION_IS_OPEN = "already open"
 """SGLang's message if a trainer was killed during an update."""
 MEMORY_SCOPE = "memory_scope"
-"""A field that only the embedded engine reports, not SGLang."""
+"""A field of the server's answer that only the embedded engine has, not SGLang."""
 EXPERTS = ".experts."
 """Part of the names of weights that SGLang stores in an order that its kernel chooses."""
 
@@ -44,11 +44,12 @@ class WeightSender(GroupSender):
     """Sends weights to one server."""
 
     async def send(self, weights: SentWeights, version: str, kept: Collection[str], *, is_paused: bool) -> None:
-        """Make the server load weights once, and set the version. Running requests end before that.
+        """Make the server load weights once, and set the version. Running requests end before the load.
 
         Args:
             kept: tensors that the server already has.
-            is_paused: True if the server samples nothing now, so that no completion can come from half of the weights.
+            is_paused: True if the server samples nothing now, so that no completion can come from partly loaded
+                weights.
 
         Raises:
             EngineUnavailableError: the server, or its end of the group, vanished.
@@ -149,7 +150,7 @@ class WeightSender(GroupSender):
                 await self._post("/end_weight_update", {})
             except EngineUnavailableError:
                 raise
-            except EngineError as end:  # the embedded engine refuses a part, but closes the session
+            except EngineError as end:  # the embedded engine refuses a partial update, but closes the session
                 logger.info("%s", end)
             await self._post("/begin_weight_update", begin)
         try:

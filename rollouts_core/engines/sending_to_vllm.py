@@ -25,7 +25,7 @@ class VLLMWeightSender(GroupSender):
     """Sends weights to one server."""
 
     async def send(self, tensors: Mapping[str, Tensor], backend: GroupBackend, *, num_ranks: int) -> None:
-        """Make the server load these tensors. No request may be running on the server.
+        """Make the server load these tensors. Call this only while no request is running on the server.
 
         Raises:
             EngineUnavailableError: the server, or its end of the group, vanished.
@@ -61,7 +61,8 @@ class VLLMWeightSender(GroupSender):
 
 
 def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
-    """Number of workers that hold weights, from a server's `parallel_config`, whose world size counts one replica."""
+    """Number of workers with weights, from a server's `parallel_config`. Its world size counts the workers of one
+    replica."""
     return int(parallel.get("world_size") or 1) * int(parallel.get("data_parallel_size") or 1)
 
 

@@ -1,4 +1,4 @@
-"""Keep one version of the weights in host memory, to send it to engines that do not read the trainer's files.
+"""Keep one version of the weights in host memory, to send this version to engines that do not read the trainer's files.
 
 backend.get_weights -> a copy in host memory -> bucket, bucket, ... -> each engine, and again after its restart
                          |                        ^
@@ -22,41 +22,42 @@ from rollouts_core.embedded.adapters import merge_published
 from rollouts_core.engines.segments import is_same
 
 SentBy = Literal["gloo", "nccl", "tensors"]
-"""`rollout.engine.weight_transfer`, where weights are sent."""
+"""The values of `rollout.engine.weight_transfer` with which weights are sent."""
 BUCKET_BYTES = 512 * 2**20
-"""Bytes sent at once; a larger tensor is sent alone. Trainer and engine each hold one bucket beside the weights."""
+"""Size of a bucket of tensors, bytes; a larger tensor is sent alone. Trainer and engine hold one bucket beside the
+weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentWeights:
-    """One published version."""
+    """One published version of the weights, to send."""
 
     version: str
     model_dir: Path
     """Directory with the model's config.json."""
     tensors: Mapping[str, Tensor]
-    """In host memory and never changed, so that a restarted engine gets the published weights. Tensors equal to those
-    of another version are the same objects."""
+    """Tensors in host memory that never change, so that a restarted engine gets the published weights. A tensor that is
+    equal in two versions is the same object in both."""
     transfer: SentBy
-    """How they go."""
+    """How the tensors are sent."""
 
     def write(self, directory: Path) -> None:
-        """Make `directory` the model's, with merged adapters."""
+        """Make `directory` a model directory that holds the weights with merged adapters."""
         save_file(merge_published(self.tensors), directory / "model.safetensors")
         shutil.copyfile(self.model_dir / "config.json", directory / "config.json")
 
 
 class HostCopies:
-    """The newest version that one trainer sends, in host memory."""
+    """The tensors of the newest version that one trainer sends, in host memory."""
 
     def __init__(self) -> None:
         self._newest: Mapping[str, Tensor] = {}
 
     def take(self, weights: Mapping[str, Tensor], *, keeps_others: bool = False) -> Mapping[str, Tensor]:
-        """Copies of a new version's tensors; an unchanged tensor keeps the previous version's copy.
+        """Copy a new version's tensors. For an unchanged tensor, the previous version's copy is used again.
 
         Args:
-            keeps_others: tensors of the previous version that are not in `weights` belong to the new one, too.
+            keeps_others: tensors of the previous version that are not in `weights` also belong to the new version.
         """
         copies = copy_to_host(weights, self._newest)
         self._newest = {**self._newest, **copies} if keeps_others else copies
@@ -64,7 +65,7 @@ class HostCopies:
 
 
 def copy_to_host(weights: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copies that do not change when the weights do; of equal tensors in `before`, those."""
+    """Copies of the weights in host memory. If a tensor equals the tensor in `before`, the latter is returned."""
     return {name: _copy_tensor(tensor.detach(), (before or {}).get(name)) for name, tensor in weights.items()}
 
 
@@ -83,7 +84,8 @@ def find_kept(weights: SentWeights, held: SentWeights) -> frozenset[str]:
 
 
 def split_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in buckets of at most `max_bytes`, wide number formats first, which keeps each tensor aligned."""
+    """Split tensors into buckets of at most `max_bytes`. Wide number formats come first, so that each tensor is
+    aligned."""
     bucket: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -97,5 +99,5 @@ def split_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dic
 
 
 def flatten(bucket: Mapping[str, Tensor], device: str = "cpu") -> Tensor:
-    """The bytes of a bucket's tensors, one after the other."""
+    """The concatenated bytes of a bucket's tensors."""
     return torch.cat([tensor.to(device).reshape(-1).view(torch.uint8) for tensor in bucket.values()])

@@ -1,6 +1,6 @@
-"""Load and unload adapters at one server, and know which adapter requests name.
+"""Load and unload adapters at one server, and remember the adapter that requests name.
 
-Not here: the weights below, and the server's name of the version (vllm.py, sglang.py), proofs (delivery.py).
+Not here: the frozen weights and the server's version name (vllm.py, sglang.py), verification (delivery.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class ServedAdapters:
     """The adapters of one server. SGLang and vLLM list, load and unload adapters in the same form.
 
     Args:
-        prefix: of the paths that load and unload.
+        prefix: prefix of the server's paths for loading and unloading adapters.
     """
 
     def __init__(self, connection: EngineConnection, *, prefix: str = "") -> None:
@@ -24,15 +24,15 @@ class ServedAdapters:
         """The adapter that requests name; empty for the weights without adapters."""
 
     async def load(self, weights: AdaptedWeights, version: str) -> None:
-        """Load an adapter as `version`; what is served stays as it is."""
+        """Load an adapter under the name `version`. Requests still name the earlier adapter."""
         if version in await self.names():
-            await self._unload(version)  # servers refuse a name that they have
+            await self._unload(version)  # servers refuse a name that is already loaded
         body = {"lora_name": version, "lora_path": str(weights.folder.resolve())}
         path = f"{self._prefix}/load_lora_adapter"
         await self._connection.call("POST", path, json=body, timeout=UPDATE_TIMEOUT, is_answered=False)
 
     async def drop(self, *, kept: str) -> None:
-        """Unload all adapters but one."""
+        """Unload all adapters except `kept`."""
         for name in await self.names():
             if name != kept:
                 await self._unload(name)
@@ -44,7 +44,8 @@ class ServedAdapters:
         return [str(each["id"]) for each in listed if each.get("parent")]
 
     async def explain(self, error: EngineError, adapter: str) -> EngineError:
-        """The error of a request with an adapter. A restarted server has lost its adapters, and can get them again."""
+        """The error to raise for a failed request with an adapter. A restarted server has lost its adapters, and can
+        load them again."""
         if not adapter or isinstance(error, EngineUnavailableError) or adapter in await self.names():
             return error
         return EngineUnavailableError(f"{self._connection.url} has no adapters {adapter}: {error}")

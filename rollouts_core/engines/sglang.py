@@ -52,14 +52,15 @@ class SGLangEngine(EngineClient):
     """The client of one SGLang server, or of the embedded engine."""
 
     _segment_access: SegmentAccess | None = None
-    """None before the first answer."""
+    """The access to segments; None before the server's first answer."""
     _weights_dtype: torch.dtype | None = None
-    """None before the server said it."""
+    """The number format of the server's weights; None before the server reported it."""
     _sender: WeightSender | None = None
-    """None before the first weights were sent."""
+    """The sender of weights; None before the first weights were sent."""
 
     async def segment_access(self) -> SegmentAccess:
-        """All for an embedded engine on this machine, none for SGLang, nor for a server that does not answer."""
+        """Full access for an embedded engine on this machine; no access for SGLang, or for a server that does not
+        answer."""
         if self._segment_access is None:
             try:
                 server = await self._connection.call("GET", "/server_info")
@@ -74,14 +75,14 @@ class SGLangEngine(EngineClient):
         return self._segment_access
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the server's weights; None if it does not say, is away, or has quantized ones."""
+        """The number format of the server's weights; None if quantized, not reported, or the server is unreachable."""
         if self._weights_dtype is None:
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._connection.call("GET", "/server_info"))
         return self._weights_dtype
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """How the server takes adapters of this rank; empty if it cannot, or is away."""
+        """The form in which the server takes adapters of this rank; empty if it takes none, or is unreachable."""
         try:
             server = await self._connection.call("GET", "/server_info")
         except EngineError:
@@ -97,48 +98,49 @@ class SGLangEngine(EngineClient):
         return ServedAdapters(self._connection)
 
     async def end_running(self) -> None:
-        """End all requests with the tokens that they have."""
+        """End all requests with the tokens sampled so far."""
         await self._connection.call("POST", "/abort_request", json={"abort_all": True}, is_answered=False)
 
     async def pause(self) -> None:
-        """Stop generating; requests stay with their tokens, and their cache is computed anew after `resume`."""
+        """Stop generating. Requests keep their tokens, and the server computes their cache again after `resume`."""
         await self._connection.call("POST", "/pause_generation", json={"mode": "retract"})
         self._keeper.note_pause()
 
     async def end_pause(self) -> None:
-        """Generate again after `pause`."""
+        """Let the server generate again after `pause`."""
         await self._connection.call("POST", "/continue_generation", json={}, timeout=RESUME_TIMEOUT)
 
     async def show_life(self) -> None:
-        """Return when the scheduler answered: it is asked for a part of this."""
+        """Return when the server has answered /server_info, because a part of this answer comes from the scheduler."""
         await self._connection.call("GET", "/server_info", is_answered=False)
 
     async def hand_over(self) -> None:
-        """Free weights, cache and CUDA graphs, when nothing is under way any more.
+        """Free weights, cache and CUDA graphs after all running requests have ended.
 
         Raises:
-            EngineError: the server was started without --enable-memory-saver: it would answer 200 and keep everything.
+            EngineError: the server was started without --enable-memory-saver. Such a server would answer 200 and free
+                nothing.
         """
         server = await self._connection.call("GET", "/server_info")
-        if server.get("enable_memory_saver") is False:  # the embedded engine does not have it
+        if server.get("enable_memory_saver") is False:  # the embedded engine lacks this field
             raise EngineError(
                 f"{self.name} was started without --enable-memory-saver, so it keeps its GPU memory while the trainer "
                 "trains: start it with that, or set deployment.colocated = false"
             )
-        # It ends if memory is released while it still tracks requests that were already answered.
+        # SGLang's process ends if memory is released while it still tracks requests that were already answered.
         idle = {"timeout": int(IDLE_TIMEOUT_S)}
         await self._connection.call("POST", "/flush_cache", params=idle, timeout=MEMORY_TIMEOUT, is_answered=False)
         await self._move_memory("/release_memory_occupation")
 
     async def take_back(self) -> None:
-        """Allocate what was freed."""
+        """Allocate the freed memory again."""
         await self._move_memory("/resume_memory_occupation")
 
     async def _move_memory(self, path: str) -> None:
         await self._connection.call("POST", path, json={"tags": MEMORY_TAGS}, timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask once, whichever weights the server has."""
+        """Make the request once, with whichever weights the server has."""
         leaves_out = any(left_out_tokens(request, self.vocab_size) for request in requests)
         is_embedded = leaves_out and await self.segment_access() is not SegmentAccess.NONE
         body = _render_requests(requests, vocab_size=self.vocab_size, is_embedded=is_embedded)
@@ -150,12 +152,12 @@ class SGLangEngine(EngineClient):
         return [self._of_adapter(each, adapter) for each in completions] if adapter else completions
 
     async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Ask once, whichever weights the server has."""
+        """Make the request once, with whichever weights the server has."""
         body = {
             "input_ids": [request.tokens for request in requests],
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": [request.start - 1 for request in requests],  # the token there has no log-prob
+            "logprob_start_len": [request.start - 1 for request in requests],  # this token has no log-prob
             "top_logprobs_num": [request.num_top for request in requests],
             "token_ids_logprob": [request.token_ids for request in requests],
         }
@@ -169,7 +171,7 @@ class SGLangEngine(EngineClient):
         ]
 
     async def _generate(self, body: dict[str, Any], count: int) -> tuple[list[Any], str]:  # Any: JSON
-        """The answers to so many prompts, and the adapter that computed them; empty without adapters."""
+        """The answers to `count` prompts, and the name of the adapter that computed them; "" without adapters."""
         adapter = self._adapters.current
         try:
             answers = await self._connection.sample("/generate", body | ({"lora_path": adapter} if adapter else {}))
@@ -180,13 +182,14 @@ class SGLangEngine(EngineClient):
         return answers, adapter
 
     def _of_adapter(self, completion: Completion, adapter: str) -> Completion:
-        """The completion, as of the adapter that its request named."""
+        """The completion with the version of the adapter that its request named."""
         if not self._is_of_adapter(completion.versions, adapter):
             return completion
         return replace(completion, version_spans=((adapter, 0, len(completion.tokens)),))
 
     def _is_of_adapter(self, versions: Collection[str], adapter: str) -> bool:
-        """Whether an answer can be of the adapter that its request named: the server reports the version at its end."""
+        """Whether the adapter that a request named can have computed the answer. The server reports the version at the
+        answer's end."""
         return {*versions} <= {adapter, self._adapters.current}
 
     async def weight_version(self) -> str:
@@ -194,11 +197,11 @@ class SGLangEngine(EngineClient):
         return str((await self._model_info())["weight_version"])
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         check_same_model(self.name, Path(str((await self._model_info()).get("model_path", ""))), path)
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load weights once and check the version; running requests end before that, on the old weights.
+        """Load weights once and check the version. Running requests end before the load, on the old weights.
 
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
@@ -214,13 +217,13 @@ class SGLangEngine(EngineClient):
         return await self._held_tensors()
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the weights that are served, use them from now on, and set the version.
+        """Load adapters beside the served weights, use the adapters from now on, and set the version.
 
-        If loading fails, the server goes on with what it served.
+        If loading fails, the server continues to serve the earlier adapters.
 
         Raises:
             WeightSyncError: the server reports another version.
-            EngineError: it refused.
+            EngineError: the server refused the adapters.
         """
         await self._adapters.load(weights, version)
         body = {"new_version": version, "abort_all_requests": False}
@@ -230,11 +233,12 @@ class SGLangEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters but one."""
+        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments once, set the version, and return the `tensor_digest` of every tensor that is served then.
+        """Load segments once, set the version, and return the `tensor_digest` of every tensor that the server has after
+        the load.
 
         Raises:
             WeightSyncError: the server refused, or serves another version.
@@ -248,10 +252,10 @@ class SGLangEngine(EngineClient):
         return digests
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+        """Send weights once and set the version. Running requests end before the load, on the old weights.
 
         Args:
-            kept: tensors that the server has already, and need not be sent.
+            kept: tensors that the server already has and that need not be sent.
 
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
@@ -274,7 +278,7 @@ class SGLangEngine(EngineClient):
         server = await self._connection.call("GET", "/server_info")
         ranks = answer.get("ranks") if isinstance(answer, dict) else None
         digests = ranks[0].get("checksums", {}) if ranks and len(ranks) == 1 else {}
-        # On a GPU, SGLang's checksums come out of a kernel of its own.
+        # On a GPU, SGLang computes checksums by its own kernel, so this process cannot compute them.
         dtype = _dtype_of(server) if server.get("device") == "cpu" else None
         return HeldTensors(digests=digests, dtype=dtype, kept_in=_kept_in(server))
 
@@ -292,7 +296,7 @@ def _dtype_of(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
 
 
 def _kept_in(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """The number format of a server's weights; None of quantized ones."""
+    """The number format of a server's weights; None if the weights are quantized."""
     return None if server.get("quantization") else _dtype_of(server)
 
 
@@ -313,8 +317,9 @@ def render_request(
     """The body of a request for one completion.
 
     Args:
-        vocab_size: how many token ids the model has, if known.
-        is_embedded: the embedded engine leaves token ids out by itself; SGLang needs a bias for each.
+        vocab_size: number of token ids of the model, if known.
+        is_embedded: whether the server is the embedded engine, which excludes token ids by itself. SGLang needs a bias
+            for each excluded id.
     """
     left_out = left_out_tokens(request, vocab_size)
     own = {"custom_params": {"num_tokens": request.num_tokens}} if left_out else {}
@@ -322,7 +327,7 @@ def render_request(
         "input_ids": request.prompt_tokens,
         "sampling_params": {
             "temperature": request.sampling.temperature,
-            "top_p": 1.0,  # said, because a model's folder may bring other defaults
+            "top_p": 1.0,  # overrides the defaults in a model's folder
             "top_k": -1,
             "max_new_tokens": request.sampling.max_new_tokens,
             "stop_token_ids": list(request.stop_token_ids),
@@ -339,10 +344,10 @@ def parse_completion(
     """The completion in an answer to one prompt.
 
     Args:
-        ends: tokens that end a completion of the server besides those of the request.
+        ends: tokens of the server's model that end a completion, besides the stop tokens of the request.
 
     Raises:
-        EngineError: something is missing in it, or cannot be used.
+        EngineError: a field of the answer is missing or unusable.
     """
     try:
         meta = answer["meta_info"]
@@ -383,5 +388,5 @@ def _parse_scored_tokens(answer: Mapping[str, Any], request: ScoringRequest, nam
 
 
 def _read_rows(rows: Sequence[Any]) -> list[dict[int, float]]:  # Any: JSON
-    """Log-probs by token id at each position behind the first, which has none."""
+    """Log-probs by token id at each position after the first position, which has no log-probs."""
     return [{int(token): read_logprob(logprob) for logprob, token, _ in row} for row in rows[1:]]

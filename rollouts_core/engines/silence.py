@@ -1,4 +1,4 @@
-"""Detect that a server with running requests is silent, long before the requests' time limit.
+"""Detect a silent server with running requests long before the requests' time limit.
 
 While requests are running, the watch sends liveness probes, which the server's scheduler answers between two steps:
 
@@ -6,8 +6,8 @@ While requests are running, the watch sends liveness probes, which the server's 
     no answer in time          if no request has ended and no weights are being loaded meanwhile, the requests are
                                interrupted, and the server counts as gone until it answers a probe
 
-A probe skips the server's queue, so a busy server answers it after at most one step. The time limit is longer until the
-first request has ended, because servers compile then.
+A probe skips the server's queue, so a busy server answers a probe after at most one step. The time limit is longer
+until the first request has ended, because servers compile then.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.errors import EngineBusyError, EngineError, EngineUnavailableError
 
 SILENCE_TIMEOUT_S = 120.0
-"""Default limit, seconds. A step takes a second, a long prompt a few, and compiling at the first use up to a minute."""
+"""Default limit of silence, seconds. A step takes a second, a long prompt a few seconds, and compiling at the first use
+up to a minute."""
 MAX_QUESTION_INTERVAL_S = 10.0
 QUESTIONS_PER_TIMEOUT = 4
-"""Least number of probes within the timeout, which counts for timeouts below 40 s."""
+"""Least number of probes within the timeout. This number matters only for timeouts below 40 s."""
 NUM_LOOKS = 12
 """Number of checks for an answer within the timeout. A reward function may block the event loop for longer than the
-timeout. This counts as one check, and answers that arrived meanwhile are read before the next check."""
+timeout. Such a block counts as one check, and answers that arrived meanwhile are read before the next check."""
 UNREACHED_PAUSE_S = 1.0
 """Seconds between two probes if the first probe did not reach the server."""
 
@@ -40,11 +41,12 @@ class SilenceWatch:
     """Watches the requests of one server.
 
     Args:
-        name: the server's name in messages.
+        name: the server's name in logs and errors.
         question: sends a probe; returns when the server's scheduler has answered.
         is_excused: True while the server runs a call that may delay its answer, for example loading weights.
         timeout_s: longest permitted silence.
-        start_timeout_s: the same limit until the first request has ended, if longer, because servers compile then.
+        start_timeout_s: used in place of a shorter `timeout_s` until the first request has ended, because servers
+            compile kernels then.
     """
 
     def __init__(
@@ -91,14 +93,14 @@ class SilenceWatch:
         finally:
             if not self._calls.num_requests:
                 self._watching.cancel()
-                self._watching = None  # it ends soon, so the next call starts its own
+                self._watching = None  # this task ends soon, so the next call starts another task
         raise EngineUnavailableError(
             f"{self.name} was silent for {self.timeout_s:g} s with running requests: no request ended, and its "
             "scheduler answered no liveness probe"
         )
 
     def note_sign(self) -> None:
-        """Record an event that shows that the server generates."""
+        """Record an event that shows that the server is generating."""
         self._sign_at = time.monotonic()
 
     async def check(self) -> None:

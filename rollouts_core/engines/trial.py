@@ -1,4 +1,4 @@
-"""Test whether an installed engine works: serve a tiny model with it, and request one completion.
+"""Test whether an installed engine works: let the engine serve a tiny model, and request one completion.
 
     RUN_DIR/job.json {"kind", "python", "start_timeout_s"} ──> a random model ── server ── completion ──> result.json
 
@@ -23,7 +23,7 @@ from rollouts_core.quickstart import QuickstartSize, build_character_tokenizer, 
 from rollouts_core.run_directory import RunDirectory
 
 SIZE = QuickstartSize(hidden_size=256, num_layers=2)
-"""Size of the model: four heads of width 64, which the kernels of every engine support."""
+"""Size of the tiny model: four heads of width 64, which the kernels of every engine support."""
 PROMPT, NUM_TOKENS, MAX_TOKENS = [5, 6, 7], 8, 64
 
 
@@ -35,7 +35,7 @@ def write_tiny_model(folder: Path) -> None:
 
 
 async def ask_for_completion(engine: EngineConfig, model_dir: Path, directory: RunDirectory) -> int:
-    """The number of tokens that the engine sampled.
+    """Request one completion, and return the number of tokens that the engine sampled.
 
     Raises:
         RolloutsError: the engine could not be started, or gave no completion.

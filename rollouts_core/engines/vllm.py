@@ -1,11 +1,11 @@
-"""Talk to a vLLM server: token ids through its completions API, weights through its development endpoints.
+"""Talk to a vLLM server. Token ids use its completions API, weights its development endpoints.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
 publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending_to_vllm.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
-head is not tied to its embedding: on a tied one vLLM answers 200 to an update and keeps the old head. launch.py starts
-it so; each update checks it.
+head is not tied to its embedding. With a tied head, vLLM answers 200 to an update and keeps the old head. launch.py
+starts vLLM with these settings, and each update checks them.
 """
 
 from __future__ import annotations
@@ -60,30 +60,31 @@ from rollouts_core.system.open_files import request_places
 
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
-"""The level at which vLLM keeps no copy of the weights in host memory: it is given new ones anyway."""
+"""The sleep level at which vLLM keeps no copy of the weights in host memory, because vLLM gets new weights anyway."""
 ADAPTED_LAYER = ".base_layer."
 """vLLM inserts this into the names of weights that adapters may change."""
 MAX_BIASES = 1024
-"""More fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS, vllm/v1/worker/gpu/sample/logit_bias.py); its older one
-has no limit. None are sent then, and each sample with such a token is found invalid."""
+"""Largest number of biases per request. More biases fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS,
+vllm/v1/worker/gpu/sample/logit_bias.py); the older runner has no limit. Beyond this number no bias is sent, and each
+sample with an excluded token is invalid."""
 DEFAULT_MAX_LOGPROBS = 20
-"""vLLM's own limit of `prompt_logprobs`, which --max-logprobs raises."""
+"""vLLM's default limit of `prompt_logprobs`, which --max-logprobs changes."""
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sent with every request, because vLLM takes other defaults from a model's folder."""
+"""Sampling parameters to send with every request, because vLLM takes other defaults from a model's folder."""
 TOKEN_ID_PREFIX = "token_id:"
-"""Precedes token ids that vLLM returns in place of texts."""
+"""Prefix of the token ids that vLLM returns in place of texts."""
 
 
 class VLLMEngine(EngineClient):
     """The client of one vLLM server."""
 
     _weights_dtype: torch.dtype | None = None
-    """None before the server said it."""
+    """The number format of the server's weights; None before the server reported it."""
     _sender: VLLMWeightSender | None = None
-    """None before the first weights were sent."""
+    """The sender of weights; None before the first weights were sent."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the server's weights; None if it does not say, is away, or has quantized ones."""
+        """The number format of the server's weights; None if quantized, not reported, or the server is unreachable."""
         if self._weights_dtype is None:
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._model_config())
@@ -94,7 +95,8 @@ class VLLMEngine(EngineClient):
         return ServedAdapters(self._connection, prefix="/v1")
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """How the server takes adapters of this rank; empty if it cannot, as it was started, or is away."""
+        """The form in which the server takes adapters of this rank; empty if it was started without adapters, or is
+        unreachable."""
         try:
             info = await self._server_info()
             settings = self._field(self._field(info, "vllm_config"), "lora_config")
@@ -104,14 +106,15 @@ class VLLMEngine(EngineClient):
         return "folder" if settings and takes_new and settings["max_lora_rank"] >= rank else ""
 
     async def end_running(self) -> None:
-        """End all requests with the tokens that they have."""
+        """End all requests with the tokens sampled so far."""
         try:
             await self._call_development("POST", "/pause", params={"mode": "abort"})
         finally:  # the pause may have arrived even if the wait for its answer was cancelled
             await self.resume()
 
     async def pause(self) -> None:
-        """Refused: paused requests would go on with the cache of the old weights, and no token says whose it is.
+        """Refuse to pause. Paused requests would continue with the cache of the old weights, and tokens have no
+        version.
 
         Raises:
             EngineError: always.
@@ -119,16 +122,17 @@ class VLLMEngine(EngineClient):
         raise EngineError(f'{self.name} is vLLM, which cannot go on with new weights: set rollout.in_flight = "abort"')
 
     async def end_pause(self) -> None:
-        """Generate again after a pause; what a paused server was asked waits for ever."""
+        """Let the server generate again after a pause. Without this call, requests to a paused server would wait for
+        ever."""
         with anyio.CancelScope(shield=True):
             await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)
 
     async def show_life(self) -> None:
-        """Return when the engine's core answered: it alone knows this."""
+        """Return when the server has answered /is_paused, because this answer comes from the engine's core."""
         await self._connection.call("GET", "/is_paused", is_answered=False)
 
     async def hand_over(self) -> None:
-        """Free weights and cache, when nothing is under way any more.
+        """Free weights and cache after all running requests have ended.
 
         Raises:
             EngineError: the server was started without --enable-sleep-mode.
@@ -142,16 +146,16 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/sleep", params=params, timeout=MEMORY_TIMEOUT)
 
     async def take_back(self) -> None:
-        """Allocate what was freed: all of it, since no tags are named."""
+        """Allocate all freed memory again, because the request names no tags."""
         await self._call_development("POST", "/wake_up", timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask once, whatever weights the server has.
+        """Request completions once, with whichever weights the server has.
 
-        Answers carry no weight version: it is requested before and after, and if it changed in between, the completions
-        have none.
+        vLLM's answers carry no weight version. The version is therefore requested before and after the calls; if it
+        changed, the completions get an unknown version.
         """
-        # One call per completion: vLLM takes one seed per call.
+        # Each completion is a separate call, because vLLM takes one seed per call.
         answers, version = await self._sample_all(
             lambda adapter: [_render_request(each, self.vocab_size, adapter) for each in requests]
         )
@@ -161,7 +165,7 @@ class VLLMEngine(EngineClient):
         ]
 
     async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Ask once, whatever weights the server has: one call per request, and another one for its `token_ids`.
+        """Request log-probs once: one call per request, and a second call for its `token_ids`.
 
         Raises:
             EngineError: the server returns fewer of the most likely tokens than a request wants.
@@ -183,7 +187,7 @@ class VLLMEngine(EngineClient):
         ]
 
     async def _check_num_top(self, num_top: int) -> None:
-        """Raise EngineError if the server returns fewer of the most likely tokens."""
+        """Raise EngineError if the server returns fewer of the most likely tokens than a request wants."""
         if num_top <= DEFAULT_MAX_LOGPROBS:
             return
         limit = (await self._model_config()).get("max_logprobs", DEFAULT_MAX_LOGPROBS)
@@ -196,11 +200,12 @@ class VLLMEngine(EngineClient):
     async def _sample_all(
         self, render: Callable[[str], Sequence[dict[str, Any]]]
     ) -> tuple[list[Any], str]:  # Any: JSON both ways
-        """The answers to some calls, and their weight version, which matches no version if it changed meanwhile.
+        """The answers to some calls, and their weight version. If the version changed meanwhile, the result matches no
+        version.
 
         Args:
-            render: makes the bodies of the calls for an adapter; called after the version is known, so that a change of
-                the adapter changes the version, too.
+            render: makes the bodies of the calls for an adapter. The function is called after the first request for the
+                version, so that a later change of the adapter shows in the version.
         """
         before = await self._version_in_turn()
         answers = await gather([partial(self._sample, body) for body in render(self._adapters.current)])
@@ -217,16 +222,17 @@ class VLLMEngine(EngineClient):
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
 
     async def _version_in_turn(self) -> str:
-        """The same, asked by no more completions at a time than the process may have connections open."""
+        """The version that the server reports. The process's open connections limit the number of concurrent
+        requests."""
         async with request_places().questions:
             return await self.weight_version()
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         check_same_model(self.name, Path(str((await self._model_config()).get("model", ""))), path)
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load weights once and set the version; running requests end before that, on the old weights.
+        """Load weights once and set the version. Running requests end before the load, on the old weights.
 
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
@@ -240,13 +246,13 @@ class VLLMEngine(EngineClient):
         return await self._held_tensors(version)
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the weights that are served, use them from now on, and set the version.
+        """Load adapters beside the served weights, use the adapters from now on, and set the version.
 
-        If loading fails, the server goes on with what it served.
+        If loading fails, the server continues to serve the earlier adapters.
 
         Raises:
             WeightSyncError: the server reports another version.
-            EngineError: it refused.
+            EngineError: the server refused the adapters.
         """
         await self._adapters.load(weights, version)
         async with self._update(version):
@@ -255,14 +261,14 @@ class VLLMEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters but one."""
+        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+        """Send weights once and set the version. Running requests end before the load, on the old weights.
 
         Args:
-            kept: tensors that the server has already; they are sent as well, because it loads whole layers.
+            kept: tensors that the server already has. They are sent too, because vLLM loads whole layers.
 
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
@@ -291,7 +297,7 @@ class VLLMEngine(EngineClient):
         await super().aclose()
 
     async def _check_updatable(self, path: Path) -> None:
-        """Raise WeightSyncError where new weights would not be served, or not be seen to be served."""
+        """Raise WeightSyncError if the server would not use new weights, or if their use could not be verified."""
         await self.check_model(path)
         logprobs_mode = (await self._model_config()).get("logprobs_mode")
         if logprobs_mode != LOGPROBS_MODE:
@@ -308,13 +314,14 @@ class VLLMEngine(EngineClient):
 
     @asynccontextmanager
     async def _update(self, version: str) -> AsyncIterator[None]:
-        """Nothing is sampled inside, where the weights change; afterwards the server says that it has this version."""
+        """Within the block, the weights change and the server samples nothing. After the block, the server reports
+        `version`."""
         try:
             await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT)
-            # Whatever is sampled from here on, were the update to fail halfway, must not count as the old version's.
+            # If the update fails halfway, later completions must not count as completions of the old version.
             await self._set_version(f"{version}, loading")
             yield
-            await self._call_development("POST", "/reset_prefix_cache")  # the old weights computed its entries
+            await self._call_development("POST", "/reset_prefix_cache")  # the entries are of the old weights
             await self._set_version(version)
         finally:
             await self.resume()
@@ -328,7 +335,8 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/update_weight_version", json={"new_version": version})
 
     async def _digests(self) -> dict[str, str]:
-        """The checksums of a server's tensors; of one that is spread over several ranks none, since each has parts."""
+        """The checksums of a server's tensors; {} for a server with several ranks, because each rank has parts of
+        tensors."""
         answer = await self._call_development("POST", "/weight_checker", json={"action": "checksum"})
         checksums: dict[str, Any] = self._field(answer, "checksums")  # Any: JSON
         by_rank = {name.rpartition(":")[::2]: str(digest) for name, digest in checksums.items()}
@@ -363,14 +371,15 @@ class VLLMEngine(EngineClient):
 
 
 def _kept_in(model_config: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """The number format of a server's weights; None of quantized ones."""
+    """The number format of a server's weights; None if the weights are quantized."""
     dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and not model_config.get("quantization") else None
 
 
 @asynccontextmanager
 async def _untied(directory: Path) -> AsyncIterator[Path]:
-    """A directory with the same weights in which the output head is a tensor of its own; a copy is gone after it."""
+    """A directory with the same weights and a separate output head. If a copy is needed, the copy exists only within
+    the block."""
     if not is_tied(directory):
         yield directory
         return
@@ -383,8 +392,8 @@ def _render_request(
     request: GenerationRequest, vocab_size: int | None, adapter: str = ""
 ) -> dict[str, Any]:  # Any: JSON
     left_out = left_out_tokens(request, vocab_size)
-    # vLLM draws a request's numbers from its seed on, wherever its prompt ends: with the same seed, the rest of a
-    # completion would be drawn by the numbers that its beginning was drawn by.
+    # vLLM restarts a request's random numbers from its seed, whatever the prompt. With the same seed, the rest of an
+    # interrupted completion would use the same random numbers as its beginning.
     is_rest = request.num_continued > 0
     return {
         **({"model": adapter} if adapter else {}),
@@ -425,13 +434,14 @@ def _render_scoring(request: ScoringRequest, adapter: str) -> dict[str, Any]:  #
     return {
         **({"model": adapter} if adapter else {}),
         "prompt": request.tokens,
-        "max_tokens": 1,  # the smallest number that vLLM takes
+        "max_tokens": 1,  # the smallest number that vLLM accepts
         "prompt_logprobs": request.num_top,
     }
 
 
 def _render_named(request: ScoringRequest, adapter: str) -> dict[str, Any]:  # Any: JSON
-    """A call with one prompt per position: vLLM returns log-probs of named tokens only for tokens that it samples."""
+    """The body of a call with one prompt per position, because vLLM returns log-probs of named tokens only when it
+    samples."""
     return {
         **({"model": adapter} if adapter else {}),
         "prompt": [request.tokens[:position] for position in range(request.start, len(request.tokens))],

@@ -1,7 +1,7 @@
 """Bring new weights to every engine, and record which engines serve them.
 
 backend.get_weights -> changed tensors, in memory, if all engines run on this machine    -> every engine in parallel
-                    -> changed tensors, in files, if all engines are embedded ones
+                    -> changed tensors, in files, if all engines are embedded engines
                     -> <weights_dir>/<version>/{model.safetensors, config.json}
                     -> a copy that is sent to each engine, if the settings say so
 backend.get_adapters: instead, if the backend trains adapters and all engines take them (adapters.py)
@@ -49,14 +49,17 @@ logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 900.0
 PUBLISH_MARGIN_S = 60.0
-"""By so much a publication waits longer than a pool, which leaves an engine behind that does not take a version."""
+"""Seconds that a publication waits longer than a pool, because the pool first quarantines an engine that is too
+slow."""
 VERSION_CHARS = 16
-"""Hexadecimal digits that tell the default versions of different weights, or of different trainings, apart."""
+"""Number of hexadecimal digits in a default version. The digits differ for different weights and different
+trainings."""
 WEIGHTS_FILE = "model.safetensors"
 OF_CHECKPOINT = "-of-checkpoint"
-"""Ends the names of directories with adapters for a checkpoint."""
+"""Suffix of the names of directories with adapters for a checkpoint."""
 KEPT_VERSIONS = 2
-"""Published directories to keep: the newest, and the one before, which a slow engine may still be reading."""
+"""Number of published directories to keep: the newest directory, and the previous, which a slow engine may still be
+reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +69,17 @@ class WeightSyncResult:
     engine: str
     """The engine's name."""
     version: str
-    """The version it was given."""
+    """The version that the engine was given."""
     error: str
-    """Empty when the engine proved that it serves the version."""
+    """The problem; empty if the engine was verified to serve the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierVersion:
-    """Weights that were published before, and are published again although the trainer is ahead of them."""
+    """Weights that were published before, and are published again although the trainer has newer weights."""
 
     number: int
-    """Optimizer steps behind them."""
+    """Number of optimizer steps after which these weights were published."""
     file: Path
     """The weights by their Hugging Face names, or the adapters alone, as safetensors."""
 
@@ -87,7 +90,7 @@ class PublishedVersion:
 
     version: str = ""
     weights: Weights | None = None
-    """None before the first publication, and without engines."""
+    """The published weights; None before the first publication, and without engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,7 @@ class PublishTarget:
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
     """Shared memory that holds the weights. Publications use it in place of a directory if every engine can read it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
-    """What engines are sent."""
+    """Copies of the weights in host memory, which are sent to engines."""
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
     base: PublishedBase = field(default_factory=PublishedBase, compare=False)
@@ -128,19 +131,20 @@ async def sync_weights_to_engines(
     canary: Canary | None = None,
     timeout_s: float = SYNC_TIMEOUT_S,
 ) -> list[WeightSyncResult]:
-    """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
+    """Load a checkpoint's weights into all engines in parallel, and return one result per engine, in the order of the
+    engines.
 
     Args:
         checkpoint_path: a directory, segments that all engines can map, weights to send, or adapters in a folder.
-        version: the engines' name for these weights, which must be unique. By default a directory's name with the
-        digest
-            of its tensors; segments and sent weights have their own versions.
-        canary: verifies tensors that cannot be compared; by default a forward pass of the checkpoint's model.
-        timeout_s: a slower engine counts as failed; the others do not wait longer for it. The time to finish running
-            requests is added.
+        version: the engines' name for these weights, which must be unique. The default for a directory is its name with
+            the digest of its tensors; segments and sent weights have their own versions.
+        canary: verifies tensors that cannot be compared. By default, a forward pass of the checkpoint's model verifies
+            them.
+        timeout_s: time limit for each engine, to which the time to finish running requests is added. A slower engine
+            counts as failed.
 
     Raises:
-        CheckpointError: no version was given, and the directory has no weights to derive one from.
+        CheckpointError: no version was given, and the directory has no weights from which to derive a version.
         TrainingError: the trainer, which answers the canary, failed.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
@@ -157,9 +161,9 @@ async def sync_weights_to_engines(
                 error = ""
             except (EngineError, CheckpointError, OSError) as problem:
                 error = str(problem) or type(problem).__name__
-            except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
+            except TrainingError:  # the trainer computes a canary's log-probs, so this error is not an engine's
                 raise
-            except Exception as problem:  # of one engine: the others still get their weights
+            except Exception as problem:  # after one engine's error, the other engines still get their weights
                 logger.exception("%s could not be given %s", engine.name, given)
                 error = f"{type(problem).__name__}: {first_line(problem)}"
         return WeightSyncResult(engine=engine.name, version=given, error=error)
@@ -172,10 +176,11 @@ async def _own_version(weights: Weights) -> str:
 
 
 def content_version(directory: Path) -> str:
-    """A version that only the weights in a directory have, and the same weights again: `step_000100@8c1f...`.
+    """The version of the weights in a directory, for example `step_000100@8c1f...`. Only equal weights have equal
+    versions.
 
     Raises:
-        CheckpointError: it has no weights, or they cannot be read.
+        CheckpointError: the directory has no weights, or its weights cannot be read.
     """
     total = hashlib.sha256()
     files = sorted(directory.glob("*.safetensors"))
@@ -199,9 +204,10 @@ async def open_target(
     *,
     checkpoint_dir: Path | None = None,
 ) -> AsyncIterator[PublishTarget]:
-    """The given target, or a new one for this training alone, with versions that no other training has.
+    """The given target, or a new target for this training, whose versions no other training has.
 
-    Its files are in `weights` in the checkpoints' folder or, without one, in a folder that is removed at the end.
+    The files of a new target are in `weights` in the checkpoints' folder. Without this folder, they are in a temporary
+    folder.
 
     Raises:
         ConfigError: no target was given, there are engines, and the backend does not know its model's config.json.
@@ -290,10 +296,10 @@ async def _adapters_to_publish(
     *,
     access: SegmentAccess,
 ) -> dict[str, Tensor]:
-    """The adapters, if they go to the engines as adapters; else empty.
+    """The adapters, if they are sent to the engines as adapters; otherwise empty.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
     """
     own = held or await adapters_of(backend).result()
     adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
@@ -303,7 +309,7 @@ async def _adapters_to_publish(
     if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
         form = ""  # a directory has merged weights
     if form == "folder" and target.transfer != "auto":
-        form = ""  # the engine may not read the trainer's files
+        form = ""  # the engine is perhaps unable to read the trainer's files
     target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
     return adapters if form else {}
 
@@ -319,7 +325,7 @@ async def _weights_to_publish(
     """All weights, with merged adapters.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's; empty without one.
+        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
     """
     if any(map(is_adapter, held)):
         base = await base_weights_of(backend).result()
@@ -335,7 +341,7 @@ async def _weights_to_publish(
 def _canary(
     backend: TrainingBackend, published: Path | SentWeights | AdaptedWeights, target: PublishTarget, *, is_earlier: bool
 ) -> Canary:
-    """The canary of published weights: the backend answers it, unless it has later weights."""
+    """The canary of published weights. The backend computes its log-probs, unless the backend has later weights."""
     if not is_earlier:
         return backend_canary(backend, published, temperature=target.temperature)
     num_tokens = getattr(backend, "num_tokens", None)
@@ -343,12 +349,14 @@ def _canary(
 
 
 def write_newest_version(target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve, or of the adapters alone if these go apart; None without engines.
+    """The file of the weights that the engines serve; None without engines. If adapters are sent as adapters, the file
+    has only these.
 
-    It is in the directory of published versions and is removed with them, so the caller must link it to keep it.
+    The file is in the directory of published versions and is removed with them, so the caller must link the file to
+    keep it.
     """
     weights, directory = target.newest.weights, target.weights_dir / target.newest.version
-    if isinstance(weights, AdaptedWeights):  # the engine reads its own folder
+    if isinstance(weights, AdaptedWeights):  # the engine reads the folder of adapters
         directory = directory.with_name(f"{directory.name}{OF_CHECKPOINT}")
     if weights is None:
         return None
@@ -370,15 +378,15 @@ def _tensors_of(weights: SegmentedWeights | SentWeights | AdaptedWeights) -> Map
 async def _round_for(
     engines: Sequence[InferenceEngine], weights: dict[str, Tensor], backend: TrainingBackend, target: PublishTarget
 ) -> None:
-    """Round the weights to the number format of the engines, if that is known and not float32."""
+    """Round the weights to the number format of the engines, if this format is known and not float32."""
     dtype = await common_dtype(engines)
     if dtype is not None and dtype != torch.float32:
-        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # backends of others may not have it
+        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # other backends may lack this attribute
         await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
-    """Access that all given engines share; empty without engines."""
+    """The access to segments that all given engines have; NONE without engines."""
     return min(await gather([engine.segment_access for engine in engines]), default=SegmentAccess.NONE)
 
 
@@ -437,7 +445,7 @@ async def _copy(
 def _folder_with_config(target: PublishTarget) -> Path:
     folder, config = target.weights_dir, target.weights_dir / "config.json"
     content = target.model_config.read_bytes()
-    if not config.is_file() or config.read_bytes() != content:  # an earlier attempt's may be damaged
+    if not config.is_file() or config.read_bytes() != content:  # a file of an earlier attempt may be damaged
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(config, content)
     return folder
@@ -456,12 +464,12 @@ def _write_tensors(weights: Mapping[str, Tensor], path: Path, target: PublishTar
 
 
 def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS, base: str = "") -> None:
-    """Delete published directories except the newest ones, and temporary copies of the others.
+    """Delete published directories except the newest, and temporary copies of the deleted directories.
 
     Args:
-        newest: the served version, which is kept whatever the clock said when directories were written.
+        newest: the served version, which is always kept, even if its directory looks older because a clock was wrong.
         num_kept: number of directories to keep; 0 if engines do not read directories.
-        base: kept, too: the weights that adapters belong to.
+        base: name of the directory with the frozen weights of the adapters, which is also kept.
     """
     folders = [path for path in weights_dir.iterdir() if path.is_dir() and path.name != base]
     versions = sorted(
@@ -471,9 +479,10 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
     num_old = max(0, len(versions) - num_kept)
     for path in versions[:num_old]:
         shutil.rmtree(path)
-    # An engine may be reading a copy of a version that stays. One of another consists of links that lead nowhere now.
+    # Copies of kept versions stay, because an engine may be reading them. A copy of a deleted version consists of
+    # broken links.
     kept = {base, *(path.name for path in versions[num_old:])}
     for path in folders:
         if (version := version_of_copy(path)) and version not in kept:
-            shutil.rmtree(path, ignore_errors=True)  # its writer may be removing it at the same time
+            shutil.rmtree(path, ignore_errors=True)  # the writer of the copy may be removing it at the same time
     remove_partial_directories(weights_dir)

@@ -1,8 +1,8 @@
 """The report's style sheets and scripts, and the Content-Security-Policy that lets a browser run only these scripts.
 
-The policy allows scripts by their hashes. Markup that got into the page by mistake therefore cannot run as a script.
-The page can neither load nor send anything, also when it is opened as a file. Only a served page may send requests, and
-only to its own server.
+The policy allows scripts by their hashes. Markup that is inserted into the page by mistake therefore cannot run as a
+script. The page can neither load nor send anything, also when it is opened as a file. Only a served page may send
+requests, and only to its own server.
 
 Not here: the data (embedded.py).
 """
@@ -25,7 +25,7 @@ PLOT_SCRIPT = FOLDER / "uplot" / "uPlot.iife.min.js"
 PLOT_STYLE = FOLDER / "uplot" / "uPlot.min.css"
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"<>\n]*)">')
 POLICY_CHARS = 2000
-"""The policy must stand within this many characters from the page's start."""
+"""Number of characters at the page's start within which the Content-Security-Policy must stand."""
 
 
 HIDING_STYLE = "[hidden] { display: none !important; }"
@@ -44,7 +44,8 @@ window.runBlock = async (name) => {
 };
 if (typeof DecompressionStream !== "undefined") window.runBlock("viewer");
 """
-"""Reads compressed blocks of data and runs the scripts among them. A browser without DecompressionStream runs none."""
+"""JavaScript that decompresses the page's blocks and runs the scripts among them, if the browser has
+DecompressionStream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def viewer_script() -> str:
 
 @cache
 def live_script() -> str:
-    """The script that a served page uses to load blocks from its server while a run is under way."""
+    """The script by which a served page loads blocks from its server while the run is running."""
     return _read("live.js")
 
 
@@ -77,12 +78,12 @@ def plot_script() -> str:
 
 @cache
 def compare_script() -> str:
-    """The script of a comparison of runs. It is added to the script of the report's views."""
+    """The script of a page that compares runs, which is added to the script of the report's views."""
     return _read("compare.js")
 
 
 def compare_style() -> str:
-    """The CSS of a comparison of runs. It is added to the CSS of all pages."""
+    """The CSS of a page that compares runs, which is added to the CSS of all pages."""
     return _read("compare.css")
 
 
@@ -106,7 +107,7 @@ def make_assets(page_style: str, *more_scripts: str, is_served: bool = False) ->
 
 
 def hash_source(text: str) -> str:
-    """The policy's source expression that allows an inline element with this text."""
+    """The expression for the Content-Security-Policy that allows an inline element with this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -117,14 +118,14 @@ def viewer_style() -> str:
 
 
 def asset_blocks() -> dict[str, bytes]:
-    """The views' scripts and CSS as compressed blocks. Uncompressed, they would make up a third of a small report."""
+    """The views' scripts and CSS as compressed blocks. Uncompressed scripts would make up a third of a small report."""
     texts = {"viewer": viewer_script(), "plot": plot_script(), "style": viewer_style()}
     return {name: pack_text(text) for name, text in texts.items()}
 
 
 def find_policy(page: str) -> str:
-    """The policy in a report's head, for use as an HTTP header. A page without a policy gets one that allows no
-    scripts."""
+    """The Content-Security-Policy in a page's head, as an HTTP header. For a page without a policy, the result forbids
+    all scripts."""
     found = POLICY.search(page[:POLICY_CHARS])
     return found[1] if found else "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'"
 

@@ -1,6 +1,6 @@
-"""Charts as data: values are converted to coordinates of an SVG drawing, which the page's template draws.
+"""Convert values to coordinates of charts, which the page's template draws as SVG.
 
-Not here: which metrics are drawn (curves.py, results.py).
+Not here: the choice of the metrics to draw (curves.py, results.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A mean with its interval, as coordinates."""
+    """A mean with its confidence interval, as coordinates of a drawing."""
 
     x: float
     mean_y: float
@@ -54,19 +54,19 @@ class Chart:
 
     title: str
     headline: str
-    """The curve's first and last value, or their summary, as text."""
+    """The curve's first and last value, or a summary of its values, as text."""
     note: str
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     areas: tuple[Line, ...] = ()
     lines: tuple[Line, ...] = ()
     bars: tuple[Bar, ...] = ()
-    """The selected bar is last, so that it is drawn on top."""
+    """The bars in drawing order. The selected bar is last, so that this bar is on top."""
     mark_x: float | None = None
     """The x coordinate of the selected checkpoint on a curve."""
     x_name: str = "step"
     legend: tuple[Line, ...] = ()
-    """(CSS class, label) of each series. Empty for charts with one series."""
+    """(CSS class, label) of each series; empty for charts with one series."""
 
 
 def axis_place(axis: Axis, value: float) -> float:
@@ -89,7 +89,7 @@ def axis_ticks(axis: Axis, *, max_ticks: int, is_whole: bool = False) -> tuple[T
 
 
 def format_number(value: float) -> str:
-    """The number with three significant digits, or as a whole number. Exponents are written short: 1e6."""
+    """The number as text with three significant digits, or as a whole number. Exponents are short: 1e6."""
     if not math.isfinite(value):
         return f"{value}".replace("-", "−")
     if abs(value) >= 1e6:
@@ -122,7 +122,7 @@ def step_axis(steps: Sequence[float]) -> Axis:
 
 
 def padded_axis(values: Sequence[float], start: float, end: float) -> Axis:
-    """An axis that covers all values with a small margin. It extends below zero only if a value is negative."""
+    """An axis that covers all values with a small margin, and extends below zero only if a value is negative."""
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or 0.1 * abs(high) or 0.5
     return Axis(max(0.0, low - room) if low >= 0 else low - room, high + room, start, end)

@@ -46,7 +46,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import EVALUATE
 
 MAX_RUNS = 8
-"""The style sheet has a colour for each of at most this many runs."""
+"""Largest number of compared runs, because the style sheet has this number of colours."""
 SCORING_SETTINGS = (
     "evaluation.engine",
     "evaluation.metric",
@@ -61,7 +61,7 @@ SCORING_SETTINGS = (
     "rollout.reward",
     "rollout.sampling.max_new_tokens",
 )
-"""Settings whose names begin with one of these decide how scores are computed."""
+"""Prefixes of the names of settings that decide how scores are computed."""
 SCOPE = (
     "Each run is one training with one seed. A test says whether these checkpoints differ on these prompts. It cannot "
     "say that the settings of a run are better, because another seed of the same settings trains another checkpoint, "
@@ -79,7 +79,7 @@ class ComparedRun:
     """The name of the run's folder: small-11111111."""
     report: ReportInput
     settings: Mapping[str, Any]  # Any: JSON
-    """The run's settings by dotted name. A setting at its default is missing."""
+    """The run's settings by dotted name, without settings at their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class RunScores:
     scored: tuple[Scored, ...]
     """The run's scored models, in the order of training."""
     shown: tuple[ShownScore, ...]
-    """The scores of `scored` as texts."""
+    """The scores of the models in `scored` as texts."""
     display: ScoreDisplay
 
     def of(self, model: str) -> Scored:
@@ -114,12 +114,12 @@ class ScoreTest:
     """Indices of the baseline's run and of the candidate's run."""
     models: tuple[str, str]
     measure: str
-    """accuracy, loss, mean reward, pass@8, ..."""
+    """Name of the measure: accuracy, loss, mean reward, pass@8, ..."""
     num_shared: int
     comparison: Comparison
-    """The comparison, with a two-sided p-value."""
+    """The paired comparison of the two models, with a two-sided p-value."""
     outcome: str
-    """better, worse, unclear, or equal. Equal means the same score on every prompt."""
+    """Result of the test: better, worse, unclear, or equal. Equal means the same score on every prompt."""
     title: str
     difference: str
     interval: str
@@ -136,7 +136,7 @@ class ComparedMeasure:
     """The final model of each run; its `scores` are the measure's values per prompt."""
     shown: tuple[ShownScore, ...]
     tests: tuple[ScoreTest, ...]
-    """Tests of each other run that shares prompts with the first run."""
+    """Tests of the first run against each other run that shares prompts with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +148,13 @@ class RunComparison:
     inputs: tuple[Difference, ...]
     scores: tuple[RunScores, ...]
     ticks: tuple[Tick, ...]
-    """Ticks of the axis that all runs' scores share. Empty if the runs have different metrics."""
+    """Ticks of the axis that all runs' scores share; empty if the runs have different metrics."""
     tests: tuple[ScoreTest, ...]
     measures: tuple[ComparedMeasure, ...]
-    """Empty if a run has only one completion per prompt."""
+    """pass@k and majority@k of the final models; empty if a run has only one completion per prompt."""
     notes: tuple[str, ...]
-    """Sentences about the tests: which prompts the runs share, which settings decide the scores, what a test can
-    show."""
+    """Sentences about the tests: the prompts that the runs share, the settings that decide the scores, and the limits
+    of a test."""
     facts: tuple[Difference, ...]
     """Machine, versions, time and cost of each run, including values that are equal in all runs."""
 
@@ -198,7 +198,7 @@ def compare_runs(runs: Sequence[ComparedRun]) -> RunComparison:
 
 
 def _differing_settings(runs: Sequence[ComparedRun]) -> tuple[Difference, ...]:
-    """The settings that are not equal in all runs. run.name is left out, because it always differs."""
+    """The settings that are not equal in all runs. run.name is left out, because names always differ."""
     names = dict.fromkeys(itertools.chain(*(run.settings for run in runs)))
     rows = [(name, [_setting_text(run.settings, name) for run in runs]) for name in names if name != "run.name"]
     return tuple(Difference(name=name, values=tuple(texts)) for name, texts in rows if len(set(texts)) > 1)
@@ -331,7 +331,7 @@ def _show_run(
     return RunScores(scored=tuple(evaluated.checkpoints), shown=shown, display=display)
 
 
-# ---- which rows two runs share
+# ---- rows that two runs share
 
 
 def _shared_rows(
@@ -366,7 +366,7 @@ def _shared_rows(
 
 
 def prompt_keys(evaluation_dir: Path, num_rows: int) -> list[Hashable]:
-    """A key for each held-out row: its prompt, its reference and a counter for repeated rows. Empty without samples."""
+    """An identifier for each held-out row: prompt, reference and a counter for repeated rows; empty without samples."""
     for path in sorted(RunDirectory(evaluation_dir).samples.glob("*.jsonl")):
         asked: dict[int, str] = {}
         with path.open("rb") as lines:
@@ -466,15 +466,15 @@ def _test_pair(
 
 
 def compare_both_ways(baseline: Sequence[float], candidate: Sequence[float]) -> Comparison:
-    """The paired comparison with a two-sided p-value, because either run may be the better one."""
+    """The paired comparison with a two-sided p-value, because either run may be better."""
     forward, backward = compare_paired(baseline, candidate), compare_paired(candidate, baseline)
     return replace(forward, p_value=min(1.0, 2 * min(forward.p_value, backward.p_value)))
 
 
 def _judge(comparison: Comparison) -> str:
-    """better, worse or unclear. A difference counts only if the interval and the test agree.
+    """The outcome: better, worse or unclear. A difference counts only if the interval and the test agree.
 
-    With few differing rows the interval alone is too narrow: almost every resample contains some of these rows.
+    With few differing rows the interval alone is too narrow, because almost every resample contains some of these rows.
     """
     if comparison.p_value > 1 - CONFIDENCE or comparison.low <= 0 <= comparison.high:
         return "unclear"

@@ -1,9 +1,9 @@
 """The answers of compared runs to shared prompts, as blocks of a page.
 
-The page shows the final model of each run. It also shows the start model if all runs have the same one. A token id
-means different texts in different tokenizers, so the page holds tokens only if all runs have one vocabulary.
+The page shows the final model of each run. The page also shows the start model if all runs have the same start model. A
+token id means different texts in different tokenizers, so the page holds tokens only if all runs have one vocabulary.
 
-Not here: how a page holds samples (embedded.py), which prompts are shared (compared.py), the views (viewer.js).
+Not here: the blocks of samples (embedded.py), finding shared prompts (compared.py), the views (viewer.js).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AnswerSet:
     """The held-out answers of one model of one run."""
 
     run: int
-    """The index of the run."""
+    """Index of the run in the comparison."""
     model: str
     path: Path
     prompts: Mapping[int, int]
@@ -53,7 +53,7 @@ class AnswerSet:
 
 
 def find_answers(compared: RunComparison) -> list[AnswerSet]:
-    """The answers that the page may hold. Empty unless two runs share prompts and keep samples in their reports."""
+    """The answers that the page may hold; empty unless two runs share prompts and keep samples in their reports."""
     keys = [
         prompt_keys(run.report.evaluation_dir, len(scores.scored[0].scores))
         if run.report.contents.samples != "none"

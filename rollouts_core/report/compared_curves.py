@@ -47,7 +47,8 @@ def overlay_curves(runs: Sequence[ComparedRun]) -> list[JsonObject]:
 
 
 def describe_same_stages(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """A sentence for each training that several runs share, by its label: their curves are the same."""
+    """A sentence for each training that several runs share, by the training's label. The sentence says that the curves
+    are equal."""
     letters: dict[tuple[str, Path], list[str]] = {}
     for place, run in enumerate(runs):
         for training in run.report.trainings:
@@ -87,7 +88,7 @@ def _constant(name: str, value: float) -> JsonObject:
 
 
 def _values(section: JsonObject, name: str) -> list[float | None] | None:
-    """The values of a metric at the run's steps. None if the run lacks the metric."""
+    """The values of a metric at the run's steps; None if the run lacks the metric."""
     for metric in section["metrics"]:
         if metric["name"] == name:
             return list(metric["values"])
@@ -111,7 +112,8 @@ def draw_overlays(runs: Sequence[ComparedRun]) -> list[CurveSection]:
 
 
 def _draw_overlay(metrics: Mapping[str, Sequence[Mapping[str, float]]], curve: Curve) -> Chart | None:
-    """A chart of a metric with a line per run. Keys of `metrics` are the runs' CSS classes. None if no run has it."""
+    """A chart of a metric with a line per run, or None if no run has the metric. `metrics` is by the runs' CSS
+    classes."""
     found = {css: metric_points(lines, curve.metric) for css, lines in metrics.items()}
     thinned = {css: thin_points(points) for css, points in found.items() if points}
     buckets = [bucket for each in thinned.values() for bucket in each]

@@ -1,4 +1,4 @@
-"""Write one page that compares several runs: one HTML file that loads nothing else, like a run's report.
+"""Write a page that compares several runs. The page is one HTML file that loads nothing else, like a run's report.
 
     compared.py          -> settings, data, scores, tests, machines: compare.html.jinja
     compared_curves.py   -> curves on common axes: compare.js
@@ -28,7 +28,7 @@ JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edg
 
 
 def render_comparison_page(compared: RunComparison) -> str:
-    """The comparison as one HTML page. Its size limit is the largest report.max_mb of the runs."""
+    """The comparison as one HTML page. The page's size limit is the largest report.max_mb of the runs."""
     templates = page_templates()
     blocks = asset_blocks() | {
         "compare": pack_text(compare_script()),

@@ -1,4 +1,4 @@
-"""All metrics of the trainings, as data for the curves that viewer.js draws.
+"""Prepare all metrics of the trainings as data for the curves that viewer.js draws.
 
 Not here: the drawings of a page without scripts (curves.py).
 """
@@ -19,7 +19,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import kind_of, label_of
 
 MAX_POINTS = 1_200
-"""Curves of longer trainings are thinned to at most this many points, each the mean of neighbouring steps."""
+"""Largest number of points of a curve. In longer trainings, each point is the mean of neighbouring steps."""
 DIGITS = 5
 NO_METRICS = ("step", "attempt", "time")
 SECONDS = {"generate_s": "Generate", "train_s": "Train", "publish_s": "Publish"}
@@ -27,7 +27,7 @@ JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edg
 
 
 def describe_curves(report: ReportInput) -> list[JsonObject]:
-    """The curves of each training, and of its GPUs if their use was sampled."""
+    """The curves of each training, and of the training's GPUs if GPU use was sampled."""
     sections = []
     for training in report.trainings:
         files, mark = RunDirectory(training.run_dir), selected_step(training.selection_dir, training.selected)
@@ -37,7 +37,7 @@ def describe_curves(report: ReportInput) -> list[JsonObject]:
 
 
 def describe_training(training: str, lines: Sequence[Mapping[str, float]], *, mark: int | None) -> list[JsonObject]:
-    """The curves of a training as one section. Empty without metrics.
+    """The curves of a training as one section; empty without metrics.
 
     Args:
         mark: the step of the chosen checkpoint.
@@ -78,7 +78,7 @@ def describe_training(training: str, lines: Sequence[Mapping[str, float]], *, ma
 
 
 def describe_gpus(training: str, samples: Sequence[Mapping[str, Any]]) -> list[JsonObject]:  # Any: JSON
-    """The GPU use of a training as one section of curves. Empty if GPU use was not sampled."""
+    """The GPU use of a training as one section of curves; empty if GPU use was not sampled."""
     if not samples:
         return []
     rows = list(zip(gpu_minutes(samples), samples, strict=False))
@@ -108,13 +108,13 @@ def describe_gpus(training: str, samples: Sequence[Mapping[str, Any]]) -> list[J
 
 
 def _buckets(lines: Sequence[Any]) -> list[Sequence[Any]]:  # Any: one type per call
-    """At most `MAX_POINTS` buckets of neighbouring lines, all of the same size except the last one."""
+    """At most `MAX_POINTS` buckets of neighbouring lines. All buckets except the last have the same size."""
     size = math.ceil(len(lines) / MAX_POINTS) or 1
     return [lines[start : start + size] for start in range(0, len(lines), size)]
 
 
 def _mean(values: Sequence[Any]) -> float | None:  # Any: JSON
-    """The mean of the finite numbers. None, which a curve shows as a gap, if no number is finite."""
+    """The mean of the finite numbers. If no number is finite, None, which a curve shows as a gap."""
     finite = [each for each in values if isinstance(each, int | float) and math.isfinite(each)]
     return _short(statistics.fmean(finite)) if finite else None
 
@@ -125,6 +125,6 @@ def _short(value: float) -> float:
 
 
 def metrics_total(lines: Sequence[Mapping[str, float]], name: str, num_steps: int) -> float | None:
-    """The estimated sum of a metric over all steps: its mean over the logged steps, times the number of steps."""
+    """The estimated sum of a metric over all steps: the mean over the logged steps, times the number of steps."""
     values = [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
     return statistics.fmean(values) * num_steps if values else None

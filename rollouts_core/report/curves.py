@@ -1,4 +1,4 @@
-"""The curves of the training stages, from their metrics."""
+"""Draw the curves of the training stages from the stages' metrics."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from rollouts_core.stages.kind import Curve
 
 MAX_CURVE_POINTS = 80
 NUM_COLORS = 4
-"""Number of GPU colours in style.html.jinja. Further GPUs reuse them with dashed lines."""
+"""Number of GPU colours in style.html.jinja. Further GPUs reuse the colours with dashed lines."""
 MAX_PAUSE_S, MAX_PAUSES = 60.0, 6.0
-"""Limits on the share of the time axis that a pause between two GPU samples takes: at most 60 seconds or 6 times the
-median pause, whichever is longer. A job may be interrupted for days."""
+"""Limits for a pause between two GPU samples on the time axis: 60 seconds or 6 times the median pause, whichever is
+longer. Longer pauses are shortened, because a job may be interrupted for days."""
 SECONDS = {"generate_s": "generate", "train_s": "train", "publish_s": "publish"}
 
 
@@ -46,7 +46,7 @@ class CurveSection:
 
     title: str
     css: str
-    """The kind of the training, which sets the colours."""
+    """The kind of the training, which sets the curves' colours."""
     charts: tuple[Chart, ...]
 
 
@@ -74,8 +74,8 @@ def load_curves(report: ReportInput) -> list[CurveSection]:
 
 
 def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_step: int | None) -> Chart | None:
-    """A chart of the metric over steps. None if no step has it. Long curves become means of neighbours with their
-    range."""
+    """A chart of the metric over steps, or None if no step has the metric. Long curves show means and ranges of
+    neighbours."""
     points = metric_points(metrics, curve.metric)
     if not points:
         return None
@@ -103,8 +103,7 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_ste
 
 
 def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
-    """A stacked chart of the seconds that each step spent on sampling, training and publishing. None without
-    timings."""
+    """A stacked chart of each step's seconds of sampling, training and publishing; None without timings."""
     timed = [line for line in metrics if all(name in line for name in SECONDS)]
     if not timed:
         return None
@@ -132,7 +131,7 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
-    """Charts of each GPU's utilization and memory over the job's running time. Empty without samples."""
+    """Charts of each GPU's utilization and memory over the job's running time; empty without samples."""
     minutes = gpu_minutes(samples)
     used: dict[int, list[tuple[float, float]]] = {}
     filled: dict[int, list[tuple[float, float]]] = {}
@@ -159,10 +158,10 @@ def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: J
 
 def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JSON
     """The running time in minutes at each GPU sample, with long pauses shortened. [0.0] without samples."""
-    # If the clock was set back, the gap is negative. It counts as 0, so that time never runs backwards.
+    # If the clock was set back, the gap is negative. A negative gap counts as 0, so that time never runs backwards.
     gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
-    # A thinned file may have only every hundredth sample. Its usual gaps are long, so the limit grows with their
-    # median.
+    # A thinned file may have only every hundredth sample. The limit grows with the median gap, because gaps are long
+    # there.
     max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
     pauses_s = (min(gap_s, max_pause_s) for gap_s in gaps_s)
     return [seconds / 60.0 for seconds in itertools.accumulate(pauses_s, initial=0.0)]
@@ -171,7 +170,7 @@ def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JS
 def _draw_gpus(
     title: str, headline: str, note: str, points: Mapping[int, Sequence[tuple[float, float]]], *, high: float
 ) -> Chart:
-    """A chart with a line per GPU over minutes. Its y axis reaches at least from zero to `high`."""
+    """A chart with a line per GPU over minutes. The y axis reaches at least from zero to `high`."""
     x_axis = step_axis([minute for each in points.values() for minute, _ in each])
     values = [value for each in points.values() for _, value in each]
     y_axis = padded_axis([0.0, high, *values], CHART_BOTTOM, CHART_TOP)
@@ -195,7 +194,8 @@ def _draw_gpus(
 
 
 def metric_points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) for each step with a finite value. For example, a skipped step has no loss."""
+    """(step, value) for each step with a finite value. Some steps have none; for example, a skipped step has no
+    loss."""
     return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
 
 
@@ -210,6 +210,6 @@ def thin_points(points: Sequence[tuple[float, float]]) -> list[Bucket]:
 
 
 def _first_to_last(values: Sequence[float], *, smallest: float) -> str:
-    """The curve's first and last value. A value smaller than `smallest` is rounding noise and becomes 0."""
+    """The curve's first and last value as text. A value smaller than `smallest` is rounding noise and becomes 0."""
     first, last = (format_number(value if abs(value) >= smallest else 0.0) for value in (values[0], values[-1]))
     return f"{first} → {last}" if len(values) > 1 else last

@@ -3,13 +3,13 @@
     files of samples -> choose groups within the budget -> a table of all kept samples ("index") and chunks of
                                                            consecutive groups ("chunk-0", "chunk-1", ...)
 
-A rollout usually takes one to two kilobytes, so most pages hold only a part of them. Groups stay whole. Steps are
-chosen at even distances. Within a step, groups are sorted by their mean reward and chosen at even distances. Held-out
-prompts are sorted by the models' rewards and chosen at even distances; all models show the same prompts.
+A rollout usually takes one to two kilobytes, so most pages hold only a part of the rollouts. Groups stay whole. Steps
+are chosen at even distances. Within a step, groups are sorted by their mean reward and chosen at even distances.
+Held-out prompts are sorted by the models' rewards and chosen at even distances; all models show the same prompts.
 
 Files are read line by line, one step at a time. Memory is therefore bounded by the largest step and the budget.
 
-Not here: the encoding of a rollout (rollout_codec.py), how the page reads it (viewer.js).
+Not here: the encoding of a rollout (rollout_codec.py), the decoding in the page (viewer.js).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, is_training, kind_of, label_of
 
 CHUNK_CHARS = 400_000
-"""A chunk holds about this many characters of JSON. The page decompresses a chunk in a few milliseconds."""
+"""Approximate number of characters of JSON in a chunk. The page decompresses such a chunk in a few milliseconds."""
 DRAFT_LEVEL = 6
 HELD_OUT_SHARE = 0.4
-"""The largest share of the room for held-out answers if the run also has training samples."""
+"""The largest share of the page's room that held-out answers take if the run also has training samples."""
 NUM_PROBED = 3
 """Number of step files that are encoded to estimate the size of all files."""
 INDEX_BYTES_PER_SAMPLE = 6
-"""Approximate size of a sample's row in the page's table."""
+"""Approximate size of a sample's row in the page's table, bytes."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Errors from reading lines that no job of this project wrote."""
+"""Exceptions from reading lines that were not written by a job of this project."""
 
 
 class StepFile(NamedTuple):
@@ -57,7 +57,7 @@ class StepFile(NamedTuple):
     step: int
     path: Path
     scores: Path | None = None
-    """The file with the training's log-probs and advantages of each sample."""
+    """The file with each sample's advantage and trainer log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class SampleSet:
     """The samples of one training, or the held-out answers of one model."""
 
     key: str
-    """The set's name in addresses within the page: rl, heldout-base."""
+    """The name of the set in addresses within the page, for example rl or heldout-base."""
     label: str
     css: str
     is_training: bool
@@ -80,7 +80,7 @@ class KeptStep:
     step: int
     draft: bytes
     groups: list[EncodedGroup]
-    """The groups without their texts; `draft` has the texts."""
+    """The groups of the step without their texts, which are in `draft`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,17 +89,17 @@ class Embedded:
 
     blocks: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """A sentence for each set of which the page holds only a part."""
+    """A sentence for each sample set of which the page holds only a part."""
 
 
 def find_sets(report: ReportInput) -> list[SampleSet]:
-    """The sample sets of all trainings that keep samples, then those of the held-out answers of each compared model."""
+    """The sample sets of all trainings that keep samples, then a set of held-out answers for each compared model."""
     trained = [each for training in report.trainings for each in training_sets(training.name, training.run_dir)]
     return [*trained, *held_out_sets(report.evaluation_dir, report.labels)]
 
 
 def training_sets(name: str, run_dir: Path) -> list[SampleSet]:
-    """The training's sample set as a list. Empty if the training keeps no samples or has none yet."""
+    """A list with the training's sample set; empty if the training keeps no samples or has no samples yet."""
     kind = kind_of(name)
     if not kind.keeps_samples or not (files := _step_files(run_dir)):
         return []
@@ -159,7 +159,7 @@ def embed_samples(report: ReportInput, *, room: int) -> Embedded:
 
 
 def _embed_rows(report: ReportInput, embedded: Embedded) -> set[int]:
-    """Put the recorded SFT rows into the block "rows". Returns the ids of their tokens."""
+    """Put the recorded SFT rows into the block "rows", and return the ids of the rows' tokens."""
     for training in report.trainings:
         try:
             described = json.loads(RunDirectory(training.run_dir).rows.read_text(encoding="utf-8"))
@@ -280,7 +280,7 @@ def encoded_groups(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGr
 
 
 def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
-    """Each sample with the training's record of it; the record is empty if it is unknown."""
+    """Each sample with the training's record of the sample; an unknown record is empty."""
     scores: list[JsonObject | None] = []
     if file.scores is not None and file.scores.is_file():
         with file.scores.open("rb") as lines:
@@ -294,7 +294,7 @@ def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
 
 
 def count_lines(path: Path) -> int:
-    """The number of lines of a file, which is not read into memory whole."""
+    """The number of lines of a file. The file is read in parts, to save memory."""
     with path.open("rb") as lines:
         return sum(1 for _ in lines)
 
@@ -306,7 +306,7 @@ def spread_by_reward(groups: Sequence[EncodedGroup], count: int) -> list[Encoded
 
 
 def spread_evenly(values: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the values at even distances, including the first and the last one."""
+    """At most `count` of the values at even distances, including the first and the last value."""
     if count >= len(values):
         return list(values)
     if count == 1:
@@ -338,8 +338,8 @@ def pack_kept(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Emb
 
 
 def split_chunks(kept: Iterable[KeptStep]) -> Iterator[tuple[int, list[str]]]:
-    """Split the groups into chunks of consecutive groups. Yields each chunk's first group number and its groups'
-    texts."""
+    """Split groups into chunks of consecutive groups. Yields each chunk's first group number and the texts of its
+    groups."""
     chunk, first, num_groups, size = list[str](), 0, 0, 0
     for step in kept:
         for text in group_texts(step):
@@ -363,7 +363,7 @@ def read_chunk(texts: Sequence[str]) -> JsonObject:
 
 
 def only_groups(step: KeptStep, numbers: Collection[int]) -> KeptStep:
-    """The step with only the groups of these numbers."""
+    """The step with only the groups that have these numbers."""
     chosen = [(text, each) for text, each in zip(group_texts(step), step.groups, strict=True) if each.group in numbers]
     return keep_groups(step.set_index, step.step, [replace(each, text=text) for text, each in chosen])
 

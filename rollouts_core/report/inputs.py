@@ -18,17 +18,18 @@ class StageSummary:
     """How one stage of the pipeline got its result."""
 
     name: str
-    """The stage: sft, select-sft, rl, ..."""
+    """The name of the stage: sft, select-sft, rl, ..."""
     how: str
-    """Whether the stage ran, was reused, or was attached to because another run had already started it."""
+    """How the stage got its result: the stage ran, was reused, or was attached because another run had already started
+    it."""
     why: str
-    """The reason for `how`, with the other run's name. Empty if unknown."""
+    """The reason why the stage was reused or attached, with the other run's name; empty if unknown."""
     seconds: float
     """Seconds that this pipeline run spent on the stage."""
     run_dir: str
-    """The stage's run directory. Empty for a stage without one."""
+    """The stage's run directory; empty for a stage without a run directory."""
     usd: float | None = None
-    """Cost of rented machines during the stage. None if the run rented none."""
+    """Cost of rented machines during the stage; None if the run rented no machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,12 @@ class TrainedStage:
     """A training of the run, and its selected checkpoint."""
 
     name: str
-    """The stage: sft, rl, ..."""
+    """The name of the training's stage: sft, rl, ..."""
     run_dir: Path
     selection_dir: Path | None
     """Run directory of the evaluation that selected the checkpoint."""
     selected: str
-    """The selected checkpoint: step_000800."""
+    """The name of the selected checkpoint, for example step_000800."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,13 @@ class ReportInput:
     run_name: str
     """The page's title."""
     mode: str
-    """The configuration's mode: a name of PIPELINES."""
+    """The configuration's mode, which is a name in PIPELINES."""
     stages: tuple[StageSummary, ...]
     """The stages in the order in which they ran."""
     usd_outside_stages: float | None = None
-    """Cost of rented machines outside of stages, until the report was written. None if the run rented none."""
+    """Cost of rented machines outside of stages, until the report was written; None if the run rented no machine."""
     evaluation_dir: Path
-    """Run directory of the final evaluation. Its checkpoints are named "base" and like the trainings."""
+    """Run directory of the final evaluation. The evaluated checkpoints are named "base" and like the trainings."""
     trainings: tuple[TrainedStage, ...]
     """The trainings of the run, in order."""
     checkpoint_path: str
@@ -69,13 +70,13 @@ class ReportInput:
     use_command: str
     """Command that serves the final checkpoint."""
     verdict: str
-    """One sentence that says whether RL improved the model. Empty if the run was not judged."""
+    """One sentence that says whether RL improved the model; empty if the run was not judged."""
     is_improvement: bool | None
-    """Whether the run counts as an improvement. None if the run was not judged."""
+    """Whether the run counts as an improvement; None if the run was not judged."""
     contents: ReportConfig = field(default_factory=ReportConfig)
     """Settings of the page's samples and of its largest size."""
     run_id: str = ""
-    """The flow run's id. Empty if unknown."""
+    """The flow run's id; empty if unknown."""
     written_at: float = 0.0
     """Time when the report is written, in seconds since 1970. 0 if unknown."""
     ended_at: float = 0.0
@@ -84,7 +85,7 @@ class ReportInput:
     began_at: float = 0.0
     """Time when the run began its first stage, in seconds since 1970. 0 if unknown."""
     config: Config | None = None
-    """All settings of the training. None if unknown."""
+    """All settings of the training; None if unknown."""
 
     @property
     def selected(self) -> Mapping[str, str]:

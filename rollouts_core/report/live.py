@@ -1,4 +1,4 @@
-"""The live page of a run: each stage's progress, newest metrics, events and warnings.
+"""Write the live page of a run: each stage's progress, newest metrics, events and warnings.
 
 The page is computed from the files in the run directories, like the report. A job, or the mirror of a remote job, still
 appends to these files.
@@ -35,11 +35,11 @@ from rollouts_core.stopping import describe_stop
 REFRESH_S = 3.0
 RUN_STATES = ("running", "done", "cancelled", "failed", "stopped")
 SPARK_LINES = 40
-"""The small curve of a run in the list is drawn from at most this many lines of metrics."""
+"""Largest number of lines of metrics for the small curve of a run in the list of runs."""
 MAX_EVENTS = 8
 MAX_WARNINGS = 20
 PACE_STEPS = 20
-"""The remaining time is estimated from the pace of this many latest steps."""
+"""Number of latest steps from whose pace the remaining time is estimated."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
 
 
@@ -49,14 +49,14 @@ class ShownStage:
 
     name: str
     css: str = ""
-    """The kind of the training, which sets the colours. Empty for stages that do not train."""
+    """The kind of the training, which sets the stage's colours; empty for stages that do not train."""
     mark: str
-    """done, running, ended, or waiting. A waiting stage has not begun."""
+    """State of the stage: done, running, ended, or waiting. A waiting stage has not begun."""
     state: str
     done: float = 0.0
     """Share of the stage's steps that are done, in percent. 0 if unknown."""
     left: str = ""
-    """Estimated remaining time, as text. Empty if unknown."""
+    """Estimated remaining time, as text; empty if unknown."""
     numbers: tuple[tuple[str, str], ...] = ()
     events: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
@@ -65,19 +65,19 @@ class ShownStage:
 
     @property
     def key(self) -> str:
-        """The suffix of the ids of the stage's elements. A run may have two stages of the same name with other
+        """The suffix of the ids of the stage's HTML elements. A run may have two stages of the same name with different
         settings."""
         return Path(self.run_dir).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """A line of the list of runs."""
+    """One run as a line in the list of runs."""
 
     key: str
     """The name of the run's results folder, which identifies the run in addresses."""
     state: str
-    """One of `RUN_STATES`."""
+    """State of the run, one of `RUN_STATES`."""
     stage: str
     """The run's latest stage, or the step of its latest training."""
     began: str
@@ -87,7 +87,7 @@ class ListedRun:
     change: str = ""
     """The score difference to the start model, on held-out rows."""
     direction: str = ""
-    """up or down."""
+    """Direction of the score difference: up or down."""
     cost: str = ""
     has_report: bool = False
     curve: str = ""
@@ -96,7 +96,7 @@ class ListedRun:
 
 
 def live_assets() -> Assets:
-    """Style, script and policy of the live page."""
+    """Style, script and Content-Security-Policy of the live page."""
     return make_assets(bare_style(page_templates()), is_served=True)
 
 
@@ -121,7 +121,7 @@ def render_live(run: LiveRun, *, now: float) -> str:
 
 
 def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", is_cut: bool = False) -> str:
-    """The list of runs.
+    """The page with the list of runs.
 
     Args:
         query: the requested part of the runs' names.
@@ -133,8 +133,8 @@ def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", 
 
 
 def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:
-    """The first curve of a training as a small SVG path, and its first and last value as text. Both empty without a
-    curve."""
+    """The first curve of a training as a small SVG path, and the curve's first and last value as text; both may be
+    empty."""
     curve = kind_of(stage).curves[0]
     lines = metrics_by_step(read_some_lines(RunDirectory(run_dir).metrics, SPARK_LINES))
     points = metric_points(lines, curve.metric)
@@ -147,7 +147,7 @@ def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:
 
 
 def describe_versions(run: LiveRun) -> dict[str, str]:
-    """The names of the views that have content, and keys that change whenever the curves or the samples change."""
+    """The names of the views that have content, with strings that change whenever the curves or the samples change."""
     files = [RunDirectory(stage.run_dir) for stage in run.stages if is_training(stage.name)]
     sizes = [path.stat().st_size for each in files for path in (each.metrics, each.gpu_use) if path.is_file()]
     sets = live_sets(run)
@@ -167,8 +167,8 @@ def describe_versions(run: LiveRun) -> dict[str, str]:
 
 
 def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
-    """Like `describe_stage`, but with an error text if the stage's files are invalid, for example from another
-    machine."""
+    """Like `describe_stage`, but with an error text if the stage's files are invalid, for example files that another
+    machine wrote."""
     try:
         return describe_stage(stage, now=now)
     except UNREADABLE as error:
@@ -177,7 +177,7 @@ def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
 
 
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
-    """The stage as its files describe it."""
+    """The texts for a stage, from the stage's files."""
     files = RunDirectory(stage.run_dir)
     metrics = metrics_by_step(read_last_lines(files.metrics))
     events = read_last_lines(files.events)
@@ -246,7 +246,7 @@ def describe_state(
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:
-    """Estimated seconds for the remaining steps, from the pace of the latest steps. None if unknown."""
+    """Estimated seconds for the remaining steps, from the pace of the latest steps; None if unknown."""
     last = metrics[-1]
     paced = [line for line in metrics[-PACE_STEPS:] if line["attempt"] == last["attempt"]]
     num_done, took_s = last["step"] - paced[0]["step"], last["time"] - paced[0]["time"]

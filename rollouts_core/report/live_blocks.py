@@ -1,4 +1,4 @@
-"""The blocks that the live page of a run requests: curves, and samples in pages of limited size.
+"""Build the blocks that the live page of a run requests: curves, and samples in pages of limited size.
 
     curves                       the metrics of all trainings, thinned
     rows                         rows of SFT
@@ -9,9 +9,9 @@
     chunk/rl/120/g7/<version>    group 7 of step 120
 
 The sample files of a page have about `PAGE_BYTES` together. Pages are counted from the first step, so a new step
-changes only the last page. A request for a page encodes its files. The files encoded last stay in memory.
+changes only the last page. A request for a page encodes the page's files. The files encoded last stay in memory.
 
-Not here: the page (live.py), the encoding of a rollout (rollout_codec.py), how the page reads blocks (viewer.js).
+Not here: the page (live.py), the encoding of a rollout (rollout_codec.py), the decoding in the page (viewer.js).
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import BASE, EVALUATE, TRAININGS, is_training, label_of
 
 PAGE_BYTES = 4_000_000
-"""Largest total size of a page's sample files. A larger file gets its own page."""
+"""Largest total size of a page's sample files, bytes. A larger file gets its own page."""
 MAX_PAGE_STEPS = 500
 MAX_CACHED_BYTES = 64_000_000
 """Largest total size of the encoded steps in the cache. An encoded step has at most about a fifth of its file's
 size."""
 BYTES_PER_ROW = 400
-"""Approximate memory per row of the table in the server."""
+"""Approximate memory that the server needs per row of the table of samples, bytes."""
 MAX_LINES = 4_000
-"""The curves are computed from about this many lines of metrics, and as many of GPU use."""
+"""Approximate number of lines of metrics for the curves, and of lines of GPU use."""
 SEARCH_BYTES = 512_000_000
-"""A search for a prompt reads at most this much of the sample files, beginning with the newest step."""
+"""Largest number of bytes of sample files that a search for a prompt reads, beginning with the newest step."""
 MAX_FOUND = 400
-"""Largest number of a prompt's groups on a page. viewer.js has the same limit."""
+"""Largest number of groups of one prompt on a page. viewer.js has the same limit."""
 LEVEL = 4
-"""Compression level of blocks."""
+"""Compression level of the blocks that a page requests."""
 HELD_OUT = "held-out"
 Found = TypeVar("Found")
 
@@ -86,7 +86,7 @@ class StepCache:
         return sum(map(_size_of, self._held.values()))
 
     def load(self, file: StepFile, vocabulary: Vocabulary) -> KeptStep:
-        """The groups of a file. The file is read only if it is not cached or has changed."""
+        """The groups of a file. The file is read only if the file is not cached or has changed."""
         key = (str(file.path), version_of(file), len(vocabulary.texts))
         step = self._held.pop(key, None) or keep_groups(0, file.step, encoded_groups(file, vocabulary))
         self._held[key] = step
@@ -95,7 +95,8 @@ class StepCache:
         return step
 
     def load_held_out(self, sets: Sequence[SampleSet], vocabulary: Vocabulary) -> tuple[list[KeptStep], list[str]]:
-        """The held-out answers of all models, and notes about them. The files are read only if one of them changed."""
+        """The held-out answers of all models, with notes about the answers. The files are read only if one of the files
+        changed."""
         held_out = [(place, each) for place, each in enumerate(sets) if not each.is_training]
         key = " ".join(f"{place} {file.path} {version_of(file)}" for place, each in held_out for file in each.files)
         if self._held_out[0] != key:
@@ -120,7 +121,7 @@ def version_of(file: StepFile) -> str:
 
 
 def find_block(run: LiveRun, name: str, cache: StepCache) -> bytes | None:
-    """A compressed block of a run. None if the run has no such block.
+    """A compressed block of a run; None if the run has no such block.
 
     Raises:
         FileNotFoundError: a file was deleted while it was read.
@@ -162,7 +163,7 @@ def find_rows(run: LiveRun, *_: object) -> JsonObject | None:
 
 
 def live_sets(run: LiveRun) -> list[SampleSet]:
-    """The sample sets of all trainings so far, the latest training first, then those of the held-out answers."""
+    """The sample sets of all trainings so far, the latest training first, then the sets of held-out answers."""
     sets = []
     for stage in reversed(run.stages):
         if is_training(stage.name):
@@ -181,7 +182,8 @@ def model_labels(stage: LiveStage) -> dict[str, str]:
 
 
 def vocabulary_of(stages: Sequence[LiveStage]) -> Vocabulary:
-    """The texts of tokens, from a start model or checkpoint of these stages. Empty if none is on this machine."""
+    """The texts of tokens, from a start model or checkpoint of these stages; empty if this machine has no such
+    folder."""
     for stage in stages:
         job = load_job_of(stage.run_dir)
         starts = [Path(job.model.model.path)] if isinstance(job, SFTJob | RLJob) else []

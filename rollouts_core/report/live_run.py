@@ -9,7 +9,7 @@ from pathlib import Path
 from rollouts_core.errors import RolloutsError
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RolloutsError)
-"""Errors from reading files that no job of this project wrote."""
+"""Exceptions from reading files that were not written by a job of this project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class LiveStage:
     began_at: float
     """Time when the run began the stage, in seconds since 1970."""
     ended: str = ""
-    """A sentence from the exit record that says how the last attempt ended. Empty without a record."""
+    """A sentence from the exit record that says how the last attempt ended; empty without a record."""
     ended_attempt: int = 0
-    """The number of the attempt in `ended`."""
+    """The number of the attempt that `ended` describes."""
     is_followed: bool = True
     """Whether a process of the run is alive."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class LiveRun:
     name: str
     stages: tuple[LiveStage, ...]
     state: str
-    """A few words: whether the run is running, or how it ended."""
+    """A few words that say whether the run is running, or how the run ended."""
     usd: float | None
-    """Cost of the run's rented machines so far. None if the run rented none."""
+    """Cost of the run's rented machines until now; None if the run rented no machine."""
     has_report: bool
     """Whether the run has finished and written its report."""
     verdict: str = ""
-    """The verdict of a finished run."""
+    """The verdict of a finished run on whether training helped."""
     is_under_way: bool = True
     """Whether a process of the run is alive, so that its remaining stages will follow."""
     planned: tuple[str, ...] = ()
-    """The names of all stages of the run, in order. Empty if unknown."""
+    """The names of all stages of the run, in order; empty if unknown."""

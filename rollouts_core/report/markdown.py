@@ -1,4 +1,4 @@
-"""Escape text of machines, models, data and users, so that Markdown shows it unchanged.
+"""Escape text from machines, models, data and users, so that Markdown shows the text unchanged.
 
 Not here: pages of HTML, whose templates escape everything (page.py).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&!]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]|^(?:\d+)[.)]")
-"""Characters with a meaning in Markdown. An underscore between letters and digits has none."""
+"""Matches characters with a meaning in Markdown. An underscore between letters and digits has no meaning there."""
 
 
 def escaped(text: str) -> str:
@@ -19,7 +19,7 @@ def escaped(text: str) -> str:
 
 
 def as_code(text: str) -> str:
-    """The text as code in one line of Markdown. Empty for an empty text."""
+    """The text as code in one line of Markdown; empty for an empty text."""
     line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     longest = max((len(each) for each in re.findall("`+", line)), default=0)
     fence, space = "`" * (longest + 1), " " if line.startswith("`") or line.endswith("`") else ""

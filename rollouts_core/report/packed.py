@@ -1,10 +1,10 @@
-"""Compressed JSON or text inside an HTML file, as the content of a script element that the browser never runs.
+"""Embed compressed JSON or text in an HTML file, as the content of a script element that the browser never runs.
 
     <script type="text/plain" id="data-index">H4sIAAAAAAAC...</script>
 
 The content is base64, which has no `<`. No text in a block can therefore end the element.
 
-Not here: the content of the blocks (embedded.py), how the page reads them (viewer.js).
+Not here: the content of the blocks (embedded.py), the decoding in the page (viewer.js).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pack_json(value: Any, *, level: int = PAGE_LEVEL) -> bytes:  # Any: JSON
 
 
 def pack_text(text: str, *, level: int = PAGE_LEVEL) -> bytes:
-    """The text, compressed. Equal texts give equal bytes."""
+    """The text as compressed bytes. Equal texts give equal bytes."""
     return gzip.compress(text.encode(), level, mtime=0)
 
 

@@ -1,9 +1,9 @@
-"""Write the report of one pipeline run: what was trained on what data, how good the model is, how to use it.
+"""Write the report of one pipeline run: the training, the data, the scores of the model, and how to use the model.
 
-The report is one HTML file that loads nothing. It is computed only from the files in the run directories and
-`ReportInput`, and the same input gives the same bytes. Only the model's registered name is inserted later. The other
-modules of this package turn numbers into texts and coordinates, and page.html.jinja draws them. Printed pages and
-browsers without scripts show only the content of page.html.jinja; viewer.js adds the other views.
+The report is one HTML file that loads nothing. The content comes only from the files in the run directories and from
+`ReportInput`, and the same input gives the same bytes. Only the model's registered name is inserted into the page
+later. The other modules of this package turn numbers into texts and coordinates, and page.html.jinja draws them.
+Printed pages and browsers without scripts show only the content of page.html.jinja; viewer.js adds the other views.
 
     evaluation_dir            result.json, samples/   -> results.py, transcripts.py
     trainings: run_dir        job.json, metrics.jsonl -> trainings.py, curves.py
@@ -42,7 +42,8 @@ MAX_EXAMPLE_CHARS = 80
 GREETING = "Hello!"
 DATA_PLACE = "<!-- data -->"
 REGISTERED_NAME = ("<!-- registered as -->", "<!-- that was it -->")
-"""Marks around the model's registered name. The name is unknown when the page is written, and may change."""
+"""Marks around the model's registered name in the page. The name is unknown when the page is written, and may
+change."""
 
 
 def render_report(report: ReportInput) -> str:
@@ -79,7 +80,7 @@ def render_report(report: ReportInput) -> str:
 
 
 def _with_data(page: str, report: ReportInput) -> str:
-    """The page with the data and scripts of its other views. report.max_mb limits its size."""
+    """The page with the data and scripts of the views that need scripts. report.max_mb limits the size of the page."""
     blocks = asset_blocks() | {"curves": pack_json(describe_curves(report))}
     if settings := describe_settings(report.config):
         blocks["settings"] = pack_json(settings)
@@ -98,7 +99,7 @@ OUTSIDE_STAGES = "Start, set-up and the rest"
 
 
 def format_costs(report: ReportInput) -> list[str]:
-    """The cost of each stage, the cost outside of stages, and the total. Empty if the run rented nothing."""
+    """The cost of each stage, the cost outside of stages, and the total; empty if the run rented no machine."""
     if report.usd_outside_stages is None:
         return []
     usd = [*(stage.usd or 0.0 for stage in report.stages), report.usd_outside_stages]
@@ -129,7 +130,7 @@ def page_templates() -> Environment:
 
 
 def render_summary_markdown(report: ReportInput) -> str:
-    """The report's results, comparisons, verdict and stages as a page of Markdown.
+    """The results, comparisons, verdict and stages of a report as Markdown.
 
     Raises:
         DataError: the final evaluation is not finished.
@@ -153,10 +154,11 @@ def render_summary_markdown(report: ReportInput) -> str:
 
 
 def render_results_markdown(results: Results, show: Callable[[str], str] = escaped) -> str:
-    """The scores as a table, and a sentence for every comparison; Markdown.
+    """The scores as a Markdown table, and a sentence for every comparison.
 
     Args:
-        show: escapes a name or a sentence to one line. A terminal shows Markdown as it is and needs another function.
+        show: escapes a name or a sentence to one line. A terminal does not render Markdown, so its caller passes
+            another function.
     """
     display = results.display
     lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]
@@ -193,7 +195,7 @@ def usage_code(report: ReportInput) -> str:
 
 
 def _example_question(samples: Path) -> str:
-    """The first held-out prompt if it is a short question of one turn, else a greeting."""
+    """The first held-out prompt if this prompt is a short question of one turn, otherwise a greeting."""
     first = next((sample for path in sorted(samples.glob("*.jsonl")) for sample in iterate_samples(path)), None)
     if first is None or isinstance(first.prompt, str) or len(first.prompt) != 1:
         return GREETING

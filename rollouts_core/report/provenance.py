@@ -1,4 +1,4 @@
-"""The provenance of a run: dates, machine, software, seeds and settings.
+"""Describe the provenance of a run: dates, machine, software, seeds and settings.
 
 Not here: the training data of each stage (trainings.py), the description of a process's machine (system/provenance.py).
 """
@@ -30,12 +30,12 @@ class Setting(NamedTuple):
     name: str
     value: str
     default: str
-    """Empty for a setting without a default."""
+    """The default as text; empty for a setting without a default."""
     is_changed: bool
 
 
 def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
-    """(title, text) pairs. Facts that the run directories do not record are left out."""
+    """The provenance as (title, text) pairs. Facts that the run directories do not record are left out."""
     facts = [("Run", report.run_id), ("Report written", format_time(report.written_at))]
     ended_at = report.ended_at or report.written_at
     if report.began_at and ended_at > report.began_at:
@@ -49,7 +49,7 @@ def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
 
 
 def describe_reused_time(stage: StageSummary) -> str:
-    """The running time of a reused stage's attempts, as text. Empty for other stages, and without exit records."""
+    """The running time of a reused stage's attempts, as text; empty for other stages, and without exit records."""
     took_s = sum(_attempt_seconds(Path(stage.run_dir))) if stage.how.startswith("reused") and stage.run_dir else 0.0
     return f"ran {format_seconds(took_s)}" if took_s else ""
 
@@ -63,12 +63,13 @@ def _attempt_seconds(run_dir: Path) -> Iterator[float]:
 
 
 def format_time(seconds: float) -> str:
-    """A time in UTC. Empty for 0."""
+    """A time in UTC as text; empty for 0."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if seconds else ""
 
 
 def _machines(report: ReportInput) -> list[tuple[str, str]]:
-    """The machine and software of each training. A training on the same machine as the one before adds nothing."""
+    """The machine and software of each training. A training on the same machine as the previous training adds
+    nothing."""
     facts, before = [], dict[str, Any]()  # Any: JSON
     for training in report.trainings:
         started = _last_start(training.run_dir)
@@ -81,15 +82,15 @@ def _machines(report: ReportInput) -> list[tuple[str, str]]:
 
 
 def _last_start(run_dir: Path) -> dict[str, Any]:  # Any: JSON
-    """The event `started` of a training's last attempt. Empty without one."""
+    """The event `started` of a training's last attempt; empty without this event."""
     starts = [line for line in read_json_lines(RunDirectory(run_dir).events) if line["event"] == "started"]
     return starts[-1] if starts else {}
 
 
 def _placement(report: ReportInput) -> str:
-    """The work of each GPU during the last training, with the estimated memory. Empty for a training without GPUs.
+    """The work of each GPU during the last training, with the estimated memory; empty for a training without GPUs.
 
-    The job's record has the placement that the run planned on its node. The report's settings do not have it.
+    The job's record has the placement that the run planned on its node. The report's settings lack this placement.
     """
     if report.config is None or not report.trainings or not _last_start(report.trainings[-1].run_dir).get("gpus"):
         return ""
@@ -153,7 +154,7 @@ def _seeds(config: Config | None) -> str:
 
 
 def describe_settings(config: Config | None) -> list[Setting]:
-    """All settings. Settings that differ from their defaults come first."""
+    """All settings of the run. Settings that differ from their defaults come first."""
     if config is None:
         return []
     changed = {name for name, _ in flatten(config.model_dump(mode="json", exclude_defaults=True))}
@@ -166,7 +167,7 @@ def describe_settings(config: Config | None) -> list[Setting]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
-    """The default of each section of the configuration that has one."""
+    """The default of each section of the configuration that has a default."""
     sections = {name: field for name, field in type(config).model_fields.items() if not field.is_required()}
     defaults = {name: field.get_default(call_default_factory=True) for name, field in sections.items()}
     return {
@@ -189,8 +190,8 @@ def _shown(value: Any) -> str:  # Any: JSON
 
 
 def count_parameters(directory: Path) -> str:
-    """The number of parameters in a folder's weights, from the headers of its safetensors files. Empty if
-    unreadable."""
+    """The number of parameters in a folder's weights as text, from the headers of its safetensors files; may be
+    empty."""
     total = 0
     try:
         for path in sorted(directory.glob("*.safetensors")):

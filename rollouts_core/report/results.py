@@ -30,12 +30,12 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import is_selection, kind_of, label_of
 
 MAX_OPEN_ROWS = 8
-"""A table with more checkpoints than this is shown collapsed."""
+"""Largest number of checkpoints in a table that is not shown collapsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreDisplay:
-    """How the page shows scores. In the code a higher score is always better."""
+    """How the page shows scores. In the code, a higher score is always better."""
 
     title: str
     """The name of the shown number: accuracy, loss, mean reward."""
@@ -60,10 +60,10 @@ class ShownScore:
     """One checkpoint's score as texts, and as positions in percent of an axis's width."""
 
     name: str
-    """In held-out results, the start model or a training: base, sft, rl."""
+    """Name of the start model or of a training in held-out results: base, sft, rl."""
     label: str
     checkpoint: str
-    """The checkpoint's name in its training run. Empty for the base model."""
+    """The checkpoint's name in its training run; empty for the base model."""
     mean: str
     interval: str
     num_rows: int
@@ -78,7 +78,8 @@ class ShownDifference:
 
     title: str
     outcome: str
-    """better, worse or unclear. It is unclear if the interval includes zero or the p-value is too high."""
+    """The outcome: better, worse or unclear. Unclear means that the interval includes zero or the p-value is too
+    high."""
     difference: str
     interval: str
     p_value: str
@@ -90,11 +91,11 @@ class ShownMeasure:
     """pass@k or majority@k of the checkpoints as texts, in percent."""
 
     title: str
-    """pass@8."""
+    """Name of the measure, for example pass@8."""
     values: tuple[tuple[str, str], ...]
-    """Mean and interval of each checkpoint."""
+    """Mean and confidence interval of each checkpoint."""
     difference: ShownDifference | None
-    """The comparison of the last two checkpoints. None if there is only one."""
+    """The comparison of the last two checkpoints; None if there is only one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +105,12 @@ class Results:
     display: ScoreDisplay
     scores: tuple[ShownScore, ...]
     ticks: tuple[Tick, ...]
-    """Ticks of the axis that all scores share, in percent of its width."""
+    """Ticks of the axis that all scores share, in percent of the axis's width."""
     differences: tuple[ShownDifference, ...]
     finding: str
-    """The sentence that compares the final checkpoint with the one that it started from."""
+    """The sentence that compares the final checkpoint with the checkpoint from which its training started."""
     measures: tuple[ShownMeasure, ...] = ()
-    """pass@k and majority@k. Empty with one completion per prompt."""
+    """pass@k and majority@k of the checkpoints; empty with one completion per prompt."""
 
 
 class Scored(NamedTuple):
@@ -143,7 +144,7 @@ def load_evaluation(directory: Path) -> Evaluated:
     if result is None:
         raise DataError(f"{directory} has no result.json: the evaluation has to finish before the report")
     entries = result["checkpoints"]
-    # Recompute the intervals: the recorded ones may come from several evaluations with different methods.
+    # Recompute the intervals, because the recorded intervals may come from several evaluations with different methods.
     estimates = estimate_means([entry["scores"] for entry in entries])
     checkpoints = [
         Scored(
@@ -161,7 +162,7 @@ def load_evaluation(directory: Path) -> Evaluated:
 
 
 def load_results(report: ReportInput) -> Results:
-    """The final evaluation: every checkpoint's score, its comparison with the one before, and the last with the
+    """The results of the final evaluation. Each checkpoint is compared with the previous checkpoint, the last with the
     first."""
     return describe_results(report.evaluation_dir, report.labels, report.selected)
 
@@ -169,7 +170,8 @@ def load_results(report: ReportInput) -> Results:
 def describe_results(
     evaluation_dir: Path, labels: Mapping[str, str], checkpoints: Mapping[str, str] = MappingProxyType({})
 ) -> Results:
-    """The results of an evaluation for labelled models: each is compared with its predecessor, the last with the first.
+    """The results of an evaluation for labelled models. Each model is compared with the previous, the last with the
+    first.
 
     Args:
         labels: the models' titles by their name in the evaluation, in the page's order.
@@ -203,7 +205,7 @@ def shared_measures(found: Sequence[Scored]) -> list[str]:
 
 
 def estimate_measures(found: Sequence[Scored], title: str) -> list[Scored]:
-    """The checkpoints with a measure's values as their scores, and with the mean and interval of the measure."""
+    """The checkpoints with a measure's values as their scores, and with the measure's mean and confidence interval."""
     estimates = estimate_means([scored.measures[title] for scored in found])
     return [
         scored._replace(scores=scored.measures[title], mean=estimate.mean, low=estimate.low, high=estimate.high)
@@ -217,7 +219,7 @@ def measure_display(title: str) -> ScoreDisplay:
 
 
 def show_measure(title: str, found: Sequence[Scored], labels: Mapping[str, str]) -> ShownMeasure:
-    """A measure of all checkpoints, and a paired test of the last two checkpoints on it."""
+    """A measure of all checkpoints, with a paired test of the last two checkpoints."""
     display, measured = measure_display(title), estimate_measures(found, title)
     axis = padded_axis([0.0, 100.0], 0, 100)
     shown = [show_score(scored, display, axis, label="", checkpoint="") for scored in measured]
@@ -253,7 +255,8 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
 
 
 def choose_display(evaluated: Evaluated) -> ScoreDisplay:
-    """Percent for rewards from 0 to 1, plain numbers for other rewards, and the loss for the metric loss."""
+    """The display settings: percent for rewards from 0 to 1, plain numbers for other rewards, the loss for the metric
+    loss."""
     if evaluated.metric == "loss":
         return ScoreDisplay(
             title="loss", rows="demonstrations", factor=-1, unit="", difference_unit=" nats per token", decimals=3
@@ -299,7 +302,7 @@ def _judge(comparison: Comparison, baseline: Scored, candidate: Scored) -> tuple
     """The outcome (better, worse or unclear) and the p-value as text.
 
     A difference counts only if the interval and the test agree. With few differing rows the interval alone is too
-    narrow: if all differ in the same direction, almost every resample contains some of them.
+    narrow: if all these rows differ in the same direction, almost every resample contains some of them.
     """
     tail = (1 - CONFIDENCE) / 2
     if comparison.high < 0:
@@ -310,14 +313,14 @@ def _judge(comparison: Comparison, baseline: Scored, candidate: Scored) -> tuple
 
 
 def format_p_value(comparison: Comparison) -> str:
-    """The p-value with three digits; the number of sign flips supports no more."""
+    """The p-value with three digits, because the number of sign flips supports no more digits."""
     if comparison.p_value < 0.001:
         return "p < 0.001"
     return "p > 0.999" if comparison.p_value > 0.999 else f"p = {comparison.p_value:.3f}"
 
 
 def signed(value: float, display: ScoreDisplay) -> str:
-    """A difference with its sign, rounded like the scores."""
+    """A score difference with its sign, rounded like the scores."""
     text = f"{abs(value):.{display.decimals}f}"
     return text if float(text) == 0 else f"{'+' if value > 0 else '−'}{text}"
 
@@ -365,7 +368,7 @@ def load_selections(report: ReportInput) -> list[Selection]:
 
 
 def describe_selection(evaluated: Evaluated, training: str, *, selected: str) -> Selection:
-    """The checkpoints of a training stage in order of steps, with the selected one marked.
+    """The checkpoints of a training stage in order of steps, with a mark on the selected checkpoint.
 
     Args:
         training: the name of the stage.
@@ -408,7 +411,7 @@ def describe_selection(evaluated: Evaluated, training: str, *, selected: str) ->
 
 
 def selected_step(directory: Path | None, selected: str) -> int | None:
-    """The step of the selected checkpoint. None if no selection has scored it."""
+    """The step of the selected checkpoint; None if no selection has scored this checkpoint."""
     if directory is None or not RunDirectory(directory).result.is_file():
         return None
     steps = {scored.name: scored.step for scored in load_evaluation(directory).checkpoints}

@@ -12,10 +12,10 @@
     v        the weight version of all tokens, or spans with positions in the whole sample
     text     the completion; missing if the tokens decode to it
 
-Token ids and log-probs are strings with a character per number. They take half the room of JSON lists. `join_columns`
+Token ids and log-probs are strings with a character per number, which take half the room of JSON lists. `join_columns`
 turns the groups of a chunk into columns, which saves a further fifth.
 
-Not here: which groups a page holds (embedded.py), how the page reads them (viewer.js).
+Not here: the choice of the groups (embedded.py), the decoding in the page (viewer.js).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 from rollouts_core.report.vocabulary import Vocabulary
 
 STATUSES = ("pending", "completed", "truncated", "aborted", "failed", "invalid")
-"""Names of the numbers in the column `status`. The page's index appends statuses that are not listed here."""
+"""Statuses by their numbers in the column `status`. The page's index appends statuses that this list lacks."""
 SHOWN_ELSEWHERE = {"prompt_id", "answer", "conversation", "reward_terms"}
-"""Metadata that the page shows in a place of its own."""
+"""Names of metadata that the page shows separately from other metadata."""
 MAX_PREVIEW_CHARS = 120
 JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edge
 
@@ -60,7 +60,7 @@ class EncodedGroup:
     preview: str
     """The start of the prompt."""
     reward: float
-    """The group's mean reward. 0 without rewards."""
+    """The group's mean reward; 0 without rewards."""
     text: str
     """The group as JSON."""
     rows: tuple[Row, ...]
@@ -99,8 +99,7 @@ def encode_group(records: Sequence[JsonObject], scores: Sequence[JsonObject], vo
 
 
 def prompt_turns(prompt: str | Sequence[JsonObject]) -> list[list[Any]]:  # Any: JSON
-    """The turns of a prompt as [role, content]. A turn with other fields, such as tool calls, has them as a third
-    entry."""
+    """The turns of a prompt as [role, content]. A third entry has a turn's other fields, such as tool calls."""
     if isinstance(prompt, str):
         return [["user", prompt]]
     return [_turn(message) for message in prompt]
@@ -145,7 +144,7 @@ def _encode_sample(record: JsonObject, score: JsonObject, length: int, vocabular
 
 def _row(record: JsonObject, score: JsonObject) -> Row:
     advantage = score.get("advantage")
-    if isinstance(advantage, list):  # one per token: show the mean over the trained tokens
+    if isinstance(advantage, list):  # with an advantage per token, show the mean over the trained tokens
         trained = [each for each, weight in zip(advantage, record["loss_mask"], strict=True) if weight]
         advantage = sum(trained) / len(trained) if trained else 0.0
     spans = record.get("policy_versions") or []
@@ -164,7 +163,7 @@ def _row(record: JsonObject, score: JsonObject) -> Row:
 
 
 def _shared_length(records: Sequence[JsonObject]) -> int:
-    """The length of the prefix that all records share before any sampled token. 0 if the prefixes differ."""
+    """The number of tokens that all records share before their first sampled token; 0 if the prefixes differ."""
     first = records[0]["tokens"]
     untrained = [next((i for i, each in enumerate(r["loss_mask"]) if each), len(r["tokens"])) for r in records]
     length = min(untrained)
@@ -180,7 +179,7 @@ def mask_runs(mask: Sequence[float]) -> list[float]:
 
 
 def logprob_level(logprob: float | None) -> int:
-    """The index of the log-prob in the list of levels 0, -0.01 ... -0.99, -1.0 ... -9.9, -10, -11 ...
+    """The index of a log-prob in the list of levels 0, -0.01 ... -0.99, -1.0 ... -9.9, -10, -11 ...
 
     A missing or non-finite log-prob counts as 0.
     """
@@ -203,7 +202,7 @@ def _character(number: int) -> str:
 
 
 def join_columns(groups: Sequence[JsonObject]) -> JsonObject:
-    """The groups of a chunk as columns: some have an entry per group, others an entry per sample."""
+    """The groups of a chunk as columns. Some columns have an entry per group, others an entry per sample."""
     samples = [sample for group in groups for sample in group["samples"]]
     columns: JsonObject = {name: [group.get(name) for group in groups] for name in ("turns", "answer", "prefix")}
     of_samples = ("t", "l", "m", "v")
@@ -213,7 +212,7 @@ def join_columns(groups: Sequence[JsonObject]) -> JsonObject:
 
 
 def _rounded(number: float | None) -> float | None:
-    """The number rounded to four decimals. None if it is not a finite number."""
+    """The number rounded to four decimals; None if the value is not a finite number."""
     if not isinstance(number, int | float) or not math.isfinite(number):
         return None
     rounded = round(number, 4)

@@ -40,7 +40,7 @@ def describe_trainings(report: ReportInput) -> list[Training]:
 
 
 def load_job_of(directory: Path | None) -> Job | None:
-    """The job of a run directory. None if it cannot be read: another version may have written a reused directory."""
+    """The job of a run directory; None if job.json cannot be read, for example a file that another version wrote."""
     if directory is None:
         return None
     try:
@@ -50,7 +50,7 @@ def load_job_of(directory: Path | None) -> Job | None:
 
 
 def _read_result(directory: Path | None) -> dict[str, Any]:  # Any: JSON
-    """The stage's result.json. Empty if the file is missing."""
+    """The content of the stage's result.json; empty if the file is missing."""
     return (RunDirectory(directory).read_result() if directory else None) or {}
 
 
@@ -95,7 +95,7 @@ def _describe_steps(num_steps: int, directory: Path | None) -> str:
 
 
 def _describe_epochs(directory: Path | None) -> str:
-    """How often RL saw the prompts, after a comma. Empty if the result does not record it."""
+    """A comma and the number of times that RL saw the prompts; empty if the result does not record this number."""
     result = _read_result(directory)
     if not result.get("num_drawn"):
         return ""
@@ -134,12 +134,12 @@ def _describe_optim(optim: OptimConfig) -> str:
 
 
 def _describe_kernel(policy: PolicyConfig) -> str:
-    """The attention kernel, after a comma. Empty for "auto", because job.json does not say which kernel was chosen."""
+    """A comma and the attention kernel; empty for "auto", because job.json does not record the chosen kernel."""
     return "" if policy.attention == "auto" else f", attention by {policy.attention}"
 
 
 def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:
-    """Each dataset with its share, after the number of rows of all datasets together."""
+    """The number of rows of all datasets together, then each dataset with its share."""
     result = _read_result(directory)
     shares = [
         f"{each.path} ("
@@ -153,7 +153,8 @@ def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) 
 
 
 def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:
-    """Path, number of rows and start of the digest. `key` names the number of rows in the stage's result.json."""
+    """Path, number of rows and start of the digest of a data file. `key` is the name of the number of rows in
+    result.json."""
     result = _read_result(directory)
     count = f"{result[key]:,} {rows}, " if key in result else ""
     return f"{file.path} ({count}sha256 {file.digest[:10]}…)"

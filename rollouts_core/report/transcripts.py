@@ -1,4 +1,4 @@
-"""The answers of all models to the same held-out prompts. Prompts with different rewards come first."""
+"""Choose held-out prompts with the answers of all models. Prompts for which the models' rewards differ come first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rollouts_core.types import Sample, Status, sample_from_json
 
 MAX_TRANSCRIPTS = 8
 LONG_TEXT_CHARS = 500
-"""A longer text is shown collapsed: the page shows this many characters of it at first."""
+"""Number of characters of a text that the page shows at first. A longer text is shown collapsed."""
 LONG_TEXT_LINES = 10
 MAX_TEXT_CHARS = 8_000
-"""The page leaves out the rest of a longer text."""
+"""Largest number of characters of a text in the page. The rest of a longer text is left out."""
 
 
 class ShownText(NamedTuple):
-    """A text, and its start that is shown at first. Both are equal for a short text."""
+    """A text, and the start of the text that the page shows at first. A short text is shown whole."""
 
     start: str
     text: str
@@ -44,7 +44,7 @@ class Answer:
     text: ShownText
     reward: float | None
     outcome: str
-    """If the checkpoints' rewards differ: best for the highest reward, rest for others. Otherwise empty."""
+    """If the checkpoints' rewards differ, "best" for the highest reward and "rest" for others; otherwise empty."""
     is_truncated: bool
 
 
@@ -53,14 +53,14 @@ class Transcript:
     """One held-out prompt with every checkpoint's first completion."""
 
     turns: tuple[tuple[str, ShownText], ...]
-    """(role, text) of the prompt."""
+    """The turns of the prompt as (role, text)."""
     reference: str
-    """The dataset's reference answer. Empty without one."""
+    """The dataset's reference answer; empty for a row without a reference answer."""
     answers: tuple[Answer, ...]
 
 
 def load_transcripts(evaluation_dir: Path, names: Sequence[str]) -> list[Transcript]:
-    """Prompts that all checkpoints with samples answered. Prompts with different rewards come first.
+    """Prompts that all checkpoints with samples answered. Prompts for which the rewards differ come first.
 
     The patterns of rewards (only RL is right, only RL is wrong, ...) take turns, the most frequent pattern first. A
     rare loss is therefore shown next to frequent gains.
@@ -75,7 +75,7 @@ def load_transcripts(evaluation_dir: Path, names: Sequence[str]) -> list[Transcr
 
 
 def pick_different(rewards: Sequence[Sequence[float | None]], count: int) -> list[int]:
-    """Up to `count` indices: first the rows whose rewards differ, with their patterns taking turns, then the other
+    """Up to `count` indices of rows: first rows whose rewards differ, with their patterns taking turns, then other
     rows."""
     patterns = [tuple(row) for row in rewards]
     frequency = Counter(patterns)
@@ -106,7 +106,7 @@ def completion_text(sample: Sample) -> str:
 
 
 def _first_samples(path: Path) -> dict[int, Sample]:
-    """The first sample of every group in a samples file, without its tokens. Empty if the file is missing."""
+    """The first sample of every group in a samples file, without its tokens; empty if the file is missing."""
     if not path.is_file():
         return {}
     return {sample.group_index: sample for sample in iterate_samples(path) if sample.index == 0}
@@ -118,7 +118,7 @@ def iterate_samples(path: Path) -> Iterator[Sample]:
 
 
 def read_without_tokens(line: bytes) -> Sample | None:
-    """The sample in a line of a samples file, without its tokens. None for a damaged line."""
+    """The sample in a line of a samples file, without its tokens; None for a damaged line."""
     record = parse_line(line)
     if record is None:
         return None

@@ -1,6 +1,6 @@
-"""The text of each token, from a checkpoint's tokenizer.json, so that a page can show tokens.
+"""Read the text of each token from a checkpoint's tokenizer.json, so that a page can show tokens.
 
-This module does not tokenize. It neither imports the tokenizer nor runs code of the checkpoint.
+This module does not tokenize, import the tokenizer, or run code of the checkpoint.
 
 A token of a byte-level vocabulary may be a part of a character. A byte that is not valid UTF-8 by itself becomes a lone
 surrogate, U+DC80 to U+DCFF, like in Python's `surrogateescape`. The page joins such bytes of neighbouring tokens to
@@ -28,7 +28,8 @@ class Vocabulary:
 
     texts: dict[int, str] = field(default_factory=dict)
     special: frozenset[int] = frozenset()
-    """Ids that mark turns and ends of texts. Some engines leave all of them out of responses, others only `ends`."""
+    """Ids that mark turns and ends of texts. Some engines leave all special ids out of responses, others only
+    `ends`."""
     ends: frozenset[int] = frozenset()
     """The special ids that end or pad a text."""
 
@@ -52,7 +53,7 @@ class Vocabulary:
 
 
 def load_vocabulary(directory: Path) -> Vocabulary:
-    """The vocabulary of a model's folder. Empty if its tokenizer.json is missing or has an unknown format."""
+    """The vocabulary of a model's folder; empty if tokenizer.json is missing or has an unknown format."""
     path = directory / "tokenizer.json"
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:

@@ -13,7 +13,7 @@ from rollouts_core.stages import label_of
 
 
 def list_warnings(events: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON
-    """The warning messages of the latest attempt, and the messages of all attempts about lowered settings, in order."""
+    """The warnings of the latest attempt, and the warnings of all attempts about lowered settings, in order."""
     latest = max((int(each.get("attempt", 0)) for each in events), default=0)
     return [
         str(each.get("message", ""))

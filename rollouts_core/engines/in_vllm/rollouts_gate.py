@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Paths without a key, as in SGLang."""
+"""Paths that need no API key, as in SGLang."""
 _gate = runpy.run_path(str(Path(__file__).parents[2] / "embedded/gate.py"))["Gate"]
 
 
 class Gate:
-    """The gate before an app, with vLLM's key from the environment."""
+    """Checks requests to an app for vLLM's API key, which comes from the environment."""
 
     def __init__(self, app: Any) -> None:  # Any: vLLM's types are not here
         self._guarded = _gate(app, os.environ.get("VLLM_API_KEY", ""), OPEN_PATHS)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, or refuse it."""
+        """Pass a request to the app, or refuse a request without the API key."""
         await self._guarded(scope, receive, send)

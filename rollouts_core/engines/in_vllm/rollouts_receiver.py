@@ -25,7 +25,7 @@ class WeightReceiver:
     """Additional methods of a vLLM worker; `self` is the worker."""
 
     def join_weight_group(self, address: str, port: int, name: str, backend: str, size: int) -> None:
-        """Join the group that the trainer opened; returns when all members have joined."""
+        """Join the trainer's process group; returns when all members have joined."""
         worker: Any = self  # Any: vLLM's types are not here
         worker.leave_weight_group()
         # Each replica of data parallelism numbers its workers from 0.
@@ -57,7 +57,7 @@ class WeightReceiver:
                 finalize_layerwise_reload,
             )
 
-            # End the reload, so that vLLM does not take half of this update for the beginning of the next update.
+            # End the reload, so that vLLM does not count tensors of this update as the beginning of the next update.
             finalize_layerwise_reload(worker.get_model(), worker.model_config)
             raise
 
