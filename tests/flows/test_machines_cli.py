@@ -94,7 +94,7 @@ def test_filters_reach_the_search(runpod: FakeRunPod, monkeypatch: pytest.Monkey
     with monkeypatch.context() as for_now, offered(FakePrime(), "PRIME", for_now):
         assert call("gpus", "--spot").stdout.splitlines()[1].split()[0] == "0.90"
     assert "RTX A6000" in call("gpus", "--max-price", "1", "--count", "8", "--min-vram", "40").stdout
-    dear = "fits: the cheapest is 1x H100 SXM at runpod for 2.99 USD per GPU and hour: raise --max-price to that"
+    dear = "matches: the cheapest is 1x H100 SXM at runpod for 2.99 USD per GPU and hour: raise --max-price to that"
     assert dear in call("gpus", "--gpu", "H100", "--max-price", "1").stdout
     assert "which does not match --gpu" in call("gpus", "--gpu", "H900").stdout
     assert call("gpus", "--region", "us").stdout.splitlines()[1].split()[-3] == "US-TX-3"

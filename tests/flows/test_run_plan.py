@@ -106,7 +106,7 @@ def test_more_steps_name_the_difference_the_time_and_how_to_continue(
     lines, [caution] = plan(load_pipeline(config_path, ["training.sft.num_steps=80"]), store)
     name = Path(sft.run_dir).name
     assert f"about 4 min at the pace of {name}; unlike {name}: training.sft.num_steps was 40 and is 80" in lines[0]
-    assert f'training.sft.resume_from = "{sft.run_dir}" continues it' in caution
+    assert f'training.sft.resume_from = "{sft.run_dir}" to continue it' in caution
     changed = ["training.sft.num_steps=80", f"training.sft.resume_from={sft.run_dir}"]
     assert plan(load_pipeline(config_path, changed), store)[1] == []
 

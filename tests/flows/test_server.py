@@ -368,7 +368,7 @@ def test_a_server_named_by_the_user_that_does_not_answer_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:9/api")
-    with pytest.raises(ServerError, match=r"PREFECT_API_URL is set to .* nothing answers"), local_server(tmp_path):
+    with pytest.raises(ServerError, match=r"PREFECT_API_URL is set to .* no server answers"), local_server(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 

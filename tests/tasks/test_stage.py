@@ -182,7 +182,7 @@ def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(
         following.start()
         try:
             wait_until(lambda: f"waits for GPU 0, held by run first (job {first.run_dir})" in said.getvalue())
-            assert "has its GPUs" not in said.getvalue()
+            assert "got its GPUs" not in said.getvalue()
         finally:
             (tmp_path / "end").touch()
             following.join()
