@@ -66,7 +66,7 @@ class SSHSession:
         """Connect only at the first request.
 
         Args:
-            programs_dir: absolute directory on the node for the project's programs. Their names contain a digest.
+            programs_dir: absolute directory on the node for the project's programs. Their file names contain a digest.
             find_access: called before every connection attempt. Needed if the node's address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)
@@ -248,7 +248,7 @@ class SSHSession:
             content = bytearray()
             for _, chunk in call.frames():
                 content += chunk
-                if len(content) > MAX_READ_BYTES + 1:  # more than requested
+                if len(content) > MAX_READ_BYTES + 1:  # more bytes than were requested
                     raise _too_large(path)
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
@@ -354,7 +354,7 @@ def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
         PermanentInfraError: the node forwards no connections to this port.
     """
     early: list[SSHChannel] = []
-    with contextlib.suppress(TransientInfraError):  # no program listens yet
+    with contextlib.suppress(TransientInfraError):  # the node's program may not listen on the port yet
         early.append(open_channel())  # kept for the first connection, because some servers accept only one
 
     def next_channel() -> SSHChannel:

@@ -41,8 +41,8 @@ class JobSpec:
     restart_backoff_s: float = 1.0
     """Pause before the first restart in a row, in seconds. It doubles with each restart, up to 30 s."""
     restart_code: int = 0
-    """The exit code with which the program asks for a restart. Such restarts come at once, and `max_restarts` does not
-    count them. 0: no such code."""
+    """The exit code with which the program asks for a restart. Such a restart comes at once and does not count towards
+    `max_restarts`. 0: the program has no such code."""
     lease_s: float = 0.0
     """The job ends if its lease was not renewed for this many seconds; 0 means no lease."""
     max_log_bytes: int = 256 << 20
