@@ -17,7 +17,7 @@ from rollouts.infra.ssh.ssh_config import read_ssh_config
 
 _FIRST_USE_FILE = "known_hosts"
 _SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-"""File in which a network's administrators may store host keys. OpenSSH's client reads it too."""
+"""File in which a network's administrators may store host keys. OpenSSH's client reads this file too."""
 _PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
@@ -79,7 +79,8 @@ def expand_root(session: Session, python: str, root: str) -> str:
 
 
 def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
-    """Return the parameters for the login from the settings. OpenSSH's configuration completes those of a host name.
+    """Return the parameters for the login from the settings. OpenSSH's configuration completes the login to a host
+    name.
 
     Raises:
         PermanentInfraError: OpenSSH cannot look up the name.

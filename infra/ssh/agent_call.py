@@ -38,7 +38,7 @@ from rollouts.infra.supervisor.files import parse_object
 
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest size of an answer: five times the digests of all chunks of a terabyte."""
+"""Largest size of an agent's answer in bytes: five times the digests of all chunks of a terabyte."""
 _MAX_FRAME_BYTES = 256 << 10
 """Largest size of a frame of input."""
 _FIRST_BYTES = b"# rollouts agent"
@@ -60,10 +60,10 @@ JsonObject = dict[str, Any]
 
 
 class Agent:
-    """A process on the node that answers requests one after another. It ends when its channel ends."""
+    """A process on the node that answers requests one after another. The process ends when its channel ends."""
 
     def __init__(self, open_command: Callable[[str], Channel], python: str, address: str) -> None:
-        """Start the agent. A failed start raises only when the first answer is received.
+        """Start the agent. If the start fails, the error is raised when the first answer is received.
 
         Args:
             open_command: opens a channel on which the node's shell runs a command line.

@@ -44,7 +44,7 @@ class HostKey:
     """The public key of a host."""
 
     type: str
-    """For example ssh-ed25519."""
+    """The key's type, for example ssh-ed25519."""
     blob: bytes
     """The key's bytes in the format of the SSH protocol."""
 
@@ -61,16 +61,16 @@ class HostKeyPolicy:
     host: str
     port: int
     alias: str = ""
-    """The host's name in known_hosts files, independent of its address. Empty uses the address."""
+    """The host's name in known_hosts files, independent of its address. If empty, the address is used."""
     pinned: str
-    """The required fingerprint; empty if none is known."""
+    """The required fingerprint. Empty if no fingerprint is known."""
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format. Missing files are ignored."""
     first_use_file: Path | None
-    """File that stores a key accepted at the first login. None refuses unknown hosts."""
+    """File that stores a key accepted at the first login. If None, unknown hosts are refused."""
     pinned_file: Path | None = None
-    """File that stores a key after a match with `pinned`, so that later logins know its type. None uses
-    `first_use_file`."""
+    """File that stores a key after a match with `pinned`, so that later logins know the key's type. If None,
+    `first_use_file` is used."""
     likely_type: str = ""
     """Type of the host's key in an earlier connection. Empty before the first connection."""
 
@@ -101,10 +101,10 @@ class HostKeyPolicy:
         return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Return the evidence for accepting the key. Stores the key unless a file already has it.
+        """Return the evidence for accepting the key. The key is stored unless a file already has it.
 
         Raises:
-            HostKeyError: the key is not accepted. The message says what to do.
+            HostKeyError: the key is not accepted. The error's text says what to do.
         """
         if any(key == shown for marker, key in self._entries() if marker == "@revoked"):
             raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
@@ -182,7 +182,8 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty without one."""
+    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty if there is
+    none."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 

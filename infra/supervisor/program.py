@@ -92,7 +92,7 @@ _LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
-    """The log file of a job. After a number of bytes, it keeps only the end of further output.
+    """The log file of a job. After `max_bytes` bytes, only the end of further output is kept.
 
     On a full disk, output is lost, but the job does not fail.
     """
@@ -226,7 +226,7 @@ class StopRequests:
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and tell the program. None if it requests no time.
+        """Grant the time that the program requests for saving, and tell the program. None if no time is requested.
 
         Later calls never grant more time. They may grant less if another request to end the job has a lower limit.
         """
@@ -242,7 +242,7 @@ class StopRequests:
         return granted
 
     def find(self) -> str:
-        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if it may continue."""
+        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if the job may continue."""
         if self._cancel_path.exists():
             return "cancelled"
         if time.monotonic() >= self._deadline:
@@ -268,7 +268,7 @@ class StopRequests:
             self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
-        """Wait for `pause_s` seconds or until the job must end. Returns the reason to end it, or empty."""
+        """Wait for `pause_s` seconds or until the job must end. Returns the reason to end the job, or an empty text."""
         until = time.monotonic() + pause_s
         while not (reason := self.find()) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -353,7 +353,8 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
 def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
-    """Copy the program's output to the log until all its processes have ended. End them if a request says so.
+    """Copy the program's output to the log until all processes of the program have ended. End the processes if
+    `requests` has a reason.
 
     Args:
         on_look: called several times per second.
@@ -394,9 +395,9 @@ def watch_program(
 
 
 class _EndSignals:
-    """Ends the processes of a program by SIGTERM, and by SIGKILL when their time is up.
+    """Ends the processes of a program by SIGTERM, and by SIGKILL when their grace time is over.
 
-    If the program has a grant for saving, only its main process gets SIGTERM. This program ends its own processes.
+    If the program has a grant for saving, only its main process gets SIGTERM and then ends the other processes.
     """
 
     def __init__(self, requests: StopRequests) -> None:
