@@ -61,7 +61,7 @@ class Model:
     evaluation: Mapping[str, Any]  # Any: JSON
     """Figures of the model's latest comparison. Empty before the first comparison."""
     registered_at: float
-    """Time of the registration in seconds since 1970, like all times here."""
+    """Time of the registration in seconds since 1970, like all times of this record."""
     registered_by: str
 
     @property

@@ -7,7 +7,7 @@ _VERSION_AT = 14
 
 
 def short_id(run_id: str, num_chars: int = 8) -> str:
-    """Return the random part of a run's id. Machines, folders and records are named by it.
+    """Return the random part of a run's id. The names of machines, folders and records contain this part.
 
     Prefect's server gives ids of UUID version 7 to scheduled runs. These ids begin with the time of planning, which
     many runs share, and end with random digits. Other ids begin with random digits.

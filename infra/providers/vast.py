@@ -2,7 +2,8 @@
 
 An offer is a single machine and can be rented once. The container's first command writes the login key, so the key need
 not be registered in the account. A host key cannot be installed in this way, because the SSH server starts before this
-command, with a new key. The field `price` is never sent: with it, higher bids could interrupt the machine.
+command, with a new key. The field `price` is never sent, because higher bids could interrupt
+a machine that was requested with this field.
 
 Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -177,7 +178,8 @@ class Vast(Account):
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
 
     def _search(self, body: Json, query: GPUQuery) -> list[Offer]:
-        """Return offers, cheapest first. Stops when enough offers fit, or the next offers are too expensive."""
+        """Return offers, cheapest first. The search stops when enough offers fit or the next offers are too
+        expensive."""
         found: dict[str, Offer] = {}
         floor: Json = {}
         for _ in range(_MAX_SEARCHES):

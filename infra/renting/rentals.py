@@ -70,7 +70,7 @@ class Rental:
     region: str
     usd_per_hour: float
     intended_at: float
-    """Time of the request in seconds since 1970, like all times here."""
+    """Time of the request in seconds since 1970, like all times of this record."""
     rented_at: float | None = None
     ended_at: float | None = None
     expires_at: float

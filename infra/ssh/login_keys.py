@@ -1,7 +1,7 @@
 """Find the keys for the login on a machine: in a file, in an environment variable, or in the SSH agent.
 
-paramiko's own agent client is not used, for three reasons. It knows only SSH_AUTH_SOCK. It fails at a key comment that
-is not UTF-8. With a certificate, it signs with another key than the certificate's.
+paramiko's own agent client is not used, for three reasons: it knows only SSH_AUTH_SOCK, fails at a key comment that is
+not UTF-8, and with a certificate, signs with another key than the certificate's.
 
 Not here: the login (connection.py), keys of machines (host_keys.py).
 """
@@ -35,10 +35,10 @@ from rollouts.infra.regular_file import read_bytes, read_text
 
 _CERTIFICATE = "-cert-v01@openssh.com"
 _NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}
-"""Number of fields in a public key of this type. Other types have two."""
+"""Number of fields in a public key, by key type. Key types that are not listed have two fields."""
 LIST_TIMEOUT_S = 15.0
 SIGNING_TIMEOUT_S = 60.0
-"""Limit for a signature. The user may have to touch a security key or unlock a password manager."""
+"""Seconds to wait for a signature. The user may have to touch a security key or unlock a password manager."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,10 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
 
 
 def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
-    """Return the agent's keys. Empty if the agent breaks off, for example a forwarded agent whose other end is gone.
+    """Return the agent's keys. Empty if the agent breaks the connection, for example a forwarded agent that is gone.
 
     Args:
-        place: the agent's socket, or NO_AGENT; empty uses SSH_AUTH_SOCK.
+        place: the agent's socket, or NO_AGENT. If empty, SSH_AUTH_SOCK is used.
     """
     path = place or os.environ.get("SSH_AUTH_SOCK", "")
     if not path or path == NO_AGENT:
@@ -191,7 +191,8 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
     """Read a private key from an environment variable.
 
     Raises:
-            PermanentInfraError: the variable holds no usable key. The message does not contain the variable's value.
+                PermanentInfraError: the variable holds no usable key. The error's text does not contain the variable's
+                    value.
     """
     text = os.environ.get(variable, "")
     if not text:
@@ -306,8 +307,8 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither has
-    it."""
+    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither file has
+    a public half."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
             text = read_text(each, errors="replace")

@@ -2,9 +2,9 @@
 
     this machine ── ssh -W machine:22 last ── first ── last ── machine
 
-Our own connection (connection.py) logs in on the machine itself and checks the machine's host key from here. The jump
-hosts can therefore neither read nor change its data. The OpenSSH client logs in on the jump hosts with the user's
-configuration, agent and known_hosts files.
+Our own connection (connection.py) logs in on the machine itself and checks the machine's host key. The jump hosts can
+therefore neither read nor change the data of our connection. The OpenSSH client logs in on the jump hosts with the
+user's configuration, agent and known_hosts files.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """A socket that records when and what it receives. It takes over the descriptor of another socket."""
+    """A socket that records its first line and the time of its last bytes. It takes over another socket's
+    descriptor."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())
@@ -83,7 +84,7 @@ _END_TIMEOUT_S = 2.0
 _NO_NAME = "Could not resolve hostname"
 _NO_GREETING = "kex_exchange_identification"
 _REFUSALS = ("Permission denied", "Host key verification failed", _NO_NAME, "Bad configuration")
-"""Parts of the client's messages for problems that a retry does not solve."""
+"""Parts of the client's error messages for problems that a retry does not solve."""
 
 
 class ProxySocket(HeardSocket):
@@ -95,7 +96,7 @@ class ProxySocket(HeardSocket):
         self._said = said
 
     def problem(self) -> str:
-        """Return the client's error message about the connection. Empty if the client printed none."""
+        """Return the client's error message about the connection. Empty if the client printed no error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)  # the error message is complete only after the client's end
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()
@@ -112,7 +113,7 @@ class ProxySocket(HeardSocket):
 
 
 def open_proxy(access: SSHAccess) -> ProxySocket:
-    """Start the client. If the machine then does not answer, `explain_proxy` returns the reason.
+    """Start the OpenSSH client. If the machine then does not answer, `explain_proxy` returns the reason.
 
     Raises:
         PermanentInfraError: the client is not installed.
@@ -136,7 +137,7 @@ def open_proxy(access: SSHAccess) -> ProxySocket:
 def explain_proxy(
     access: SSHAccess, proxy: ProxySocket, reason: str
 ) -> NodeUnreachableError | LoginError | NameUnknownError:
-    """Return the error for a machine that did not answer through jump hosts. The error contains the client's
+    """Return the error for a machine that did not answer through jump hosts. The error contains the client's error
     message."""
     problem = proxy.problem() or reason
     if any(known in problem for known in _REFUSALS):
@@ -172,5 +173,5 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs it."""
+    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs the ProxyCommand."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)
