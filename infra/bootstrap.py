@@ -30,8 +30,8 @@ class GpuReport:
     has_bfloat16: bool = False
     """Whether the device computes bfloat16 in hardware, several times as fast as float32."""
     problem: str = ""
-    """Why the device cannot compute. If this text is set, the other fields are unknown. Other devices may still
-    work."""
+    """Why the device cannot compute. If this text is set, the other fields are unknown. Other devices of the node may
+    still work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class NodeNeeds:
 
     @property
     def trainers_share_cpu(self) -> bool:
-        """Whether several trainer processes run on the CPU. They then use the CPU even if the node has GPUs."""
+        """Whether several trainer processes run on the CPU. Several processes use the CPU even if the node has GPUs."""
         return self.num_trainers > 1 and not self.trainer_gpu_ranks
 
 
@@ -234,7 +234,7 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
 
     Raises:
         PermanentInfraError: only one node has GPUs, or the nodes have different versions of torch with incompatible
-        protocols.
+            protocols.
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(

@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 
 def installed_requirements(project: str = PROJECT) -> list[str]:
-    """Return `name==version` for the core's requirements and all their requirements as installed here, sorted.
+    """Return sorted `name==version` lines for the core's requirements, and for theirs, as installed on this machine.
 
     The build tag of a local version (torch 2.9.0+cpu) is removed, because a node with GPUs needs another build.
 
     Raises:
-        PermanentInfraError: the project, or one of its packages, is not installed here.
+        PermanentInfraError: the project, or one of its packages, is not installed on this machine.
     """
     try:
         texts = metadata.requires(project) or []

@@ -1,7 +1,7 @@
 """Install exact versions of packages into a separate environment, on the node itself.
 
-This program is the node's side of environment.py. It runs as a supervised job: `python -I environment_builder.py
-RUN_DIR`. The program is one file and uses only the standard library, because its text is sent to nodes.
+This program is the node's side of environment.py. The program runs as a supervised job: `python -I
+environment_builder.py RUN_DIR`. It is one file and uses only the standard library, because its text is sent to nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
                   for further arguments that both installers accept

@@ -4,7 +4,7 @@
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; its jobs may still run
-    │   │   ├── BannedError       the node's SSH server refuses connections from here for some time
+    │   │   ├── BannedError       the node's SSH server refuses this machine's connections for some time
     │   │   ├── KeyAgentError     the SSH agent does not sign with a candidate key
     │   │   └── RequestCutError   the connection broke before the node's answer arrived
     │   │       └── LoginShellError   the login shell of a node ended before it ran Python
@@ -29,9 +29,9 @@
         ├── ProviderRefusedError  a provider refuses the API key, the account or the request
         ├── MissingKeyError       no environment variable has the API key of a provider
         ├── MachineGoneError      a rented machine is gone; the same command, run again, uses another machine
-        ├── BudgetUsedUpError     work on a rented machine was ended shortly before its hours or money are used up
+        ├── BudgetUsedUpError     work on a rented machine was ended: the hours or the money are nearly used up
         ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
-        ├── ObjectMissingError    an object store has nothing at a URL
+        ├── ObjectMissingError    an object store has no object at the URL
         └── ObjectDamagedError    an object differs from the manifest of its folder
 
 Every exception has all its arguments in `args`, so that it can be pickled.

@@ -33,7 +33,7 @@ class GpuProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU. Its index in the list is its rank. Sizes are in GB of 10^9 bytes."""
+    """The state of one GPU. The GPU's index in the list is its rank. Sizes are in GB of 10^9 bytes."""
 
     name: str
     total_gb: float

@@ -89,7 +89,7 @@ class JobState(StrEnum):
     FINISHED = "FINISHED"
     """The job has a result.json."""
     EXITED = "EXITED"
-    """The job ended without result.json. Its exit record says how."""
+    """The job ended without result.json. The exit record says how the job ended."""
     LOST = "LOST"
     """The job's supervisor died without writing an exit record."""
 
@@ -117,7 +117,7 @@ class JobExit:
     saved_step: int | None = None
     """The last saved step. 0 if the program saved no step. None if the program does not report its saved step."""
     problem: str = ""
-    """Why the program could not save a later step when its end was requested. Otherwise empty."""
+    """Why the program could not save a later step when its end was requested. Empty if it could."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class JobStatus:
     """Size of log.txt in bytes."""
     exit: JobExit | None
     reason: str
-    """Why the job is LOST. Otherwise empty."""
+    """Why the job is LOST. Empty if the job is not LOST."""
     orphans: tuple[int, ...]
     """Process ids of processes that a LOST job left behind. The next start or cancel ends them."""
     is_ending: bool = False
@@ -213,7 +213,7 @@ def cancel_job(
 def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
     """Ask the job to finish early with its present result. Returns the job's status at once.
 
-    The job finds `asked_by` in the file finish-<attempt> of its directory. It may ignore the request.
+    The job finds `asked_by` in the file finish-<attempt> of its directory. The job may ignore the request.
     """
     return _parse_status(_call(session, "finish", run_dir, asked_by))
 

@@ -1,4 +1,4 @@
-"""The ledger records which runs need which job. It survives restarts, and all processes of a store share it.
+"""The ledger records which runs need which job. The ledger survives restarts, and all processes of a store share it.
 
 Two runs that need the same SFT share its job. Each run holds a lease on the job. When the last lease is dropped, the
 job is stopped.
@@ -289,7 +289,7 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def renting(self, run_id: str) -> Iterator[None]:
-        """Let only one process at a time rent machines for a run. Other processes wait."""
+        """Let only one process at a time rent machines for a run. Other processes of the run wait."""
         path = self.path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with locked(path):  # the file is not deleted, as in `_changing_leases`

@@ -136,10 +136,10 @@ _DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READ
 
 
 class LedgerFile:
-    """An open ledger file. Only one thread may use it. Other processes may have the same file open.
+    """An open ledger file. Only one thread may use it. Other processes may have the same ledger open.
 
-    The methods raise LedgerUnwritableError if the disk is full or broken. They raise TransientInfraError if the file is
-    busy.
+    The methods raise LedgerUnwritableError if the disk is full or broken. The methods raise TransientInfraError if the
+    file is busy.
     """
 
     def __init__(self, path: Path) -> None:

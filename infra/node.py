@@ -378,7 +378,7 @@ NO_AGENT = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSHAccess:
-    """Parameters of an SSH login. They contain names of files, never the files' content."""
+    """Parameters of an SSH login. The parameters contain names of files, never the files' content."""
 
     host: str
     port: int

@@ -1,8 +1,8 @@
 """Answer the requests of an SSHSession on the node: run a command, write files, read a file.
 
-This is the node's side of ssh/ssh_session.py. The client sends this program's text to `python -c` before the first
-request. Nothing has to be installed, and both sides always have the same version. The program uses only the standard
-library and old syntax.
+This program is the node's side of ssh/ssh_session.py. The client sends this program's text to `python -c` before the
+first request. Nothing has to be installed, and both sides always have the same version. The program uses only the
+standard library and old syntax.
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
     client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
@@ -14,8 +14,8 @@ line for the nonce.
 If the input ends without "end of input", the connection is broken. The command is then killed. A file that is written
 atomically keeps its old content. Files that are written in chunks keep the received chunks.
 
-An agent answers many requests, one after another. Each request runs in a fork of the agent. This is faster than a new
-agent per request, because opening an SSH channel and starting Python take longer than most requests.
+An agent answers many requests, one after another. Each request runs in a fork of the agent. A fork is faster than a new
+agent, because opening an SSH channel and starting Python take longer than most requests.
 
 Not here: detached jobs (supervisor/), directories (sync/receiver.py).
 """
@@ -453,7 +453,7 @@ def write_in_place(
 ) -> dict[tuple[str, int], str]:
     """Write pieces at their offsets, with fsync. Returns the digest of each chunk by file name and chunk number.
 
-    The pieces of a chunk come in order. The rest of each file is not changed, and other processes may write to the rest
+    The pieces of a chunk come in order. Other parts of each file are not changed, and other processes may write to them
     at the same time.
 
     Raises:

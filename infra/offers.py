@@ -23,7 +23,7 @@ CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
 """Words in the names of GPUs that NVIDIA did not make: MI300X, RX 7900 XTX."""
 MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
-"""Words in the names of NVIDIA's GPUs that some providers write and others omit."""
+"""Words in the names of NVIDIA's GPUs that some providers write and other providers omit."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
 """Allowed relative difference of memory sizes. For example, a GPU sold with 48 GB has 46,068 MiB."""
@@ -247,8 +247,8 @@ class Instance:
 def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
     """Describe the nearest offer if none matches the query.
 
-    If an offer fails only the price, the cheapest such offer is described. Otherwise, the offer that fails the fewest
-    conditions is described.
+    If an offer fails only the price, the cheapest such offer is described. If no offer fails only the price, the offer
+    that fails the fewest conditions is described.
 
     Args:
         named: returns the name by which the user knows a field of the query.
@@ -272,8 +272,8 @@ def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
     """Return whether `name` contains every word of `wanted`.
 
     RTX4090 matches "NVIDIA RTX 4090", but L4 does not match "NVIDIA L40". Providers write words and numbers together or
-    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". They may omit NVIDIA's own words and the memory: "NVIDIA A100 80GB"
-    matches an "A100 SXM" with 80 GB.
+    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". Providers may omit NVIDIA's own words and the memory: "NVIDIA A100
+    80GB" matches an "A100 SXM" with 80 GB.
 
     Args:
         vram_gb: memory of the GPU, for names without the memory. None matches any memory.

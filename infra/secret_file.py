@@ -1,4 +1,4 @@
-"""Secrets of a store: files and folders that only their owner can access. Their permissions are checked on every use.
+"""Secrets of a store: files and folders that only their owner can access. Every use of a secret checks the permissions.
 
 A store belongs to one user. Like ssh with its keys, this module refuses files of another user, and files with read
 access for other users. The error's text names the command that solves the problem. Root may use another user's store,

@@ -170,7 +170,8 @@ class Session(Protocol):
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        """Write chunks of files at their offsets, and create missing directories. The rest of each file is not changed.
+        """Write chunks of files at their offsets, and create missing directories. Other parts of the files are not
+        changed.
 
         Chunks of one file must be adjacent. Returns the digest of each written chunk, by file name and chunk number.
         When the call returns, the data is on the disk (fsync).
@@ -193,7 +194,7 @@ class Session(Protocol):
         """
 
     def place_program(self, source: Path) -> str:
-        """Put one of the project's Python programs (node_programs.py) on the node. Returns the program's path there."""
+        """Put one of the project's Python programs (node_programs.py) on the node. Returns its path there."""
 
     def __enter__(self) -> Self: ...
 

@@ -3,8 +3,8 @@
     public key ──registered under a unique name──> launch(kind, region, name) ──> instance, user ubuntu, port 22
     host key   ──as user data, which Lambda never shows again──┘
 
-Lambda has no spot machines and no community machines. It may refuse an instance type a second after listing it as
-available.
+Lambda has no spot machines and no community machines. Lambda may refuse an instance type a second after listing the
+type as available.
 
 Not here: HTTP (http.py), launching and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """

@@ -4,8 +4,8 @@
                                                                                └─ its run failed: kept for a while
 
 A new machine's host key is known before the first login if it was installed at the machine's creation, or if the
-provider reports it. Otherwise the key of the first login is accepted. The ledger stores the key. Later logins require
-the same key, even if the machine's address has changed.
+provider reports it. If no host key is known, the host key of the first login is accepted. The ledger stores the key.
+Later logins require the same key, even if the machine's address has changed.
 
 Not here: renting (renting/provision.py), the providers' APIs (runpod.py and others), SSH (ssh/ssh_session.py).
 """

@@ -1,4 +1,4 @@
-"""The user's own machines, reached over SSH. They are neither rented nor released.
+"""The user's own machines, reached over SSH. A run neither rents nor releases these machines.
 
 Not here: the session (ssh/ssh_session.py), the requirements on a machine (bootstrap.py).
 """

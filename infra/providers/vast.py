@@ -26,7 +26,7 @@ _OFFERS, _MAX_SEARCHES = 64, 8
 """Largest number of offers that Vast.ai returns per search, and largest number of searches. Searches are limited,
 because Vast.ai limits how many offers an account may see in a day."""
 _LEAST_S = 3600
-"""Seconds for which an offered machine must be available. Its owner may take it back later."""
+"""Seconds for which an offered machine must be available. The machine's owner may take it back after this time."""
 _GPU_NAMES = (
     *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
     *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),

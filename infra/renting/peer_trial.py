@@ -8,7 +8,7 @@ deadline are killed.
     arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
     answer       {"is_tried": true, "problem": ""}; is_tried is false if torch is missing or cannot use a GPU
 
-The program runs in the training's interpreter and environment. It uses only the standard library and torch.
+The program runs in the training's interpreter and environment. The program uses only the standard library and torch.
 """
 
 import ctypes

@@ -115,8 +115,9 @@ def rent_machines(renting: Renting) -> list[Rental]:
 def released_on_failure(renting: Renting) -> Iterator[None]:
     """Release the run's machines if the block fails.
 
-    After an error, the machines in use are released. After Ctrl-C, all machines are released, including requested
-    ones. After SIGTERM, all are released except usable ones, which the next start takes over.
+    After an error, the machines in use are released. After Ctrl-C, all machines are released, including machines that
+    were only requested. After SIGTERM, all machines are released except usable machines, which the next start takes
+    over.
     """
     try:
         yield

@@ -41,7 +41,7 @@ def release_machines(
     """Release several machines like `release_machine`. The end of every machine is requested before any wait.
 
     Raises:
-        StillRentedError: for the first machine that may still be rented, after all others were handled.
+        StillRentedError: for the first machine that may still be rented, after all machines were handled.
         TransientInfraError: all machines are gone, but the ledger could not be written.
     """
     gone, problems = _release_each(rentals, ledger, clouds, note=note, pace=pace)

@@ -40,7 +40,7 @@ class RentalState(StrEnum):
     READY = "ready"
     """The machine can be used."""
     RELEASING = "releasing"
-    """The machine's end was requested. It costs money until the provider no longer lists it."""
+    """The machine's end was requested. The machine costs money until the provider no longer lists it."""
     GONE = "gone"
     REFUSED = "refused"
     """The machine never existed."""
@@ -182,7 +182,7 @@ def find_rental(ledger: Ledger, name: str) -> Rental | None:
 
 
 def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
-    """Return all machines of a run, including gone ones, oldest first."""
+    """Return all machines of a run, including machines that are gone, oldest first."""
     return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)
 
 

@@ -2,8 +2,8 @@
 
 Not here: the requests (ssh_session.py), connections and logins (connection.py), a single request (agent_call.py).
 
-An agent is a process on the node that answers all kinds of requests. This side sends the agent's program text before
-its first request. The node's login shell therefore only has to start Python, and no shell interprets arguments. An
+An agent is a process on the node that answers all kinds of requests. This machine sends the agent's program text before
+the first request. The node's login shell therefore only has to start Python, and no shell interprets arguments. An
 agent answers requests one after another and stays alive between requests. A request therefore costs one round trip.
 Concurrent requests use further agents on separate channels.
 

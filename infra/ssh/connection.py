@@ -69,7 +69,7 @@ _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Receive windows of a near and of a distant connection. The window limits the speed of a distant connection. A large
 window costs a near connection two fifths of its speed. The server chooses the window for sent data."""
 _PROHIBITED = 1
-"""Error code for a channel that the server's configuration forbids. Other error codes are temporary."""
+"""Error code for a channel that the server's configuration forbids. All other error codes report temporary problems."""
 _REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
 """Texts that OpenSSH sends instead of its greeting: to a banned address, and while too many logins are in progress."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)

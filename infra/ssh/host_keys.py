@@ -182,8 +182,8 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty if there is
-    none."""
+    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty if the file has no
+    key."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 

@@ -251,7 +251,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
 
 
 def _restore_lines(text: str) -> str:
-    """Restore the line breaks of a private key. One-line input fields and some secret stores remove them."""
+    """Restore the line breaks of a private key. One-line input fields and some secret stores remove line breaks."""
     match = _PEM.search(text.replace("\\n", "\n"))
     if match is None or "Proc-Type" in match["body"]:  # old encrypted keys have headers on lines of their own
         return text

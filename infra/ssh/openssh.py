@@ -4,7 +4,7 @@ The client is two to three times as fast as paramiko, whose encryption holds Pyt
 connection, the client receives more slowly than paramiko, because its window has only 2 MiB.
 
 The client accepts only the host key that our own connection accepted (host_keys.py), and logs in with the same key
-file. It uses no configuration file, no agent and no known_hosts file of the user.
+file. The client uses no configuration file, no agent and no known_hosts file of the user.
 
 Not here: the choice between the client and paramiko (agents.py).
 """
@@ -46,8 +46,8 @@ from rollouts.infra.ssh.proxy_jump import (
 
 _QUESTION_TIMEOUT_S = 5.0
 _SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
-"""The key exchange that OpenSSH 9.0 to 9.8 choose first. It costs the client up to 0.3 s of processor time per
-login."""
+"""The key exchange that OpenSSH 9.0 to 9.8 choose first. This key exchange costs the client up to 0.3 s of processor
+time per login."""
 _FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
 """Key exchanges to prefer to the slow key exchange. The second one is not safe against quantum computers. Our own
 connection, which carries the secrets, is not safe against them either."""

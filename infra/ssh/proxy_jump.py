@@ -28,7 +28,7 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """A socket that records its first line and the time of its last bytes. It takes over another socket's
+    """A socket that records its first line and the time of its last bytes. The socket takes over another socket's
     descriptor."""
 
     def __init__(self, other: socket.socket) -> None:
@@ -39,7 +39,7 @@ class HeardSocket(socket.socket):
 
     @property
     def refusal(self) -> str:
-        """The first line from an SSH server that sent a text instead of its greeting. Otherwise empty."""
+        """The first line from an SSH server that sent a text instead of its greeting. Empty after a greeting."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
         return "" if is_greeted or not lines else shown_line(lines[0].decode(errors="replace"))

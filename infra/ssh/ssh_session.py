@@ -66,7 +66,8 @@ class SSHSession:
         """Connect only at the first request.
 
         Args:
-            programs_dir: absolute directory on the node for the project's programs. Their file names contain a digest.
+            programs_dir: absolute directory on the node for the project's programs. The programs' file names contain a
+                digest.
             find_access: called before every connection attempt. Needed if the node's address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)

@@ -63,7 +63,7 @@ class WantedFile:
     """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has none."""
     identity: str = ""
     """The store's identifier of the content. Empty if a manifest lists the file. The identifier need not be a digest.
-    It is only compared with the store's identifier after the download.
+    The identifier is only compared with the store's identifier after the download.
     """
 
 

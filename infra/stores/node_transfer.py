@@ -1,9 +1,9 @@
 """Download files from an object store, or upload pieces of files, by presigned URLs.
 
-This program is the node's side of direct.py. It runs on a node as `node_transfer.py VERB DIRECTORY`, without
-credentials. The program is one file and uses only the standard library, because its text is sent to nodes. Each verb
-reads one JSON object from standard input and prints one. If a verb fails, the program prints `{"error": sentence}` and
-exits with code 1.
+This program is the node's side of direct.py. The program runs on a node as `node_transfer.py VERB DIRECTORY`, without
+credentials. It is one file and uses only the standard library, because its text is sent to nodes. Each verb reads one
+JSON object from standard input and prints one. If a verb fails, the program prints `{"error": sentence}` and exits with
+code 1.
 
     fetch DIRECTORY    {"probe_s", "limit_s", "files": [{"path", "size", "url"}]}                 {"num_bytes"}
     send DIRECTORY     {"probe_s", "limit_s", "pieces": [{"path", "offset", "length", "url"}]}    {"etags"}, in order
@@ -11,7 +11,7 @@ exits with code 1.
 Several pieces are transferred in parallel, each with little memory. A broken transfer is retried; a retried download
 continues after the received bytes. The content is verified by receiver.py and by the store's own digests.
 
-A URL is a secret while it is valid. It is passed on standard input. Error messages omit everything after its "?".
+A URL is a secret while it is valid. URLs are passed on standard input. Error messages omit everything after its "?".
 """
 
 import contextlib
@@ -214,7 +214,7 @@ def _read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
 
 
 def _carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[ResultT]:
-    """Run calls, several in parallel, and return their results. If one call fails, the others stop."""
+    """Run calls, several in parallel, and return their results. If one call fails, the other calls stop."""
     with ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="transfer") as pool:
         try:
             return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -3,7 +3,7 @@
     s3://bucket/folder   gs://bucket/folder   file:///folder
 
 Only this module uses fsspec, whose drivers are optional packages. The drivers find credentials in environment variables
-and in the files of the providers' own tools. This code never sees the credentials.
+and in the files of the providers' own tools. The code of this project never sees the credentials.
 
 Not here: publications (publication.py), downloads (download.py), errors of drivers (object_errors.py), a folder of this
 machine (shared_folder.py).
@@ -49,8 +49,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install the driver of a protocol."""
 FOLDER = "file"
 _PROTOCOLS = (*EXTRAS, FOLDER)
-"""Supported protocols. Other drivers of fsspec, for example for web pages and for local files by other names, are
-refused."""
+"""Supported protocols. Other drivers of fsspec, for example the drivers for web pages and for local files by other
+names, are refused."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")

@@ -1,6 +1,6 @@
 """Keep one program running on a node, detached from its client, and record how it ended.
 
-This package is the node's side of jobs.py. It runs as `python supervisor VERB RUN_DIR ...`. The package uses only the
+This package is the node's side of jobs.py. The package runs as `python supervisor VERB RUN_DIR ...`. It uses only the
 standard library, because its text is sent to nodes (node_programs.py). Not here: the program's work, sessions
 (session.py).
 
@@ -16,8 +16,8 @@ Each verb except `follow` prints one JSON object. A verb that fails prints `{"er
 Files in RUN_DIR:
 
     job.json      the job's input. The start of each attempt writes it, because ports and other placements may change
-                  between attempts. These changes do not change the job's identity. The file stays unchanged while the
-                  job is running
+                  between attempts. A changed placement does not change the job's identity. The file stays unchanged
+                  while the job is running
     log.txt       the program's raw stdout and stderr of all attempts
     exit-<n>.json how attempt n ended
     finish-<n>    asks the program of attempt n to finish early with its present result; the program may ignore it

@@ -80,7 +80,7 @@ def _list_gpu_uuids() -> list[str]:
 
 
 class GPUSlots:
-    """The GPUs of a job. The job holds a lock on each of them until its last process has ended.
+    """The GPUs of a job. The job holds a lock on each GPU until the job's last process has ended.
 
     A lock is a file with flock. The supervisor locks the file, and the program and its children inherit the lock. If
     the supervisor is killed while the program still uses the GPU, the GPU therefore stays locked. The kernel frees the
@@ -91,7 +91,7 @@ class GPUSlots:
         mutex            held while locks are checked and changed
 
     Every job takes its GPUs in the same order. A waiting job keeps the GPUs that it has taken. Two jobs therefore never
-    wait for each other, and jobs with several GPUs get all of them in the end. Jobs that must run together form a
+    wait for each other, and jobs with several GPUs get all GPUs in the end. Jobs that must run together form a
     group. Each job of a group takes the GPUs of the whole group.
     """
 

@@ -28,8 +28,8 @@ def find_processes(
     """Return all live processes of the job except this process.
 
     Args:
-        supervisor: process id of the supervisor. Its descendants are included even if they changed their environment.
-            Needs /proc.
+        supervisor: process id of the supervisor. The supervisor's descendants are included even if they changed their
+            environment. Needs /proc.
         group: the process group of the job, for systems without /proc.
         group_started: start time of the group's leader; empty if unknown.
     """

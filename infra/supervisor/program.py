@@ -147,7 +147,7 @@ class CappedLog:
 
 
 class _ProgramOutput:
-    """The pipe with the program's output. Its content is copied to the log."""
+    """The pipe with the program's output. The pipe's content is copied to the log."""
 
     def __init__(self, descriptor: int, log: CappedLog) -> None:
         self._descriptor = descriptor
@@ -228,7 +228,8 @@ class StopRequests:
     def grant(self) -> Grant | None:
         """Grant the time that the program requests for saving, and tell the program. None if no time is requested.
 
-        Later calls never grant more time. They may grant less if another request to end the job has a lower limit.
+        Later calls never grant more time. A later call may grant less time if another request to end the job has a
+        lower limit.
         """
         said = read_stop_state(self._spec.run_dir, self._attempt)
         if self._granted is None and not isinstance(said.get("pid"), int):
@@ -434,7 +435,8 @@ class _EndSignals:
 
 
 def _reap_children(process: subprocess.Popen[bytes]) -> int | None:
-    """Reap every child that has ended, including adopted ones. Returns the wait status of `process` if it has ended."""
+    """Reap every child process that has ended, including adopted children. Returns the wait status of `process` if it
+    has ended."""
     found: int | None = None
     while True:
         try:

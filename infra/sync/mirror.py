@@ -1,20 +1,21 @@
 """Mirror a run directory of a node into a directory on this machine, during the job and after it.
 
-    logs, metrics, events, …  new content is appended; readers on this machine see the files grow
+    logs, metrics, events, …  new content is appended; readers of the mirror see the files grow
     other files               received in .incoming/, then renamed. Only chunks that differ from an interrupted earlier
                               attempt or an older version are transferred, and each chunk's digest is checked. The
                               program that receives a large new file writes it directly, not through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
                               a new version of a checkpoint replaces the old version when all new files have arrived
-    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted here as well.
+    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted in the mirror,
+    too.
                               A checkpoint of a later step than the job's newest is kept: another node wrote it, and
                               this may be the only copy
 
 Except for growing files, readers on this machine see only complete files. A file counts as unchanged if its size and
 modification time are equal.
 
-A node may be untrusted, so only file names that jobs write are accepted. Otherwise, a file like `json.py` could be
-imported when a stage resumes in this folder. The number and size of files are limited.
+A node may be untrusted, so only file names that jobs write are accepted. A file like `json.py` could otherwise be
+imported when a stage resumes in the mirrored folder. The number and size of files are limited.
 
 Not here: the node's side (sender.py), uploads to the node (push.py).
 """
@@ -83,7 +84,7 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
     Only one process at a time mirrors into a directory. If the directory does not exist on the node, nothing changes.
 
     Args:
-        takes: returns whether a file of this name is fetched. Other names are listed in a warning.
+        takes: returns whether a file of this name is fetched. Files with other names are listed in a warning.
 
     Raises:
         TransientInfraError: the connection broke, or a file arrived damaged. The next call continues the transfer.

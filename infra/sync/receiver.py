@@ -1,6 +1,6 @@
 """Receive copied files on a node: check the disk's room, verify the files, and make all files appear together.
 
-This program is the node's side of push.py. It runs as `receiver.py VERB ...`. The program is one file and uses only the
+This program is the node's side of push.py. The program runs as `receiver.py VERB ...`. It is one file and uses only the
 standard library (and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. If a
 verb fails, the program prints `{"error": sentence}` and exits with code 1.
 

@@ -1,6 +1,6 @@
 """List the files of a run directory on a node, and send the requested parts of them.
 
-This program is the node's side of mirror.py. It runs as `sender.py VERB DIRECTORY`. The program is one file and uses
+This program is the node's side of mirror.py. The program runs as `sender.py VERB DIRECTORY`. It is one file and uses
 only the standard library (and blake3 if installed), because its text is sent to nodes.
 
     list DIRECTORY      prints one JSON object, {"files": {name: [size, modified_ns]}, "digest": name of the digest,
