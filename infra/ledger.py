@@ -149,7 +149,7 @@ class Ledger(LedgerFile):
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self.path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file is not deleted afterwards: a waiting process would get the lock of a deleted file
+        with locked(path):  # the file stays: a waiting process would otherwise get the lock of a deleted file
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
@@ -231,7 +231,7 @@ class Ledger(LedgerFile):
         """Return the live runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
         found = {}
         for path in self._run_lock_path("").glob("*"):
-            with suppress(FileNotFoundError):  # the run has ended meanwhile
+            with suppress(FileNotFoundError):  # the run may have ended since the listing
                 began_at = path.stat().st_mtime
                 if self.is_alive(path.name):
                     found[path.name] = began_at
@@ -251,7 +251,7 @@ class Ledger(LedgerFile):
             finally:
                 # If the run leaves leases or machines behind, the file must stay: it shows that the run has died.
                 is_needed = self.leases_of(run_id) or self._rents(run_id)
-                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # fails while another process has the lock
+                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # try_lock fails while another process has the lock
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
@@ -292,7 +292,7 @@ class Ledger(LedgerFile):
         """Let only one process at a time rent machines for a run. Other processes of the run wait."""
         path = self.path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file is not deleted, as in `_changing_leases`
+        with locked(path):  # the lock file is not deleted, as in `_changing_leases`
             yield
 
     def start_lock(self, stage: str) -> Path:

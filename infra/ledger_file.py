@@ -204,7 +204,7 @@ class LedgerFile:
                 ) from error
             raise TransientInfraError(f"the ledger {self.path} is busy or unreachable: {error}") from error
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # for example a violated constraint
+            if type(error) is not sqlite3.DatabaseError:  # the error is, for example, a violated constraint
                 raise
             raise PermanentInfraError(
                 f"{self.path} is not a ledger, or is damaged: {error}; use another path"

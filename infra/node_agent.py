@@ -73,7 +73,7 @@ _F_SETPIPE_SZ = 1031
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
+    # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 if TYPE_CHECKING:  # old interpreters do not support this notation
@@ -308,7 +308,7 @@ def run_program(program: types.ModuleType, argv: list[str]) -> None:
     try:
         exit_code = program.main(argv) or 0
         sys.stdout.flush()
-    finally:  # the fork must end here, because it would otherwise continue as a second agent
+    finally:  # end the fork now, because it would otherwise continue as a second agent
         if exit_code is None:
             traceback.print_exc()
         sys.stderr.flush()
@@ -334,7 +334,7 @@ def run_command(
     limit is over."""
     try:
         process = _start_process(request, programs)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
+    except (OSError, ValueError) as error:  # ValueError: an argument has a zero byte
         client.skip_input()
         return {"problem": getattr(error, "strerror", None) or str(error)}
     assert process.stdout is not None and process.stderr is not None
@@ -422,7 +422,7 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
         write_atomically(Path(request["path"]), client.chunks())
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror}
-    except ValueError as error:  # a zero byte in the path
+    except ValueError as error:  # the path has a zero byte
         return {"errno": None, "problem": str(error)}
     return {}
 
@@ -435,7 +435,7 @@ def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> 
         return {"digests": [[*chunk, digest] for chunk, digest in digests.items()]}
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror, "path": error.filename}
-    except ValueError as error:  # a zero byte in the path
+    except ValueError as error:  # the path has a zero byte
         return {"errno": None, "problem": str(error), "path": request["directory"]}
 
 

@@ -247,8 +247,8 @@ def _times_of(path: str) -> "list[Any]":
     package records."""
     try:
         with os.scandir(path) as entries:
-            # Python changes a folder's time when it compiles modules in it. So only the names of folders count, not
-            # their times.
+            # Python changes a folder's time when it compiles modules in the folder. Therefore, only the
+            # names of folders count.
             return sorted(
                 [each.name, _time_of(each) if "-info" in each.name or not each.is_dir() else 0]
                 for each in entries
@@ -263,7 +263,7 @@ def _times_of(path: str) -> "list[Any]":
 def _time_of(entry: "os.DirEntry[str]") -> int:
     try:
         return entry.stat().st_mtime_ns
-    except FileNotFoundError:  # a broken symbolic link
+    except FileNotFoundError:  # the symbolic link is broken
         return entry.stat(follow_symlinks=False).st_mtime_ns
 
 

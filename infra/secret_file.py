@@ -36,7 +36,7 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             file.write(make())
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # if two processes create a secret at the same time, the first one wins
+        os.link(partial, path)  # of two processes that create a secret at the same time, the first one wins
     except FileExistsError:
         if _read_secret(path) is None:  # the existing file is empty, because the disk was full
             partial.replace(path)

@@ -108,7 +108,7 @@ def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudN
         for name in names:
             try:
                 clouds[name] = stack.enter_context(open_account(name))
-            except PermanentInfraError as error:  # a missing or invalid key must not affect other providers
+            except PermanentInfraError as error:  # a missing or invalid API key must not affect other providers
                 problems.append(str(error))
         yield clouds, problems
 

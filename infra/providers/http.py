@@ -339,7 +339,7 @@ class ProviderAPI:
             ProviderUnavailableError: the pause would end after the deadline.
         """
         own_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
-        pause_s = max(own_s, wanted_s)  # a provider may ask for 0 s, or for a time in the past of this clock
+        pause_s = max(own_s, wanted_s)  # a provider may ask for 0 s, or for a past time
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)

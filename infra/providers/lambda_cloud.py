@@ -154,7 +154,7 @@ class Lambda(Account):
         try:
             self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
         except OfferGoneError:
-            if name not in [known.name for known in self._keys()]:  # another run may have registered the key just now
+            if name not in [known.name for known in self._keys()]:  # another run may have registered it just now
                 raise
         return name
 

@@ -261,7 +261,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),
-        disk_gb=disk_gb or found.disk.usual or None,  # if no allowed size is large enough, the default size
+        disk_gb=disk_gb or found.disk.usual or None,  # the default size is used if no allowed size is large enough
     )
 
 

@@ -336,7 +336,7 @@ def _build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the SSH key for the login is unusable.
     """
-    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # imports paramiko
+    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # this import loads paramiko
 
     query = settings.query
     if settings.num_machines > 1:
@@ -446,7 +446,7 @@ def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
 
 def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
     """Return a session on a machine that has no node yet."""
-    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
+    from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 
     return SSHSession(access, python=python, programs_dir="")
 

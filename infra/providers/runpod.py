@@ -123,7 +123,7 @@ class RunPod(Account):
             "env": {"PUBLIC_KEY": spec.public_key},
         }
         if offer.region:
-            body["dataCenterIds"] = [offer.region]  # only a preference: `get` returns the region that RunPod chose
+            body["dataCenterIds"] = [offer.region]  # a preference only: `get` returns the region that RunPod chose
         return self._api.create("/v2/pods", body, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
@@ -137,7 +137,7 @@ class RunPod(Account):
         for key_type, fingerprint in _host_keys_in(lines):
             found[key_type] = fingerprint
             if key_type == "ed25519":
-                break  # SSH asks for this type of key first
+                break  # SSH asks for a key of this type first
         return next((found[key_type] for key_type in ("ed25519", "ecdsa", "rsa") if key_type in found), "")
 
     def list_named(self, prefix: str) -> list[Instance]:

@@ -162,7 +162,9 @@ class Sky:
             "accelerators": f"{accelerator}:{offer.gpu_count}",
             "disk_size": spec.disk_gb,
             "use_spot": offer.is_spot,
-            **({} if offer.is_unpriced else {"max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100}),  # in cents
+            **(
+                {} if offer.is_unpriced else {"max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100}
+            ),  # in full cents
             **({"instance_type": instance_type} if instance_type else {}),
             **({"image_id": spec.image} if spec.image else {}),
         }
@@ -172,7 +174,7 @@ class Sky:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
-            # A machine that starts after its end time is useless, and may cost more than the run may spend.
+            # A machine that starts after its end time is useless, and may exceed the run's limit of money.
             left_s = math.inf if spec.ends_at is None else max(0.0, spec.ends_at - time.time())
             timeout_s = min(LAUNCH_TIMEOUT_S, left_s)
             try:
@@ -234,7 +236,7 @@ class Sky:
             raise ProviderUnavailableError(f"sky {words[0]} took longer than {ANSWER_TIMEOUT_S:.0f} s") from error
 
     def _run(self, words: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        # Python's variables of this environment would break SkyPilot's environment.
+        # Python's variables in this process's environment would break SkyPilot's environment.
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             return subprocess.run(

@@ -48,7 +48,7 @@ def reach_machine(settings: SSHMachine, store: Path) -> Node:
         NodeUnreachableError, HostKeyError, LoginError: the login failed.
         PermanentInfraError: the machine's interpreter cannot be run, or `root` is not a usable path.
     """
-    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
+    from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 
     access = read_access(settings, store)
     with SSHSession(access, python=settings.python, programs_dir="") as session:
@@ -130,7 +130,7 @@ def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None 
     Args:
         find_access: called before every connection attempt. Needed if the machine's address may change.
     """
-    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
+    from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 
     assert node.access is not None, f"{node.name} has no address"
     programs_dir = f"{node.root}/{_PROGRAMS_DIR}"

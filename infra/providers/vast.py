@@ -111,7 +111,7 @@ class Vast(Account):
         key_variable="VAST_API_KEY",
         min_interval_s=1.0,
         create_interval_s=4.5,
-        account_refusal=r"insufficient_credit|lacks credit|Invalid user key",  # with 400, and 404 to a search
+        account_refusal=r"insufficient_credit|lacks credit|Invalid user key",  # with status 400, or 404 for a search
         offer_refusal=r"Offer \d+ is not",  # "... your own. Hosts can only rent their own machines."
     )
 
@@ -137,7 +137,7 @@ class Vast(Account):
             body["cuda_max_good"] = {"gte": float(query.min_cuda)}
         names = _names_of(query.gpu_types)
         named = self._search(body | {"gpu_name": {"in": names}}, query) if names else []
-        return named or self._search(body, query)  # Vast.ai may have renamed GPUs, so search all offers then
+        return named or self._search(body, query)  # search all offers if none matches: Vast.ai may have renamed GPUs
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         key = shlex.quote(spec.public_key)
@@ -153,7 +153,7 @@ class Vast(Account):
         return str(self._api.create(path, body, _Contract, method="PUT", is_machine=True).new_contract)
 
     def get(self, instance_id: str) -> Instance | None:
-        if not (instance_id.isascii() and instance_id.isdigit()):  # not an id of Vast.ai
+        if not (instance_id.isascii() and instance_id.isdigit()):  # Vast.ai's ids are numbers
             return None
         # The list is used, because the API for a single instance shows ports in an older format.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}

@@ -72,7 +72,7 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
         completed = session.run([session.python, ISOLATED, "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
-    except CommandFailedError as error:  # a crash of the driver crashes the interpreter too
+    except CommandFailedError as error:  # a crash of the driver also crashes the interpreter
         code = error.completed.exit_code
         raise UnfitMachineError(f"its GPUs cannot be tested (the test ended with code {code})") from error
     found = read_answer(completed)

@@ -101,7 +101,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
                 if usable is not None:
                     renting.say(f"reuses {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
-            elif rental.instance_id:  # an unconfirmed creation that another machine has replaced
+            elif rental.instance_id:  # another machine has replaced this one
                 renting.say(f"gives back {rental.name}: other machines replaced it")
                 renting.release(rental)
             else:
@@ -156,7 +156,7 @@ def _inherited(renting: Renting) -> list[Rental]:
     """
     own = [rental for rental in renting.own_rows() if _is_reached(rental, renting)]
     if own:
-        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # usable machines first
+        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # list usable machines first
     request, ledger = renting.request, renting.ledger
     mine: list[Rental] = []
     for rental in all_rentals(ledger):

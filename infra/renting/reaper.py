@@ -253,7 +253,7 @@ def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
     now = time.time()
     if rental.expires_at <= now:
         return ""
-    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a live run is about to take it over
+    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a live run is about to take the machine
         until = f"which failed and keeps it until {in_utc(rental.ends_at)}: `rollouts nodes release` ends it now"
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):

@@ -122,7 +122,7 @@ def release_machine(
     try:
         with ledger.transaction():
             gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
-            ledger.drop_leases_on(releasing.name)  # the machine's jobs have ended with it
+            ledger.drop_leases_on(releasing.name)  # the machine's jobs have ended with the machine
     except InfraError as error:
         raise _not_noted(releasing, error) from error
     logger.info("gave back %s at %s", releasing.name, releasing.provider)

@@ -142,7 +142,7 @@ def machine_name(ledger: Ledger, run_id: str) -> str:
     """Return a unique name that contains the ledger's identity and the run's id."""
     run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because one character may be a dash
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
-    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # counts all runs whose ids begin alike
+    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # other runs may share the stem
     return f"{stem}{attempt}-t{int(time.time())}"
 
 

@@ -78,7 +78,7 @@ class Agent:
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
         """Names of the programs that the agent has loaded."""
-        self._unsent = _FIRST_BYTES + text  # sent together with the first request to save a round trip
+        self._unsent = _FIRST_BYTES + text  # this text is sent with the first request to save a round trip
 
     @property
     def is_alive(self) -> bool:

@@ -94,7 +94,7 @@ class Agents:
         with self._lock:
             self._is_closed = True  # keeps other threads from connecting again
             for _, agent in itertools.chain(*self._idle_agents.values()):
-                agent.end_input()  # first for all agents, so that they end concurrently
+                agent.end_input()  # end all agents first, so that they end concurrently
             for purpose in PURPOSES:
                 self._end_idle_agents(purpose)
             if self._openssh_client is not None:
@@ -202,7 +202,7 @@ class Agents:
             agent = Agent(self.connection(purpose).open_command, self._python, self.address)
         except NodeUnreachableError:
             raise
-        except TransientInfraError:  # the server allows no further channel; a followed log may occupy the only one
+        except TransientInfraError:  # no further channel is allowed; a followed log may occupy the only one
             if purpose != "control":
                 raise
             agent = Agent(self.connection("beside").open_command, self._python, self.address)

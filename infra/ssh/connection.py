@@ -88,7 +88,7 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
     """The server's disconnect message. Empty while connected, or if the server sent none."""
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
-        message.get_int()  # a number for the kind of reason
+        message.get_int()  # skip the number for the kind of reason
         self.goodbye = shown_line(message.get_string().decode(errors="replace"))
 
 
@@ -362,7 +362,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # no key of these types, or no common cipher or key exchange
+        except paramiko.IncompatiblePeer as error:  # there is no key of these types, or no common algorithm
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue
@@ -430,11 +430,11 @@ def _open_socket(access: SSHAccess) -> socket.socket:
         if error.errno == socket.EAI_NONAME:
             raise NameUnknownError(f"there is no host called {access.host}: check node.host") from error
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    except UnicodeError as error:  # the name has two dots in a row, or too long a label
+    except UnicodeError as error:  # the name has two dots in a row, or a label is too long
         raise PermanentInfraError(f"{access.host} is not a valid host name: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # off by default in paramiko, which is 14 times slower
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves this off, which is 14 times slower
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (

@@ -143,7 +143,7 @@ class HostKeyPolicy:
 
     def _entries(self) -> Iterator[tuple[str, HostKey]]:
         for path in self.known_hosts:
-            if path == Path(os.devnull):  # OpenSSH's notation for "no file"
+            if path == Path(os.devnull):  # OpenSSH uses this path to say "no file"
                 continue
             try:
                 text = read_text(path, errors="replace")
@@ -158,7 +158,7 @@ class HostKeyPolicy:
         line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(descriptor, line.encode())  # one write, so that lines of two processes do not mix
+            os.write(descriptor, line.encode())  # a single write keeps the lines of two processes apart
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -166,7 +166,7 @@ class HostKeyPolicy:
 
 def make_host_key() -> HostKeyPair:
     """Create a new host key for a machine that is about to be created."""
-    from cryptography.hazmat.primitives import serialization as formats  # imported late: only renting needs it
+    from cryptography.hazmat.primitives import serialization as formats  # late, because only renting needs this
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.generate()

@@ -113,7 +113,7 @@ def public_half(key: Any) -> bytes:  # Any: paramiko has no types
         return bytes(key.asbytes())
     certificate = paramiko.Message(key.asbytes())
     name = certificate.get_string().removesuffix(_CERTIFICATE.encode())
-    certificate.get_string()  # the certificate's nonce
+    certificate.get_string()  # skip the certificate's nonce
     alone = paramiko.Message()
     alone.add_string(name)
     for _ in range(_NUM_PUBLIC_FIELDS.get(name.decode(), 2)):
@@ -239,7 +239,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
         return f"{key.get_name()} {key.get_base64()}"
     path = Path(f"{key_file}.pub").expanduser()
     try:
-        words = read_text(path, errors="replace").split()  # the comment may have any encoding
+        words = read_text(path, errors="replace").split()  # the key's comment may have any encoding
     except OSError as error:
         raise PermanentInfraError(
             f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
@@ -291,11 +291,11 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
         if mode & 0o077:
             raise LoginError(address, f"other users may read the key {path} (mode {mode:04o}): chmod 600 it")
         return paramiko.PKey.from_path(path)
-    except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
+    except (TypeError, paramiko.PasswordRequiredException) as error:  # the key is encrypted
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
-    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key, or an obsolete type
+    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key holds it, or its type is obsolete
         raise LoginError(
             address,
             f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or let the SSH "
@@ -310,7 +310,7 @@ def _read_public_blob(path: Path) -> bytes | None:
     """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither file has
     a public half."""
     for each in (path, Path(f"{path}.pub")):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the text is not base64
             text = read_text(each, errors="replace")
             words = text.split()
             if len(words) > 1 and words[0].startswith(_PUBLIC):
@@ -321,6 +321,6 @@ def _read_public_blob(path: Path) -> bytes | None:
                 head = paramiko.Message(content[len(_OPENSSH_MAGIC) :])
                 for _ in ("cipher", "derivation of its key", "options of that"):
                     head.get_binary()
-                head.get_int()  # the number of keys, always one
+                head.get_int()  # skip the number of keys, which is always one
                 return bytes(head.get_binary())
     return None

@@ -292,7 +292,7 @@ class OpenSSHChannel:
     def close(self) -> None:
         self.end_input()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.05)  # gives an idle client time to close its connection properly
+            self._process.wait(0.05)  # an idle client gets time to close its connection properly
         self.kill()
         self._process.wait()
         self._output.close()

@@ -100,7 +100,7 @@ class ProxySocket(HeardSocket):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)  # the error message is complete only after the client's end
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()
-        # With several jump hosts, the message with the reason comes first. Later messages only report a missing answer.
+        # With several jump hosts, the line with the reason comes first. Later lines only report a missing answer.
         return next((line for line in lines if any(known in line for known in _REFUSALS)), lines[-1] if lines else "")
 
     def close(self) -> None:

@@ -249,7 +249,7 @@ class SSHSession:
             content = bytearray()
             for _, chunk in call.frames():
                 content += chunk
-                if len(content) > MAX_READ_BYTES + 1:  # more bytes than were requested
+                if len(content) > MAX_READ_BYTES + 1:  # the node sent more bytes than were requested
                     raise _too_large(path)
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
@@ -283,7 +283,7 @@ class SSHSession:
         self, request: JsonObject, argv: Sequence[str], stdin: bytes, purpose: Purpose
     ) -> Iterator[Iterator[bytes]]:
         with self.agents.ask(purpose, request) as call:
-            if purpose == "control":  # a followed log occupies this agent, so prepare another one for requests
+            if purpose == "control":  # prepare another agent, because a followed log occupies this one
                 self.agents.make_ready("control")
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
@@ -356,7 +356,7 @@ def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
     """
     early: list[SSHChannel] = []
     with contextlib.suppress(TransientInfraError):  # the node's program may not listen on the port yet
-        early.append(open_channel())  # kept for the first connection, because some servers accept only one
+        early.append(open_channel())  # keep this channel for the first connection, because some servers accept only one
 
     def next_channel() -> SSHChannel:
         with contextlib.suppress(IndexError):

@@ -104,7 +104,7 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
         if key in listed:
             size, sha256 = listed[key]
             wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
-        elif not listed or key == MANIFEST:  # other files than the listed ones do not belong to the folder
+        elif not listed or key == MANIFEST:  # files that are not listed do not belong to the folder
             md5 = "" if "-" in there.md5 else there.md5
             wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
@@ -186,7 +186,7 @@ def is_being_fetched(folder: Path) -> bool:
             try:
                 fcntl.flock(
                     descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # a shared lock, so that checks do not disturb each other
+                )  # the lock is shared, so that checks do not disturb each other
             except BlockingIOError:
                 return True
             finally:
@@ -214,9 +214,9 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
     if shutil.disk_usage(incoming).free < needed:
         raise DiskFullError(str(incoming.parent), needed)
     damaged = _fetch(store, missing, incoming, {})
-    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry: an earlier download may have left a bad part
+    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry, as an earlier download may have left a bad part
     compared = [each for each in list(damaged) or wanted if each.identity]
-    there = store.list() if compared else {}  # one listing in place of a request per object
+    there = store.list() if compared else {}  # one listing replaces a request per object
     for each in compared:
         if each.key not in there or there[each.key].identity != each.identity:
             raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")

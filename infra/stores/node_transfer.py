@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
             answer = {"etags": send_pieces(wanted, directory, limit)}
     except _TransferError as error:
         answer = {"error": str(error)}
-    except OSError as error:  # a local file; connection errors become _TransferError in `retried`
+    except OSError as error:  # a local file failed; `retried` converts connection errors
         answer = {"error": f"{error.filename}: {error.strerror}"}
     sys.stdout.write(json.dumps(answer) + "\n")
     return 1 if "error" in answer else 0

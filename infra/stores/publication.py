@@ -100,7 +100,7 @@ def check_writable_store(store: ObjectStore) -> None:
         raise StoreRefusedError(f"{store.url}/{PROBE} is not what was written: does another program write there?")
     try:
         store.remove(probe)
-    except StoreRefusedError as error:  # publishing never deletes, so it does not need permission to delete
+    except StoreRefusedError as error:  # publishing works without permission to delete
         logger.info("%s was left behind: %s", probe, error)
 
 
@@ -275,7 +275,7 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _U
         try:
             _send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
             published = newest.name
-        except (InfraError, OSError) as error:  # OSError: the training has deleted the checkpoint meanwhile
+        except (InfraError, OSError) as error:  # OSError: the training may have deleted the checkpoint
             logger.warning("%s was not published: %s", newest, error)
 
     with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):

@@ -57,7 +57,7 @@ def parse_object(text: bytes) -> JsonObject | None:
     """Parse a JSON object. None if the text is anything else."""
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+    except (ValueError, RecursionError):  # RecursionError: the text has thousands of nested brackets
         return None
     return document if isinstance(document, dict) else None
 

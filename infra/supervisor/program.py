@@ -28,7 +28,7 @@ from rollouts.infra.supervisor.processes import (
 from rollouts.infra.supervisor.spec import JobSpec
 
 if TYPE_CHECKING:
-    from typing import Self  # missing in Python 3.10, which nodes may have
+    from typing import Self  # Python 3.10, which nodes may have, lacks this name
 
 
 # ── environment ──
@@ -43,7 +43,7 @@ _INHERITED_NAMES = """
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
 """
-# PIP_ and UV_: some machines configure their package index only by variables.
+# PIP_ and UV_ are included because some machines configure their package index only by variables.
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "PIP_", "UV_")
 _FOLDER_LISTS = ("PATH", "PYTHONPATH", "ROLLOUTS_CODE_PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
 _PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
@@ -59,7 +59,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     }
     return {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONUTF8": "1",  # the same behavior in every locale
+        "PYTHONUTF8": "1",  # programs then behave equally in every locale
         "SPT_NOENV": "1",  # else setproctitle, which engines use, overwrites the variable that marks our processes
         **kept,
         **spec.env,
@@ -170,7 +170,7 @@ class _ProgramOutput:
 
     def drain(self) -> None:
         """Copy the remaining output after the program's end, then close the pipe."""
-        for _ in range(1024):  # limited, because a process that survived SIGKILL may write forever
+        for _ in range(1024):  # the limit is for a process that survived SIGKILL and may write forever
             if not self.pump(wait_s=0):
                 break
         if self._is_open:

@@ -46,7 +46,7 @@ def start_job(spec: JobSpec) -> JsonObject:
     began = time.monotonic()
     while True:
         with locked(internal_path(run_dir, "start.lock")) as start_lock:
-            status = renew_lease(run_dir)  # before `is_ending` is read, see StopRequests
+            status = renew_lease(run_dir)  # renew the lease before `is_ending` is read, see StopRequests
             if not status["is_ending"]:
                 return _start_or_find(spec, status, start_lock)
         # Wait without the lock, so that a second cancel request can take the lock now. Otherwise, the request could
@@ -76,7 +76,7 @@ def _start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonOb
         answer = detach(spec, status["attempt"] + 1, start_lock)
     if "error" in answer:
         # The failed supervisor holds the lock until its process has ended. Until then, another start would attach to
-        # it.
+        # the failed supervisor.
         with locked(internal_path(run_dir, "lock")):
             raise JobError(answer["error"])
     return read_status(run_dir)

@@ -141,7 +141,7 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
     Each offset is the position after the printed content. A client whose connection broke continues at this offset.
     """
     while True:
-        is_running = is_supervised(run_dir)  # checked before reading, so that no output before the end is missed
+        is_running = is_supervised(run_dir)  # checked before reading, so that output before the job's end is not missed
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
             log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)

@@ -65,11 +65,11 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         for name in ("lease", f"spare-{attempt}"):
             internal_path(spec.run_dir, name).touch()
         _write_meta(spec.run_dir, meta)
-        log = CappedLog(log_path, spec.max_log_bytes)  # before the report, after which clients read the log
+        log = CappedLog(log_path, spec.max_log_bytes)  # opened before the report, after which clients read the log
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
         program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: a zero byte in an argument
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: an argument has a zero byte
         for name in (f"meta-{attempt}.json", f"exit-{attempt}.json"):
             internal_path(spec.run_dir, name).unlink(missing_ok=True)
         report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
@@ -83,7 +83,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         else:
             ending, restarts = started_program, 0
     said = read_stop_state(spec.run_dir, attempt)
-    slots.release()  # before the exit record is written, because the next job may then take the GPUs at once
+    slots.release()  # release before the exit record exists, because the next job may then take the GPUs at once
     record = {
         "attempt": attempt,
         "code": ending.code,

@@ -158,9 +158,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
             receiver.check_name(name)
         except receiver.CopyError as error:
             raise PermanentInfraError(f"{source} on the node: {error.message}") from error
-        if any(
-            part.startswith(".") for part in name.split("/")
-        ):  # sender.py lists no such names, and this module uses them for its own files
+        if any(part.startswith(".") for part in name.split("/")):  # this module uses such names for its own files
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
         if not _are_size_and_time(found):
             raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
@@ -232,7 +230,7 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if path.is_symlink() or not path.is_dir():  # a user created it; a link may lead to other files of the user
+        if path.is_symlink() or not path.is_dir():  # a user created it; the link may lead to the user's files
             continue
         checkpoint = f"checkpoints/{path.name}"
         # Jobs never delete their newest checkpoint. A later checkpoint is from another node, which may have lost it.
@@ -303,9 +301,9 @@ def _receive_listed(
         raise TransientInfraError(f"{head} came from the node instead of {name}")
     if head["size"] is None:
         return None
-    if _manifest_of(name) == name:  # if the manifest has changed, the files before it belong to the old version
+    if _manifest_of(name) == name:  # if the manifest has changed, files before it are of the old version
         may_appear &= [head["size"], head.get("modified_ns")] == list(listed)
-    if head["size"] > listed[0]:  # the file has grown; room was checked only for the listed size
+    if head["size"] > listed[0]:  # the file has grown since the room was checked
         _check_room(target, {name: head["size"]})
     return _receive(stream, head, part, may_appear=may_appear)
 
@@ -471,7 +469,7 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
         for start in range(0, head["size"], CHUNK_BYTES):
             if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
                 wrong.append(start)
-        # Readers see this file while it grows, so cut off wrong content.
+        # Readers see the file while it grows, so cut off wrong content.
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())

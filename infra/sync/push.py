@@ -141,7 +141,7 @@ def _held_folder(
     request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES, "digest": digest}).encode() + b"\n"
     try:
         with session.stream([*program, *arguments], stdin=request) as lines:
-            # Skip other lines: some interpreters print messages first.
+            # Skip other lines, because some interpreters print other text first.
             answer = next((found for line in lines if (found := parse_object(line)) is not None), None)
             if answer is None:
                 raise TransientInfraError(f"the node prepared nothing for {destination}: copy again")

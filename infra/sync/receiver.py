@@ -60,7 +60,7 @@ _PIECE_BYTES = 256 << 10
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
+    # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
@@ -298,7 +298,7 @@ def _move_file(source: Path, path: Path, described: list[int], wanted_size: int)
     """Move a file, which may be incomplete. Returns whether its size and time are still as described."""
     descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        # Programs that still write into the file check under this lock whether it was moved (node_agent.py).
+        # Programs that still write into the file check under this lock whether the file was moved (node_agent.py).
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         status = os.fstat(descriptor)
         source.rename(path)
@@ -398,7 +398,7 @@ def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, a
                     num_written = _write_from_stdin(file, path, start, min(_PIECE_BYTES, end - start))
                     if not num_written:
                         raise CopyError(f"{path} ends early: copy again", kind="damaged")
-                    # Read back from the page cache, which is cheaper than passing the bytes through this process.
+                    # Read the bytes back from the page cache, which is cheaper than passing them through this process.
                     digest.update(os.pread(file.fileno(), num_written, start))
                     start += num_written
                 digests.append(digest.hexdigest())

@@ -48,7 +48,7 @@ _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
+    # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
