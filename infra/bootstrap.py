@@ -89,7 +89,7 @@ class NodeNeeds:
     trainer_gb: float = 0.0
     """Lower bound of the memory that one trainer process takes."""
     trainer_parts: str = ""
-    """The parts of which `trainer_gb` consists, in words, for messages."""
+    """The parts of which `trainer_gb` consists, in words, for error texts."""
     engine_gpu_ranks: tuple[int, ...] = ()
     """GPU ranks of the engines."""
     engine_gb: float = 0.0

@@ -43,7 +43,7 @@ def _find_fault(name: CloudName, cloud: CloudType) -> str:
 
 
 ALL_CLOUDS: Registry[CloudType] = Registry("rollouts.providers", CLOUDS, _find_fault)
-"""Built-in providers and those of installed packages."""
+"""Built-in providers and the providers of installed packages."""
 CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
 """A setting that names a provider."""
 

@@ -42,7 +42,7 @@ class EngineInstallation:
     further_index: str = ""
     """URL of a second index for packages that the first index lacks."""
     wheels: str = ""
-    """Folder on this machine with all packages. If it is set, no index is used."""
+    """Folder on this machine with all packages. If the folder is set, no index is used."""
     disk_gb: float = 0.0
     """Disk space of the installed environment in GB."""
 

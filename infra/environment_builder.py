@@ -24,8 +24,8 @@ SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1
 """Environment variables for the installers. uv uses the system's certificates, like pip. Older versions of uv know only
 the last name."""
 _CACHE = "../../cache/uv"
-"""uv's cache, relative to the run directory and so below the node's root. Used if uv cannot write to the user's
-home."""
+"""uv's cache, relative to the run directory and so below the node's root. The folder is used if uv cannot write to the
+user's home."""
 _FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
 _PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]

@@ -104,8 +104,8 @@ class BannedError(NodeUnreachableError):
 
 
 class RequestCutError(NodeUnreachableError):
-    """The connection broke before the node's answer arrived. The node may have executed, or still execute, the
-    request."""
+    """The connection broke before the node's answer arrived. The node may have executed the request, or may still be
+    executing it."""
 
 
 class LoginShellError(RequestCutError):

@@ -69,7 +69,7 @@ MAX_GRACE_S = 600.0
 _CANCEL_LOOK_S = 1.0
 """Seconds for which one call waits for the end of a cancelled job. `cancel_job` repeats the call."""
 MAX_BROKEN_STREAMS = 10
-"""Number of connections in a row without a message after which `follow_job` gives up."""
+"""Number of connections in a row without a received message after which `follow_job` gives up."""
 STEADY_S = 600.0
 """A connection that lasted this many seconds counts as working even without a message: the job may wait for a GPU."""
 MAX_RECONNECT_PAUSE_S = 10.0
@@ -117,7 +117,7 @@ class JobExit:
     saved_step: int | None = None
     """The last saved step. 0 if the program saved no step. None if the program does not report its saved step."""
     problem: str = ""
-    """Why the program could not save a later step when its end was requested. Empty if it could."""
+    """Why the program could not save a later step when its end was requested. Empty if the program could save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class FollowOffsets:
 
 
 def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
-    """Start the job unless it is finished or running. Concurrent callers start it only once.
+    """Start the job unless it is finished or running. Concurrent callers start the job only once.
 
     If the job is being ended, because of a request or a limit, the call waits for its end and starts the next attempt.
 
@@ -393,7 +393,7 @@ def _parse_status(document: JsonObject) -> JobStatus:
 def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
-    """Call one verb of the supervisor. The last line of its output is the answer."""
+    """Call one verb of the supervisor. The last line of the supervisor's output is the answer."""
     parameters = (verb, run_dir, *arguments)
     if verb == "start":  # the new process becomes the supervisor, so no agent may fork it
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]

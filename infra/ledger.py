@@ -276,7 +276,8 @@ class Ledger(LedgerFile):
 
     @property
     def identity(self) -> str:
-        """Eight hexadecimal digits that are unique to this ledger. The names of its rented machines contain them."""
+        """Eight hexadecimal digits that are unique to this ledger. The names of the ledger's rented machines contain
+        these digits."""
         query = "SELECT id FROM identity"
         if known := self.read(query):
             return str(known[0][0])
@@ -312,7 +313,7 @@ class Ledger(LedgerFile):
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder. Without effect if its file system does not support locks on folders."""
+    """Hold an exclusive lock on a folder. Does nothing if the file system does not support locks on folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -202,10 +202,10 @@ class MachineSpec:
     """The machine's unique name. If the answer to the machine's creation was lost, the machine is found by this
     name."""
     public_key: str
-    """Public key for the login, as a line of authorized_keys."""
+    """Public SSH key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
-    """Container image or operating system, as the provider names it. Empty uses the provider's default."""
+    """Container image or operating system, as the provider names it. If empty, the provider's default is used."""
     min_cuda: str = ""
     ends_at: float | None = None
     """Time at which the provider should end the machine, in seconds since 1970, if the provider supports this. None

@@ -123,8 +123,8 @@ class Session(Protocol):
 
     @property
     def can_pour(self) -> bool:
-        """Whether `pour_program` and `feed_program` work. Each of their calls costs a login, so they pay off only for
-        hundreds of MiB or more."""
+        """Whether `pour_program` and `feed_program` work. Each of their calls costs a login, so the two methods pay off
+        only for hundreds of MiB or more."""
 
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
@@ -368,7 +368,7 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
     """Return the error for a file that cannot be written.
 
     Args:
-        number: the system's error number. None without one.
+        number: the system's error number. None if the system reported no number.
         num_bytes: number of bytes that were to be written, as far as known.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):

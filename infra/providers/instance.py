@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
-    """Return the node of the machine, after its provider has started it and one login has succeeded.
+    """Return the node of the machine, after the provider has started the machine and one login has succeeded.
 
     Raises:
         MissingKeyError, ProviderRefusedError: the provider cannot be asked.

@@ -53,7 +53,7 @@ _SETUP_PYTHON = "/usr/bin/python3"
 """Interpreter for the setup commands, which run before `python` may exist. All images known to us have this file."""
 _SETUP_TIMEOUT_S = 3600.0
 _REAP_WITHIN_S = 60.0
-"""Seconds that a new run waits at most for the end of an old machine."""
+"""Largest number of seconds that a new run waits until an old machine is gone."""
 EXPIRY_LOOK_S = 5.0
 _KEYS_DIR = "machine_keys"
 

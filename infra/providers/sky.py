@@ -162,9 +162,7 @@ class Sky:
             "accelerators": f"{accelerator}:{offer.gpu_count}",
             "disk_size": spec.disk_gb,
             "use_spot": offer.is_spot,
-            **(
-                {} if offer.is_unpriced else {"max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100}
-            ),  # in full cents
+            **({} if offer.is_unpriced else {"max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100}),  # in cents
             **({"instance_type": instance_type} if instance_type else {}),
             **({"image_id": spec.image} if spec.image else {}),
         }

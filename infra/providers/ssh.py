@@ -17,7 +17,7 @@ from rollouts.infra.ssh.ssh_config import read_ssh_config
 
 _FIRST_USE_FILE = "known_hosts"
 _SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-"""File in which a network's administrators may store host keys. OpenSSH's client reads this file too."""
+"""File in which a network's administrators may store host keys. OpenSSH's client reads the file too."""
 _PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
@@ -128,7 +128,7 @@ def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None 
     """Return a session on the machine.
 
     Args:
-        find_access: called before every connection attempt. Needed if the machine's address may change.
+        find_access: called before every connection attempt, for a machine whose address may change.
     """
     from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 

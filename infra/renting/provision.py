@@ -310,7 +310,7 @@ def _is_short(offer: Offer, request: RentRequest) -> bool:
 
 
 def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
-    """Rent the missing machines by one offer. All machines are requested before any wait.
+    """Rent the missing machines by one offer. All machines are requested before the first wait.
 
     Raises:
         _OfferFailedError: one machine could not be rented, and the others were released.

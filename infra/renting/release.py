@@ -38,7 +38,7 @@ def release_machines(
     note: str = "",
     pace: Pace = PATIENT,
 ) -> list[Rental]:
-    """Release several machines like `release_machine`. The end of every machine is requested before any wait.
+    """Release several machines like `release_machine`. The end of every machine is requested before the first wait.
 
     Raises:
         StillRentedError: for the first machine that may still be rented, after all machines were handled.
@@ -109,7 +109,8 @@ def release_machine(
         is_unfit: whether the machine was unusable. An unusable machine is not rented again for a while.
 
     Raises:
-        StillRentedError: the provider still has the machine, or does not answer. The row stays open for a later check.
+        StillRentedError: the provider still has the machine, or does not answer. The row of the machine stays open for
+            a later check.
         TransientInfraError: the machine is gone, but the ledger could not be written.
     """
     try:

@@ -24,7 +24,7 @@ _TOO_LATE_S = 1200.0
 """Another run takes a machine over only if more than this many seconds remain. Half of this time is reserved for ending
 the work on the machine (tasks/budget.py)."""
 _TOO_LATE_SHARE = 0.2
-"""Share of a machine's whole rental time. If this share is shorter than `_TOO_LATE_S`, it is the limit instead."""
+"""Share of a machine's whole rental time. If this share is shorter than `_TOO_LATE_S`, the share is the limit."""
 NEVER_SEEN = "it never appeared"
 """Note in the row of a machine that was requested and never appeared."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
@@ -87,7 +87,7 @@ class Rental:
     host: str = ""
     """The provider's name of the physical machine. Empty if unknown."""
     is_unfit: bool = False
-    """Whether the machine was released right after its creation because it was unusable."""
+    """Whether the machine was unusable and was therefore released right after its creation."""
     expected_key: str = ""
     """Fingerprint that the host key must have at the first login. Empty if the key is unknown before the first
     login."""

@@ -197,7 +197,7 @@ class Agent:
 
 
 class AgentCall:
-    """A running request. Leaving its `with` block ends the request and the command that it runs."""
+    """A running request. Leaving the `with` block of a request ends the request and its command."""
 
     def __init__(
         self,
@@ -230,8 +230,8 @@ class AgentCall:
         """Send the request's input, then the end of input.
 
         Args:
-            in_background: whether to send in a thread. A command that stops reading until its output is read needs
-                this.
+            in_background: whether to send in a thread. A thread is needed if the command stops reading until its output
+                is read.
         """
         if in_background:
             threading.Thread(target=self.send_input, args=(chunks,), daemon=True).start()

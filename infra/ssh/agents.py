@@ -62,10 +62,10 @@ class Agents:
     """The connections and agents of one machine. Several threads may use this object."""
 
     def __init__(self, access: SSHAccess, *, python: str, find_access: Callable[[], SSHAccess] | None) -> None:
-        """Connect only at the first request.
+        """The connections are opened by the first requests, not now.
 
         Args:
-            find_access: called before every connection attempt. Needed if the node's address may change.
+            find_access: called before every connection attempt, for a node whose address may change.
         """
         self.access = access
         self.programs: dict[str, str] = {}

@@ -385,7 +385,8 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
 
 
 def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, HostKey]:
-    """Open a transport without a login. Returns the transport and the host's key, of which the host proved possession.
+    """Open a transport without a login. Returns the transport and the host's key. The host has proven that it owns the
+    key.
 
     Raises:
         NodeUnreachableError: the host does not answer, or the connection breaks.
@@ -434,7 +435,7 @@ def _open_socket(access: SSHAccess) -> socket.socket:
         raise PermanentInfraError(f"{access.host} is not a valid host name: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves this off, which is 14 times slower
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko's default is 14 times slower
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (

@@ -108,7 +108,7 @@ def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
 
 
 def public_half(key: Any) -> bytes:  # Any: paramiko has no types
-    """Return the public key in the format of the SSH protocol. For a certificate, this is the key that it certifies."""
+    """Return the public key in the format of the SSH protocol. For a certificate, return the certified key."""
     if not key.get_name().endswith(_CERTIFICATE):
         return bytes(key.asbytes())
     certificate = paramiko.Message(key.asbytes())
@@ -191,8 +191,7 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
     """Read a private key from an environment variable.
 
     Raises:
-                PermanentInfraError: the variable holds no usable key. The error's text does not contain the variable's
-                    value.
+        PermanentInfraError: the variable holds no usable key. The error's text does not contain the variable's value.
     """
     text = os.environ.get(variable, "")
     if not text:

@@ -39,7 +39,8 @@ class HeardSocket(socket.socket):
 
     @property
     def refusal(self) -> str:
-        """The first line from an SSH server that sent a text instead of its greeting. Empty after a greeting."""
+        """The first line from an SSH server that sent a text instead of its greeting. Empty if the server sent a
+        greeting."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
         return "" if is_greeted or not lines else shown_line(lines[0].decode(errors="replace"))

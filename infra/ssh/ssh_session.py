@@ -63,12 +63,12 @@ class SSHSession:
         programs_dir: str,
         find_access: Callable[[], SSHAccess] | None = None,
     ) -> None:
-        """Connect only at the first request.
+        """The session connects at the first request, not now.
 
         Args:
             programs_dir: absolute directory on the node for the project's programs. The programs' file names contain a
                 digest.
-            find_access: called before every connection attempt. Needed if the node's address may change.
+            find_access: called before every connection attempt, for a node whose address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)
         self._python = python

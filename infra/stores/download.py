@@ -60,7 +60,7 @@ class WantedFile:
     sha256: str = ""
     """The file's digest in a manifest. Empty if no manifest lists the file."""
     md5: str = ""
-    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has none."""
+    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has no MD5."""
     identity: str = ""
     """The store's identifier of the content. Empty if a manifest lists the file. The identifier need not be a digest.
     The identifier is only compared with the store's identifier after the download.

@@ -50,7 +50,7 @@ JsonObject = dict[str, Any]
 
 
 class _TransferError(Exception):
-    """The transfer is given up. The error's text says why, and contains no URL."""
+    """The program gave up a transfer. The error's text says why, and contains no URL."""
 
 
 class Limit:
@@ -130,7 +130,7 @@ def _check_reachable(url: str, probe_s: float) -> None:
 
 
 def _fetch_files(files: Sequence[JsonObject], directory: Path, limit: Limit) -> int:
-    """Download every file to its path below the directory. Returns the number of bytes."""
+    """Download every file to its path below the directory. Returns the number of downloaded bytes."""
     calls: list[Callable[[], None]] = []
     for file in files:
         path, size = directory / file["path"], int(file["size"])

@@ -34,7 +34,8 @@ from rollouts.infra.stores.object_errors import missing_bucket, sorted_failures
 from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
-"""Objects of at least twice this size are uploaded to S3 in parts. Several parts are in memory and sent in parallel."""
+"""Objects of at least twice this size are uploaded to S3 in parts. Several parts are held in memory and sent in
+parallel."""
 _PARTS_AT_ONCE = 10
 _MAX_PARTS = 10_000
 """S3's largest number of parts of an object."""

@@ -59,8 +59,8 @@ class SharedFolder:
             return _describe(_checked_status(folder, name, key))
 
     def copy_mode(self, key: str) -> int:
-        """Return the permissions of a copy. Only users who can reach the original from the root on can read the
-        copy."""
+        """Return the permissions for a downloaded copy. Only users who can reach the original file from the root
+        directory can read the copy."""
         real, top = self._real(key), self._real(str(self._root))
         mode = int(self.info(key)["mode"])
         for folder in real.parents:

@@ -226,7 +226,8 @@ class StopRequests:
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and tell the program. None if no time is requested.
+        """Grant the time that the program requests for saving, and tell the program. None if the program requests no
+        time.
 
         Later calls never grant more time. A later call may grant less time if another request to end the job has a
         lower limit.

@@ -12,7 +12,7 @@ FIRST_GPU = "first"
 
 
 class JobError(Exception):
-    """A verb failed. The message, one sentence, is printed to the caller."""
+    """A verb failed. The error's text, one sentence, is printed to the caller."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class JobSpec:
     gpu_group: str = ""
     """Jobs of the same group share their GPUs. Empty: the job shares its GPUs with no other job."""
     run_name: str = ""
-    """Name of the run, for messages to jobs that wait for the same GPUs."""
+    """Name of the run, for the texts shown to jobs that wait for the same GPUs."""
 
 
 def parse_spec(text: bytes) -> JobSpec:

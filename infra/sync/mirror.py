@@ -117,7 +117,7 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 @contextmanager
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror at intervals while the block runs. A failure is logged, and the next round retries.
+    """Mirror at intervals while the block runs. A failed transfer is logged, and the next round retries it.
 
     At its end, the block waits for a running transfer. After an exception or an interrupt, the block does not wait.
     """
@@ -389,8 +389,8 @@ class _Part:
     """The part of a file that is already on this machine while the file is fetched."""
 
     def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
-        """Use the part of an earlier attempt. Without one, a large file begins as a copy of this machine's older
-        version."""
+        """Use the part of an earlier attempt. Without such a part, a large file begins as a copy of this machine's
+        older version."""
         self.path = path
         self.algorithm = algorithm
         self.is_in_place = path == begins_as

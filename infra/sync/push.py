@@ -42,12 +42,12 @@ from rollouts.infra.sync import receiver
 CALL_TIMEOUT_S = 3600.0
 """Time limit of a call in seconds. Within one call, the node hashes the whole directory, at about 1 GB/s."""
 BATCH_BYTES = CHUNK_BYTES
-"""Files of up to this total size are sent with one call over the present connection. More bytes are sent over separate
-connections."""
+"""Files of up to this total size are sent with one call over the present connection. Files of a larger total size are
+sent over separate connections."""
 _MANY_BYTES = 32 << 20
-"""For copies above this size, several connections to a distant node save more time than their logins take."""
+"""For uploads above this size in bytes, several connections to a distant node save more time than their logins take."""
 MAX_VAIN_ATTEMPTS = 4
-"""A copy is continued after broken connections until this many attempts in a row made no progress."""
+"""After a broken connection, an upload is continued until this many attempts in a row made no progress."""
 FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,8 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
     copy = secrets.token_hex(8)
     num_missing: list[float] = []
-    """Number of missing bytes at the beginning of each attempt. Infinite if the attempt failed before counting them."""
+    """Number of missing bytes at the beginning of each attempt. Infinite if the attempt failed before the missing bytes
+    were counted."""
     while True:
         incoming = _incoming_of(destination, copy, len(num_missing))
         num_missing.append(math.inf)

@@ -380,7 +380,8 @@ def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str,
 
 
 def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
-    """Write standard input to a new file, with fsync. Returns the digests of the chunks, which are read back.
+    """Write standard input to a new file, with fsync. Returns the digests of the chunks, which are read back from the
+    file.
 
     Stops when `incoming` is no longer locked, because the sending program may outlive its client.
     """
