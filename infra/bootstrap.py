@@ -192,7 +192,7 @@ def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
 
 
 def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
-    """Check that the node has all GPUs that the settings name, and that torch can use a GPU for training.
+    """Check that the node has all GPUs of the settings, and that torch can use a GPU for training.
 
     Raises:
         PermanentInfraError: the node has too few GPUs, a named GPU cannot compute, or the training would silently run

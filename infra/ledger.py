@@ -108,8 +108,9 @@ class Ledger(LedgerFile):
     def drop_lease(self, run_dir: str, run_id: str) -> int:
         """Drop a run's lease on a job, if the run has a lease. Returns how many leases on the job remain.
 
-        The returned number excludes leases on other nodes, which belong to other jobs, and claims of jobs that were not
-        started. Leases of dead runs are dropped too. If several runs drop their leases concurrently, only one gets 0.
+        Leases on other nodes belong to other jobs and are not counted. Claims of jobs that were not started are not
+        counted either. Leases of dead runs are dropped too. If several runs drop their leases concurrently, only one
+        gets 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
         with self.transaction():  # one process at a time, because `has_died` takes a run's lock for a moment

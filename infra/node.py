@@ -398,7 +398,7 @@ class SSHAccess:
     first_use_file: str = ""
     """File that stores host keys accepted at the first login. If empty, unknown hosts are refused."""
     pinned_file: str = ""
-    """File that stores a key that matched `host_key`, so that later logins know the key's type. If empty,
+    """File that stores a key after a match with `host_key`, so that later logins know the key's type. If empty,
     `first_use_file` is used."""
     proxy_jump: str = ""
     """Jump hosts, separated by commas. If empty, the connection is direct (ssh/proxy_jump.py)."""

@@ -453,8 +453,8 @@ def write_in_place(
 ) -> dict[tuple[str, int], str]:
     """Write pieces at their offsets, with fsync. Returns the digest of each chunk by file name and chunk number.
 
-    The pieces of a chunk come in order. Other parts of each file are not changed, and other processes may write to them
-    at the same time.
+    The pieces of a chunk come in order. Other parts of each file are not changed. Other processes may write to these
+    parts at the same time.
 
     Raises:
         OSError: a file cannot be written. The error has the file's path. ESTALE means that another copy process has

@@ -102,7 +102,8 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """Yield the accounts that can be opened, by provider, and one sentence on the problem of each other account."""
+    """Yield the accounts that can be opened, by provider. Also yield one sentence on the problem of each other
+    account."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:

@@ -84,7 +84,8 @@ class Publication:
 
 
 def check_writable_store(store: ObjectStore) -> None:
-    """Check that the store accepts writes: write and read a test object, and remove it if the store permits that.
+    """Check that the store accepts writes: write and read a test object, and remove the object if the store permits
+    deletion.
 
     Raises:
         StoreRefusedError, StoreUnavailableError: the store cannot be written. The error's text is one sentence.
