@@ -1,4 +1,4 @@
-"""Probe a node, and refuse it if it does not meet the needs of the pipeline.
+"""Probe a node, and refuse a node that does not meet the needs of the pipeline.
 
 probe_node ── node_probe.py on the node ── NodeReport ── check_node ── returns, or raises PermanentInfraError
 """
@@ -30,7 +30,8 @@ class GpuReport:
     has_bfloat16: bool = False
     """Whether the device computes bfloat16 in hardware, several times as fast as float32."""
     problem: str = ""
-    """Why the device cannot compute. The other fields are unknown then. Other devices may still work."""
+    """Why the device cannot compute. If this text is set, the other fields are unknown. Other devices of the node may
+    still work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +44,23 @@ class NodeReport:
     python_version: str
     torch_version: str | None
     torch_problem: str
-    """Why torch cannot be imported. Empty if it can."""
+    """Why torch cannot be imported. Empty if the import works."""
     torch_build: str
     """The hardware for which torch was built, for example `CUDA 12.8` or `the CPU`. Empty without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """The problem of the first device that cannot compute. Empty if all devices can."""
+    """The problem of the first device that cannot compute. Empty if all devices can compute."""
     driver: str
     """Version of NVIDIA's driver. Empty if nvidia-smi reports no version."""
     num_driver_gpus: int
-    """Number of GPUs that nvidia-smi lists. torch may see fewer."""
+    """Number of GPUs that nvidia-smi lists. torch may see fewer GPUs."""
     num_cpus: int
     total_memory_gb: float
     free_memory_gb: float
     free_disk_gb: float
     """Free space on the disk of the node's root directory."""
     root_problem: str
-    """Why files cannot be written to the node's root directory. Empty if they can."""
+    """Why files cannot be written to the node's root directory. Empty if files can be written."""
 
     @property
     def device_summary(self) -> str:
@@ -76,19 +77,19 @@ class NodeNeeds:
     num_gpus: int = 0
     """Number of GPUs that the settings name."""
     last_gpu: int = -1
-    """The highest GPU rank that the settings name. -1 if they name none."""
+    """The highest GPU rank that the settings name. -1 if the settings name no GPU rank."""
     trains_on_gpu: bool = False
     """Whether torch trains on this node and the settings do not allow training on the CPU."""
     is_rented_for_gpus: bool = False
     """Whether the node was rented with GPUs."""
     trainer_gpu_ranks: tuple[int, ...] = ()
-    """GPU ranks of the trainer. Empty means the first GPU, or the CPU on a node without GPUs."""
+    """GPU ranks of the trainer. Empty for the first GPU, or for the CPU on a node without GPUs."""
     num_trainers: int = 1
     """Number of trainer processes."""
     trainer_gb: float = 0.0
     """Lower bound of the memory that one trainer process takes."""
     trainer_parts: str = ""
-    """The parts of which `trainer_gb` consists, in words, for messages."""
+    """The parts of which `trainer_gb` consists, in words, for error texts."""
     engine_gpu_ranks: tuple[int, ...] = ()
     """GPU ranks of the engines."""
     engine_gb: float = 0.0
@@ -96,7 +97,7 @@ class NodeNeeds:
 
     @property
     def trainers_share_cpu(self) -> bool:
-        """Whether several trainer processes run on the CPU. In this case they do so even if the node has GPUs."""
+        """Whether several trainer processes run on the CPU. Several processes use the CPU even if the node has GPUs."""
         return self.num_trainers > 1 and not self.trainer_gpu_ranks
 
 
@@ -121,7 +122,7 @@ def check_imports(
     modules: Mapping[str, str] = NO_MODULES,
     variables: Collection[str] = (),
 ) -> None:
-    """Return if the node's interpreter can import the training code and the user's modules.
+    """Check that the node's interpreter can import the training code and the user's modules.
 
     Args:
         code_dir: the code's folder on the node. The folder's name contains a digest of its content, so the node can
@@ -153,10 +154,10 @@ def check_imports(
 
 
 def check_node(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the node meets the needs.
+    """Check that the node meets the needs.
 
     Raises:
-        PermanentInfraError: a need is not met. The message names the need, the value found, and a remedy.
+        PermanentInfraError: a need is not met. The error's text names the need, the value found, and a remedy.
     """
     if _version(report.python_version) < MIN_PYTHON:
         raise PermanentInfraError(
@@ -191,7 +192,7 @@ def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
 
 
 def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the node has all GPUs that the settings name, and torch can use a GPU for training.
+    """Check that the node has all GPUs of the settings, and that torch can use a GPU for training.
 
     Raises:
         PermanentInfraError: the node has too few GPUs, a named GPU cannot compute, or the training would silently run
@@ -229,11 +230,11 @@ def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
 
 
 def check_alike(report: NodeReport, leader: NodeReport) -> None:
-    """Return if a node can train together with the leader.
+    """Check that a node can train together with the leader.
 
     Raises:
         PermanentInfraError: only one node has GPUs, or the nodes have different versions of torch with incompatible
-        protocols.
+            protocols.
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(
@@ -248,7 +249,7 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
 
 
 def _check_memory(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the devices have enough memory for the training state and for the engines' weights.
+    """Check that the devices have enough memory for the training state and for the engines' weights.
 
     Raises:
         PermanentInfraError: a device has too little memory.

@@ -1,8 +1,8 @@
-"""Loader for a package that is sent to nodes as one text (node_programs.py). It imports the package's modules from
-text.
+"""Loader for a package that is sent to nodes as one text (node_programs.py). The loader imports the package's modules
+from this text.
 
-It is the first part of the text. It runs in the node's own interpreter, so it uses only the standard library and old
-syntax.
+The loader is the first part of the text. The loader runs in the node's own interpreter, so it uses only the standard
+library and old syntax.
 """
 
 from __future__ import annotations

@@ -15,19 +15,19 @@ from rollouts.infra.node_agent import DIGESTS
 CHUNK_BYTES = 8 << 20
 """Size of every chunk except the last one of a file. If any byte differs, the whole chunk is sent again."""
 DIRECT_BYTES = 256 << 20
-"""A new file of at least this size is transferred over an SSH login of its own. The program there reads or writes the
-file directly (session.py)."""
+"""A new file of at least this size is transferred over an SSH login of its own. The program on the node reads or writes
+the file directly (session.py)."""
 _READ_BYTES = 256 << 10
 """Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
 SHA256 = "sha256"
-"""The digest that every Python has. A node may report a faster one (`DIGESTS`)."""
+"""The digest algorithm that every Python has. A node may report a faster algorithm (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
     """Return the digest algorithm that a node reports.
 
     Raises:
-            PermanentInfraError: this machine does not support the algorithm.
+        PermanentInfraError: this machine does not support the algorithm.
     """
     if (algorithm := answer.get("digest")) not in DIGESTS:
         raise PermanentInfraError(f"the node digests files by {algorithm!r}, which is not known here: install it")
@@ -64,7 +64,8 @@ class SourceFile:
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
-        """Use this digest algorithm from now on. If it is a new one, known digests are dropped."""
+        """Use this digest algorithm from now on. If the algorithm differs from the one before, known digests are
+        dropped."""
         if algorithm != self._algorithm:
             self._algorithm, self._digests = algorithm, {}
 
@@ -83,7 +84,7 @@ class SourceFile:
         return tuple(self.digest(number) for number in range(self.num_chunks))
 
     def open(self) -> FileIO:
-        """Open the file for reading. A symbolic link raises an error. A FIFO does not block.
+        """Open the file for reading. A symbolic link raises an error. Opening a FIFO does not block.
 
         Raises:
             TransientInfraError: the file can no longer be read.
@@ -98,7 +99,7 @@ class SourceFile:
         """Yield the content of a chunk.
 
         Raises:
-                    TransientInfraError: the file has changed since it was listed or first read.
+            TransientInfraError: the file has changed since it was listed or first read.
         """
         digest = DIGESTS[self._algorithm]()
         num_missing_bytes = self.length_of(number)
@@ -117,7 +118,7 @@ class SourceFile:
             raise self._changed()
 
     def check(self) -> None:
-        """Return if the file has not changed since its first read.
+        """Check that the file has not changed since its first read.
 
         Raises:
             TransientInfraError: the file changed.

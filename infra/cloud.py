@@ -24,12 +24,12 @@ class CloudType(Protocol):
 
     @property
     def endpoint(self) -> "Endpoint":
-        """The provider's title, its API, and the environment variable of its key."""
+        """The provider's title, its API, and the environment variable of its API key."""
         ...
 
     @property
     def gives_host_key(self) -> bool:
-        """See `Cloud`."""
+        """Whether `Cloud.create` installs the given host key."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class CloudType(Protocol):
         ...
 
     def __call__(self, key: str, url: str = "", /) -> "Cloud":
-        """Open an account with this key. `url` replaces the API's address."""
+        """Open an account with this API key. `url` replaces the API's address."""
         ...
 
 
@@ -51,7 +51,8 @@ class Cloud(Protocol):
     """An account at a provider, for use in a `with` block.
 
     Every method raises ProviderUnavailableError if several attempts give no usable answer. Every method raises
-    ProviderRefusedError if the provider refuses the key or the request. An empty list means that there is nothing.
+    ProviderRefusedError if the provider refuses the API key or the request. An empty list means that the account has no
+    matching offer or machine.
     """
 
     @property
@@ -63,7 +64,7 @@ class Cloud(Protocol):
         ...
 
     def search(self, query: GPUQuery) -> list[Offer]:
-        """Return current offers. They may include offers that the query does not admit."""
+        """Return current offers. The list may include offers that the query does not admit."""
         ...
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
@@ -71,7 +72,7 @@ class Cloud(Protocol):
 
         Raises:
             OfferGoneError, ProviderUnavailableError: nothing was created. Another offer may work.
-            UnclearAnswerError: a machine may have been created. Looking for it could not rule that out.
+            UnclearAnswerError: a machine may have been created. A search for the machine could not rule this out.
         """
         ...
 
@@ -80,7 +81,8 @@ class Cloud(Protocol):
         ...
 
     def host_key(self, instance_id: str) -> str:
-        """Return the fingerprint of the machine's host key. Empty if the provider does not report it, or not yet."""
+        """Return the fingerprint of the machine's host key. Empty if the provider does not report the key, or not
+        yet."""
         ...
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -88,7 +90,8 @@ class Cloud(Protocol):
         ...
 
     def terminate(self, instance_id: str) -> None:
-        """Request a machine's end. Harmless if the machine is gone. Only `get` confirms that the machine is gone."""
+        """Request a machine's end. The request is harmless if the machine is gone. Only `get` confirms that it is
+        gone."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -97,7 +100,7 @@ class Cloud(Protocol):
 
 
 def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
-    """Return the machine as its provider describes it now. None if neither `get` nor the list has it.
+    """Return the machine as its provider describes it now. None if neither `get` nor the list has the machine.
 
     A status 404 of `get` alone is not trusted, because proxies in front of an API sometimes answer 404, too.
 
@@ -119,10 +122,10 @@ class Pace:
     looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
     """Pauses before each search for a machine whose creation was not clearly answered."""
     gone_within_s: float = 600.0
-    """A machine that still exists this many seconds after its end was requested is reported."""
+    """Seconds after the request to end a machine. A machine that still exists then is reported."""
     refused_within_s: float = 60.0
-    """If the provider still refuses the end after this many seconds, the machine is reported, unless it is ending
-    anyway."""
+    """If the provider still refuses to end a machine after this many seconds, the machine is reported, unless it is
+    ending anyway."""
 
 
 PATIENT = Pace()

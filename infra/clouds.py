@@ -1,8 +1,8 @@
 """The registry of the providers of rented machines: built-in providers, and those that installed packages add.
 
-A row names the class of the provider's accounts; `infra/cloud.py` has the Protocol of this class. For a new provider,
-copy `infra/providers/shadeform.py`. A package adds a provider by an entry point of the group `rollouts.providers`:
-`acme = "acme_cloud:Acme"`.
+Each row of `CLOUDS` names the class of a provider's accounts. The Protocol of this class is in `infra/cloud.py`. For a
+new provider, copy `infra/providers/shadeform.py`. A package adds a provider by an entry point of the group
+`rollouts.providers`: `acme = "acme_cloud:Acme"`.
 
 Not here: opening accounts (providers/clouds.py).
 """
@@ -28,7 +28,7 @@ CLOUDS: dict[CloudName, str] = {
     "vast": "rollouts.infra.providers.vast:Vast",
     "sky": "rollouts.infra.providers.sky:Sky",
 }
-"""The class of each built-in provider. It is imported on first use."""
+"""The class of each built-in provider. A class is imported on first use."""
 _MEMBERS = ("name", "endpoint", "gives_host_key", "is_networked", "reaches")
 """Attributes that `CloudType` requires of a class."""
 
@@ -43,7 +43,7 @@ def _find_fault(name: CloudName, cloud: CloudType) -> str:
 
 
 ALL_CLOUDS: Registry[CloudType] = Registry("rollouts.providers", CLOUDS, _find_fault)
-"""Built-in providers and those of installed packages."""
+"""Built-in providers and the providers of installed packages."""
 CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
 """A setting that names a provider."""
 

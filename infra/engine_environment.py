@@ -23,8 +23,8 @@ from rollouts.infra.session import Session
 from rollouts.infra.sync.push import has_files, publish_files
 
 ROOM_FACTOR = 1.5
-"""Disk space that an installation needs, as a multiple of the environment's size: the wheels are there for a while,
-too."""
+"""Disk space that an installation needs, as a multiple of the environment's size: the wheels also take space for a
+while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class EngineInstallation:
     """`name==version` of every package. No other packages are installed."""
     installer: Installer
     index: str = ""
-    """URL of the package index. Empty uses the node's own settings."""
+    """URL of the package index. If empty, the node's own settings are used."""
     further_index: str = ""
-    """URL of a second index for packages that the first one lacks."""
+    """URL of a second index for packages that the first index lacks."""
     wheels: str = ""
-    """Folder on this machine with all packages. If it is set, no index is used."""
+    """Folder on this machine with all packages. If the folder is set, no index is used."""
     disk_gb: float = 0.0
     """Disk space of the installed environment in GB."""
 
@@ -54,10 +54,10 @@ def place_of_engine(session: Session, node: Node, wanted: EngineInstallation) ->
 
 
 def install_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
-    """Install the engine if it is missing. Returns the path of its environment's interpreter on the node.
+    """Install the engine if it is missing. Returns the path of the engine's interpreter on the node.
 
     Raises:
-        PermanentInfraError: the disk has too little room, or the packages cannot be installed. The message has the
+        PermanentInfraError: the disk has too little room, or the packages cannot be installed. The error's text has the
             installer's last lines.
         InfraError: the node cannot be reached.
     """

@@ -1,8 +1,8 @@
-"""Wait until an inference engine, which runs as a job on a node, has generated a token. If it fails, find out why.
+"""Wait until an inference engine, which runs as a job on a node, has generated a token, or find out why it cannot.
 
 If an engine dies, its supervisor restarts it on the same port. If its lease expires, the supervisor ends it (jobs.py).
 
-Not here: starting the engine (jobs.py), renewing its lease, its clients, its weights.
+Not here: starting the engine (jobs.py), and the engine's lease, clients and weights.
 
     start_or_attach ── job RUNNING ── loading ── answers with one token: ready
                             └── ended before that: JobFailedError with the reason found in its log
@@ -57,14 +57,14 @@ def wait_until_engine_ready(
         trainer: session of the node that sends the requests, if another node sends them.
         on_wait: called with a sentence about the GPU for which the engine waits, whenever this GPU changes.
         api_key: the key for requests. Empty if the engine needs none.
-        explain_log: returns a sentence with the cause of the engine's end, from the end of its log. "" if unknown.
-        is_idle: whether the engine has no trainer. If it is paused then, the trainer was killed, so the pause is ended.
+        explain_log: returns a sentence with the cause of a crash, given the last lines of the log. "" if unknown.
+        is_idle: whether no trainer uses the engine. A pause was then left by a killed trainer, and is ended.
 
     Raises:
-        JobFailedError: the engine ended. The message has the cause if the log shows it.
+        JobFailedError: the engine ended. The error's text has the cause if the log shows the cause.
         JobLostError: a reboot, or a kill -9 of the supervisor, ended the engine.
-        PermanentInfraError: the engine requires another key.
-        TransientInfraError: the engine was not ready within `timeout_s` after it got its GPUs. It is still running.
+        PermanentInfraError: the engine requires another API key.
+        TransientInfraError: the engine was not ready within `timeout_s` after it got its GPUs, and is still running.
     """
     started = time.monotonic()
     deadline = started + timeout_s
@@ -99,13 +99,12 @@ def wait_until_engine_ready(
 
 
 def check_engine_installed(session: Session, package: str, *, python: str) -> None:
-    """Return if an interpreter on the node has an engine's package.
+    """Check that an interpreter on the node has an engine's package.
 
     Args:
-        python: the interpreter. Empty uses the session's.
+        python: the interpreter. If empty, the session's interpreter is checked.
 
     Raises:
-        PermanentInfraError: the interpreter or the package is missing.
         PermanentInfraError: the interpreter or the package is missing.
     """
     interpreter = python or session.python
@@ -117,10 +116,10 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
 
 
 def engine_version(session: Session, package: str, *, python: str) -> str:
-    """Return the version of an engine's package. Empty if the package's files do not say it.
+    """Return the version of an engine's package. Empty if the package's files do not contain the version.
 
     Args:
-        python: the interpreter that has the package. Empty uses the session's.
+        python: the interpreter that has the package. If empty, the session's interpreter is used.
     """
     find = (
         "from importlib.metadata import packages_distributions, version\n"
@@ -164,7 +163,7 @@ def has_generated(client: httpx.Client, probe: Probe, url: str, *, timeout_s: fl
     """Return whether the engine answered a request for one token with a completion.
 
     Raises:
-        PermanentInfraError: the engine requires another key.
+        PermanentInfraError: the engine requires another API key.
     """
     path, request = probe
     try:
@@ -181,7 +180,7 @@ def has_generated(client: httpx.Client, probe: Probe, url: str, *, timeout_s: fl
 
 
 def resume_generation(client: httpx.Client, paths: Sequence[str], url: str) -> None:
-    """End a pause of the engine. Has no effect if the engine is not paused or does not answer."""
+    """End a pause of the engine. The call has no effect if the engine is not paused or does not answer."""
     with suppress(httpx.TransportError):
         for path in paths:
             client.post(f"{url}{path}", json={}, timeout=_RESUME_TIMEOUT_S)

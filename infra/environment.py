@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 
 def installed_requirements(project: str = PROJECT) -> list[str]:
-    """Return `name==version` for the core's requirements and all their requirements as installed here, sorted.
+    """Return sorted `name==version` lines for the core's requirements, and for theirs, as installed on this machine.
 
     The build tag of a local version (torch 2.9.0+cpu) is removed, because a node with GPUs needs another build.
 
     Raises:
-        PermanentInfraError: the project, or one of its packages, is not installed here.
+        PermanentInfraError: the project, or one of its packages, is not installed on this machine.
     """
     try:
         texts = metadata.requires(project) or []
@@ -117,13 +117,13 @@ def _check_exact(line: str, path: Path) -> str:
 def ensure_environment(
     session: Session, node: Node, requirements: Sequence[str], *, installer: Installer, index: str = ""
 ) -> str:
-    """Install the packages unless the node has them. Returns the path of their interpreter on the node.
+    """Install the packages unless the node has them. Returns the path of the environment's interpreter on the node.
 
     Args:
         index: URL of the package index. Empty uses the node's own settings.
 
     Raises:
-        PermanentInfraError: the installer failed. The message has its last lines.
+        PermanentInfraError: the installer failed. The error's text has the last lines of the installer's output.
         InfraError: the node cannot be reached.
     """
     job = {"installer": installer, "index": index, "requirements": list(requirements)}

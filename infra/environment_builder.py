@@ -1,7 +1,7 @@
 """Install exact versions of packages into a separate environment, on the node itself.
 
-This is the node's side of environment.py. It runs as a supervised job: `python -I environment_builder.py RUN_DIR`. It
-is one file and uses only the standard library, because its text is sent to nodes.
+This program is the node's side of environment.py. The program runs as a supervised job: `python -I
+environment_builder.py RUN_DIR`. It is one file and uses only the standard library, because its text is sent to nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
                   for further arguments that both installers accept
@@ -24,8 +24,8 @@ SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1
 """Environment variables for the installers. uv uses the system's certificates, like pip. Older versions of uv know only
 the last name."""
 _CACHE = "../../cache/uv"
-"""uv's cache, relative to the run directory. It is below the node's root, and used if uv cannot write to the user's
-home."""
+"""uv's cache, relative to the run directory and so below the node's root. The folder is used if uv cannot write to the
+user's home."""
 _FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
 _PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
@@ -66,8 +66,8 @@ def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 
 def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Create the environment with Python 3.11 or newer and install into it. uv downloads Python if the node has
-    none."""
+    """Create the environment with Python 3.11 or newer and install into it. uv downloads Python if the node has no such
+    Python."""
     uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     # pip compares the versions in all indexes. Without this option, uv uses only the first index that has the package.
@@ -83,7 +83,7 @@ def _find_uv() -> "str | None":
 
 
 def _fetch_uv(tools: Path, index: "list[str]") -> str:
-    """Install uv from the index with this interpreter's pip. If it has no pip, use the pip of a new environment."""
+    """Install uv from the index with this interpreter's pip. Without this pip, use the pip of a new environment."""
     if importlib.util.find_spec("pip") is not None:
         run([sys.executable, *_PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:

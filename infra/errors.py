@@ -1,12 +1,12 @@
-"""Errors of machines. Their classes answer the caller's question: can a retry help?
+"""Errors of machines. The class of an error says whether a retry can help.
 
     InfraError
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; its jobs may still run
-    │   │   ├── BannedError       the node's SSH server refuses connections from here for some time
+    │   │   ├── BannedError       the node's SSH server refuses this machine's connections for some time
     │   │   ├── KeyAgentError     the SSH agent does not sign with a candidate key
-    │   │   └── RequestCutError   the connection broke before the answer
+    │   │   └── RequestCutError   the connection broke before the node's answer arrived
     │   │       └── LoginShellError   the login shell of a node ended before it ran Python
     │   ├── JobLostError          a job's supervisor died (reboot, kill -9); another start begins the next attempt
     │   ├── FullGPUError          a training ran out of GPU memory; its next attempt needs less
@@ -15,7 +15,7 @@
     │   ├── UnclearAnswerError    a provider may or may not have created a machine
     │   ├── UnfitMachineError     a new machine is unusable; another machine may work
     │   ├── NoMachineError        no offer led to a usable machine
-    │   ├── StillRentedError      a machine still exists after its end was requested; it may cost money
+    │   ├── StillRentedError      the provider still lists a machine after the request to end it; it may cost money
     │   ├── LedgerUnwritableError the ledger cannot be written: its disk is full or broken
     │   └── StoreUnavailableError an object store does not answer, or data arrived incomplete
     └── PermanentInfraError       the call fails until a user changes something
@@ -25,13 +25,13 @@
         ├── NameUnknownError      a host name cannot be resolved
         ├── HostKeyError          a host shows the wrong key
         ├── LoginError            a node refuses the login, or the login key is unusable
-        ├── JobFailedError        a job ended without its result.json
-        ├── ProviderRefusedError  a provider refuses the key, the account or the request
-        ├── MissingKeyError       no environment variable has the key of a provider
-        ├── MachineGoneError      a rented machine is gone; the same command continues on another machine
-        ├── BudgetUsedUpError     work on a rented machine was ended shortly before its hours or money are used up
+        ├── JobFailedError        a job ended without writing result.json
+        ├── ProviderRefusedError  a provider refuses the API key, the account or the request
+        ├── MissingKeyError       no environment variable has the API key of a provider
+        ├── MachineGoneError      a rented machine is gone; the same command, run again, uses another machine
+        ├── BudgetUsedUpError     work on a rented machine was ended: the hours or the money are nearly used up
         ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
-        ├── ObjectMissingError    an object store has nothing at a URL
+        ├── ObjectMissingError    an object store has no object at the URL
         └── ObjectDamagedError    an object differs from the manifest of its folder
 
 Every exception has all its arguments in `args`, so that it can be pickled.
@@ -61,7 +61,7 @@ class InfraError(Exception):
 
 
 class TransientInfraError(InfraError):
-    """The same call may succeed later without a change."""
+    """The same call may succeed later without any change of settings."""
 
 
 class PermanentInfraError(InfraError):
@@ -81,7 +81,7 @@ class CommandTimeoutError(TransientInfraError):
 
 
 class NodeUnreachableError(TransientInfraError):
-    """A node does not answer, or the connection to it broke. Its jobs count as running."""
+    """A node does not answer, or the connection to the node broke. The node's jobs count as running."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(address, reason)
@@ -93,7 +93,7 @@ class NodeUnreachableError(TransientInfraError):
 
 
 class BannedError(NodeUnreachableError):
-    """A node's SSH server refuses connections from this address for some time."""
+    """A node's SSH server refuses connections from this machine's address for some time."""
 
     def __str__(self) -> str:
         return (
@@ -104,7 +104,8 @@ class BannedError(NodeUnreachableError):
 
 
 class RequestCutError(NodeUnreachableError):
-    """The connection broke before the answer. The node may have executed the request, or may still be executing it."""
+    """The connection broke before the node's answer arrived. The node may have executed the request, or may still be
+    executing it."""
 
 
 class LoginShellError(RequestCutError):
@@ -123,14 +124,14 @@ class LoginShellError(RequestCutError):
 
 
 class KeyAgentError(NodeUnreachableError):
-    """The SSH agent does not sign with a candidate key, because it is locked or waits for a user's confirmation."""
+    """The SSH agent does not sign with a candidate key: the agent is locked or waits for a user's confirmation."""
 
     def __str__(self) -> str:
         return f"no login at {self.address}: {self.reason}"
 
 
 class ProviderUnavailableError(TransientInfraError):
-    """A provider of machines gives no usable answer. It is unknown which machines it has."""
+    """A provider of machines gives no usable answer. The caller does not know which machines the provider has."""
 
 
 class OfferGoneError(TransientInfraError):
@@ -146,7 +147,7 @@ class NoMachineError(TransientInfraError):
 
 
 class StillRentedError(TransientInfraError):
-    """The end of a machine was requested, but its provider still lists it. It may cost money."""
+    """The provider still lists a machine after the request to end it. The machine may still cost money."""
 
 
 class LedgerUnwritableError(TransientInfraError):
@@ -171,7 +172,7 @@ class FullGPUError(TransientInfraError):
 
 
 class CommandFailedError(PermanentInfraError):
-    """A command on a node ended with a code other than 0. `completed` has its output."""
+    """A command on a node ended with a code other than 0. The field `completed` has the command's output."""
 
     def __init__(self, completed: CompletedCommand) -> None:
         super().__init__(completed)
@@ -236,7 +237,7 @@ class LoginError(PermanentInfraError):
 
 
 class JobFailedError(PermanentInfraError):
-    """A job ended without result.json."""
+    """A job ended without writing result.json."""
 
     def __init__(self, run_dir: str, attempt: int, exit_code: int, message: str) -> None:
         super().__init__(run_dir, attempt, exit_code, message)
@@ -250,15 +251,15 @@ class JobFailedError(PermanentInfraError):
 
 
 class ProviderRefusedError(PermanentInfraError):
-    """A provider refuses the key, the account or the request."""
+    """A provider refuses the API key, the account or the request."""
 
 
 class MissingKeyError(PermanentInfraError):
-    """No environment variable has the key of a provider."""
+    """No environment variable has the API key of a provider."""
 
 
 class MachineGoneError(PermanentInfraError):
-    """A rented machine and its jobs are gone. The same command continues on another machine."""
+    """A rented machine and its jobs are gone. The same command, run again, uses another machine."""
 
 
 class UnfitMachineError(TransientInfraError):
@@ -266,7 +267,7 @@ class UnfitMachineError(TransientInfraError):
 
 
 class BudgetUsedUpError(PermanentInfraError):
-    """The run's work on a rented machine was ended because its time or money is nearly used up."""
+    """The work on a rented machine was ended because the machine's hours or the run's money are nearly used up."""
 
     def __init__(self, machine: str) -> None:
         super().__init__(machine)
@@ -289,7 +290,7 @@ class StoreRefusedError(PermanentInfraError):
 
 
 class ObjectMissingError(PermanentInfraError):
-    """An object store has nothing at a URL."""
+    """An object store has no object at the requested URL."""
 
 
 class ObjectDamagedError(PermanentInfraError):

@@ -6,10 +6,10 @@ File names with control characters are not changed but refused (sync/receiver.py
 import re
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
-"""Sequences that begin with ESC: colors, cursor movements, window titles, and all others."""
+"""Sequences that begin with ESC: colors, cursor movements, window titles, and all other sequences."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
-"""All control characters except tabs and line feeds. Also Unicode's line separators and direction marks; direction
-marks would reorder our own words around the text."""
+"""All control characters except tabs and line feeds. Unicode's line separators and direction marks are included;
+direction marks would reorder our own words around the text."""
 
 
 def shown_lines(text: str) -> str:

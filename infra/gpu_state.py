@@ -25,7 +25,7 @@ class GpuProgram:
     pid: int
     name: str
     used_gb: float
-    """Memory in GB. 0 if the driver does not report it, for example in a container."""
+    """Memory in GB. 0 if the driver does not report the memory, for example in a container."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}{f', {self.used_gb:.1f} GB' if self.used_gb else ''})"
@@ -33,7 +33,7 @@ class GpuProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU. Its index in the list is its rank. Sizes are in GB of 10^9 bytes."""
+    """The state of one GPU. The GPU's index in the list is its rank. Sizes are in GB of 10^9 bytes."""
 
     name: str
     total_gb: float
@@ -43,13 +43,13 @@ class GpuState:
 
 
 def read_gpus(session: Session) -> list[GpuState]:
-    """Return the GPUs of a node. Empty if it has none, or its driver does not report them."""
+    """Return the GPUs of a node. Empty if the node has no GPUs, or if nvidia-smi does not report them."""
     gpus = _ask(session, f"--query-gpu={GPU_FIELDS}")
     return parse_gpus(gpus, _ask(session, f"--query-compute-apps={PROGRAM_FIELDS}")) if gpus else []
 
 
 def parse_gpus(gpus: str, programs: str) -> list[GpuState]:
-    """Parse nvidia-smi's answers to the GPUs and the programs on them."""
+    """Parse nvidia-smi's outputs about the GPUs and about the programs on the GPUs."""
     running: dict[str, list[GpuProgram]] = {}
     for uuid, pid, *name, used in _rows(programs, at_least=4):
         if pid.isdecimal():
@@ -89,5 +89,5 @@ def _rows(text: str, *, at_least: int) -> Sequence[list[str]]:
 def _gb(mib: str) -> float:
     try:
         return float(mib) * MIB / 1e9
-    except ValueError:  # [N/A]
+    except ValueError:  # nvidia-smi prints [N/A]
         return 0.0

@@ -25,8 +25,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record Ctrl-C in the block and do not raise KeyboardInterrupt. The yielded function returns whether Ctrl-C
-    came."""
+    """Record Ctrl-C in the block and do not raise KeyboardInterrupt. The yielded function returns whether Ctrl-C was
+    pressed."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -51,8 +51,8 @@ def interrupted_afterwards() -> Iterator[None]:
 def interrupted_if(is_wanted: Callable[[], bool]) -> Iterator[None]:
     """If this process ignores SIGINT, let a SIGINT in the block raise KeyboardInterrupt if `is_wanted()` is true.
 
-    Background processes of a shell script ignore SIGINT, because the shell starts them so. Ctrl-C is meant for the
-    script and does not end them.
+    A shell script starts its background processes so that they ignore SIGINT. Ctrl-C is meant for the script and does
+    not end these processes.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

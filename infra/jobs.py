@@ -1,6 +1,6 @@
-"""Start, follow and end one detached job on a node, and read how it ended.
+"""Start, follow and end one detached job on a node, and read how the job ended.
 
-A job is identified by its run directory. Every function here calls the node's supervisor once. The calls are
+A job is identified by its run directory. Every function of this module calls the node's supervisor once. The calls are
 idempotent, so they may be repeated after a broken connection.
 
     start_or_attach ── RUNNING ──┬── FINISHED   result.json exists
@@ -69,7 +69,7 @@ MAX_GRACE_S = 600.0
 _CANCEL_LOOK_S = 1.0
 """Seconds for which one call waits for the end of a cancelled job. `cancel_job` repeats the call."""
 MAX_BROKEN_STREAMS = 10
-"""Number of connections in a row without a message after which `follow_job` gives up."""
+"""Number of connections in a row without a received message after which `follow_job` gives up."""
 STEADY_S = 600.0
 """A connection that lasted this many seconds counts as working even without a message: the job may wait for a GPU."""
 MAX_RECONNECT_PAUSE_S = 10.0
@@ -89,7 +89,7 @@ class JobState(StrEnum):
     FINISHED = "FINISHED"
     """The job has a result.json."""
     EXITED = "EXITED"
-    """The job ended without result.json. Its exit record says how."""
+    """The job ended without result.json. The exit record says how the job ended."""
     LOST = "LOST"
     """The job's supervisor died without writing an exit record."""
 
@@ -115,9 +115,9 @@ class JobExit:
     """Time of the start by the node's clock, in UTC and ISO 8601 format."""
     ended_at: str
     saved_step: int | None = None
-    """The last saved step. 0 if none was saved. None if the program does not report it."""
+    """The last saved step. 0 if the program saved no step. None if the program does not report its saved step."""
     problem: str = ""
-    """Why the program could not save a later step when its end was requested. Otherwise empty."""
+    """Why the program could not save a later step when its end was requested. Empty if the program could save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +139,12 @@ class JobStatus:
     """Size of log.txt in bytes."""
     exit: JobExit | None
     reason: str
-    """Why the job is LOST. Otherwise empty."""
+    """Why the job is LOST. Empty if the job is not LOST."""
     orphans: tuple[int, ...]
     """Process ids of processes that a LOST job left behind. The next start or cancel ends them."""
     is_ending: bool = False
-    """Whether the job is RUNNING but being ended, because its end was requested or a limit is reached. It may be
-    saving."""
+    """Whether the job is RUNNING but being ended, because its end was requested or a limit is reached. The job may
+    still be saving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class FollowOffsets:
 
 
 def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
-    """Start the job unless it is finished or running. Concurrent callers start it only once.
+    """Start the job unless it is finished or running. Concurrent callers start the job only once.
 
     If the job is being ended, because of a request or a limit, the call waits for its end and starts the next attempt.
 
@@ -185,7 +185,7 @@ def cancel_job(
     on_wait: Callable[[], None] = lambda: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> JobStatus:
-    """End the job with all its processes. Returns its final status. Idempotent.
+    """End the job with all its processes. Returns the job's final status. The call is idempotent.
 
     The job's processes get SIGTERM, and SIGKILL after `grace_s` seconds. A program may ask for more time to save, at
     most `max_grace_s` seconds.
@@ -194,8 +194,8 @@ def cancel_job(
         store: identity of the caller's ledger. A job that runs of other ledgers follow is not ended. If empty, the job
             is ended in any case.
         on_wait: called once if the job takes a while to end.
-        is_impatient: returns True to stop waiting. The job still saves and ends. Its returned status is RUNNING with
-            `is_ending`.
+        is_impatient: returns True to stop waiting. The job still saves and ends. The returned status is then RUNNING
+            with `is_ending`.
     """
     on_behalf = (store,) if store else ()
     limits = (str(grace_s), str(max_grace_s), str(_CANCEL_LOOK_S))
@@ -213,7 +213,7 @@ def cancel_job(
 def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
     """Ask the job to finish early with its present result. Returns the job's status at once.
 
-    The job finds `asked_by` in the file finish-<attempt> of its directory. It may ignore the request.
+    The job finds `asked_by` in the file finish-<attempt> of its directory. The job may ignore the request.
     """
     return _parse_status(_call(session, "finish", run_dir, asked_by))
 
@@ -250,7 +250,7 @@ def follow_job(
     offsets: FollowOffsets = FollowOffsets(),
     store: str = "",
 ) -> JobStatus:
-    """Deliver the job's log, metrics and events until the job has ended. Returns its final status.
+    """Deliver the job's log, metrics and events until the job has ended. Returns the job's final status.
 
     Each record is delivered exactly once. After a broken connection, delivery continues at the same offsets. Incomplete
     lines are not delivered.
@@ -294,9 +294,9 @@ def require_finished(session: Session, status: JobStatus) -> JobStatus:
     """Return the status if the job is FINISHED.
 
     Raises:
-        JobLostError: the job is LOST. Starting it again resumes it.
+        JobLostError: the job is LOST. Starting the job again resumes the work.
         PermanentInfraError: the job is ABSENT, because its directory was moved or deleted.
-        JobFailedError: the job is EXITED or RUNNING. The message says why, and ends with the log's last lines.
+        JobFailedError: the job is EXITED or RUNNING. The error's text says why, and ends with the log's last lines.
     """
     if status.state != JobState.FINISHED:
         raise_failure(session, status, wanted=JobState.FINISHED)
@@ -309,7 +309,7 @@ def raise_failure(
     """Raise the error for a job that is not in the wanted state.
 
     Args:
-        explain_log: returns a sentence with the cause, from the end of the job's log. "" if it finds no cause.
+        explain_log: returns a sentence with the cause, given the last lines of the job's log. "" if it finds no cause.
 
     Raises:
         JobLostError: the job's supervisor died.
@@ -393,9 +393,9 @@ def _parse_status(document: JsonObject) -> JobStatus:
 def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
-    """Call one verb of the supervisor. The last line of its output is the answer."""
+    """Call one verb of the supervisor. The last line of the supervisor's output is the answer."""
     parameters = (verb, run_dir, *arguments)
-    if verb == "start":  # this process becomes the supervisor, so it is not a fork of an agent
+    if verb == "start":  # the new process becomes the supervisor, so no agent may fork it
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:
@@ -424,7 +424,7 @@ def _decoded(log: Any) -> bytes:  # Any: JSON
 
 
 def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
-    """Yield the messages of one connection. If the connection breaks, they end without an exception."""
+    """Yield the messages of one connection. If the connection breaks, the iterator ends without an exception."""
     parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
     argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", *parameters]
     try:

@@ -1,4 +1,4 @@
-"""The ledger records which runs need which job. It survives restarts, and all processes of a store share it.
+"""The ledger records which runs need which job. The ledger survives restarts, and all processes of a store share it.
 
 Two runs that need the same SFT share its job. Each run holds a lease on the job. When the last lease is dropped, the
 job is stopped.
@@ -6,12 +6,12 @@ job is stopped.
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
 
 A job runs on only one node at a time. A run therefore claims the job (`claim`) before the upload to the node, which may
-take long. The run adds its lease when it starts the job or attaches to it.
+take long. The run adds its lease when the run starts the job or attaches to the job.
 
 A killed run does not drop its leases. Each run therefore holds a lock on the file ledger.runs/<run> while its process
-is alive, and the kernel frees the lock. Claims of a run whose lock is free do not count, because its node may never
-come back. The jobs of such a run may still run on its node (`nodes_left`) while another run does the same job on
-another node.
+is alive, and the kernel frees the lock. A claim does not count if the lock of its run is free, because the node of a
+dead run may never come back. The jobs of a dead run may still run on its node (`nodes_left`) while another run does the
+same job on another node.
 
 The ledger is one SQLite file, which also has the tables of rentals.py, registry.py and retrainings.py. Not here: the
 file (ledger_file.py), and the lease of an engine itself, which is a file on the node (`lease_s` of jobs.py).
@@ -45,8 +45,8 @@ class Lease:
     created_at: float
     """Time of the creation in seconds since 1970, by the clock of the ledger's machine."""
     is_started: bool
-    """False during the upload to the node. The claim then keeps other nodes from the job, but does not keep a job
-    alive."""
+    """False while the run only claims the job and uploads files to the node. A claim keeps other nodes from the job,
+    but does not keep the job alive."""
 
 
 class StageUse(NamedTuple):
@@ -70,7 +70,7 @@ class Ledger(LedgerFile):
     def claim(self, run_dir: str, run_id: str, node: str) -> set[str]:
         """Claim a job for a run that will start it on a node.
 
-        Returns the other nodes on which other runs need the job. If there are any, nothing is claimed. Only one of
+        Returns the other nodes on which other runs need the job. If a node is returned, nothing is claimed. Only one of
         several concurrent claims on different nodes succeeds.
         """
         with self.transaction():
@@ -90,9 +90,9 @@ class Ledger(LedgerFile):
             database.execute(drop, (run_dir, run_id))
 
     def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
-        """Add a lease for a run that is about to start the job. Idempotent.
+        """Add a lease for a run that is about to start the job. The call is idempotent.
 
-        If another run is ending the job (in `dropped_lease`), the call waits for that.
+        While another run ends the job (in `dropped_lease`), the call waits.
         """
         with self._changing_leases(run_dir):
             self._hold_lease(run_dir, run_id, node)
@@ -106,13 +106,14 @@ class Ledger(LedgerFile):
             )
 
     def drop_lease(self, run_dir: str, run_id: str) -> int:
-        """Drop a run's lease, if it has one. Returns how many leases on the job remain.
+        """Drop a run's lease on a job, if the run has a lease. Returns how many leases on the job remain.
 
-        Leases on other nodes belong to other jobs and do not count. Claims without a start do not count either. Leases
-        of dead runs are dropped too. If several runs drop their leases concurrently, exactly one of them gets 0.
+        Leases on other nodes belong to other jobs and are not counted. Claims of jobs that were not started are not
+        counted either. Leases of dead runs are dropped too. If several runs drop their leases concurrently, only one
+        gets 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
-        with self.transaction():  # serialized, because `has_died` takes a run's lock for a moment
+        with self.transaction():  # one process at a time, because `has_died` takes a run's lock for a moment
             own = "SELECT node FROM job_leases WHERE run_dir = ? AND run_id = ?"
             node = self._database.execute(own, (run_dir, run_id)).fetchone()
             self._database.execute(drop, (run_dir, run_id))
@@ -125,7 +126,8 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def dropped_lease(self, run_dir: str, run_id: str) -> Iterator[int]:
-        """Drop a run's lease as `drop_lease` does. While the block ends the job, other runs cannot add a lease.
+        """Drop a run's lease as `drop_lease` does. While the block ends the job, other runs cannot add a lease on the
+        job.
 
         If the block fails, the job may still be running, so the run gets its lease back. A later attempt to end the job
         and the list of running jobs need this lease.
@@ -140,7 +142,7 @@ class Ledger(LedgerFile):
                 raise
 
     def drop_leases_on(self, node: str) -> None:
-        """Drop all leases and claims on a node's jobs. The node no longer exists."""
+        """Drop all leases and claims on the jobs of a node that no longer exists."""
         with self.transaction() as database:
             database.execute("DELETE FROM job_leases WHERE node = ?", (node,))
 
@@ -148,7 +150,7 @@ class Ledger(LedgerFile):
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self.path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file is not deleted afterwards: a waiting process would get the lock of a deleted file
+        with locked(path):  # the file stays: a waiting process would otherwise get the lock of a deleted file
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
@@ -158,8 +160,9 @@ class Ledger(LedgerFile):
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
     def nodes_left(self, directory_name: str) -> set[str]:
-        """Return the nodes on which dead runs started the job with this directory name. The job may still run there."""
-        with self.transaction():  # serialized, as in `drop_lease`
+        """Return the nodes on which dead runs started the job with this directory name, and may have left it
+        running."""
+        with self.transaction():  # one process at a time, as in `drop_lease`
             started = [lease for lease in self.leases() if lease.is_started]
             of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
             return {lease.node for lease in of_job if self.has_died(lease.run_id)}
@@ -177,7 +180,8 @@ class Ledger(LedgerFile):
         ]
 
     def note_use(self, stage: str, run_id: str, *, run: str = "", num_steps: int = 0) -> None:
-        """Record that a run has begun or reused a stage. Live pages show it, and stages of live runs are not pruned.
+        """Record that a run has begun or reused a stage. Live pages show the record. Stages of live runs are not
+        pruned.
 
         Args:
             stage: the name of the stage's directory.
@@ -228,7 +232,7 @@ class Ledger(LedgerFile):
         """Return the live runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
         found = {}
         for path in self._run_lock_path("").glob("*"):
-            with suppress(FileNotFoundError):  # the run has ended meanwhile
+            with suppress(FileNotFoundError):  # the run may have ended since the listing
                 began_at = path.stat().st_mtime
                 if self.is_alive(path.name):
                     found[path.name] = began_at
@@ -238,7 +242,7 @@ class Ledger(LedgerFile):
     def living_run(self, run_id: str) -> Iterator[None]:
         """Register the run as living while the block runs and this process is alive.
 
-        Several processes of a run may run such a block. The run counts as living until the last of them has left it.
+        Several processes of a run may be in this block. The run counts as living until the last process has left it.
         """
         path = self._run_lock_path(run_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -248,7 +252,7 @@ class Ledger(LedgerFile):
             finally:
                 # If the run leaves leases or machines behind, the file must stay: it shows that the run has died.
                 is_needed = self.leases_of(run_id) or self._rents(run_id)
-                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # fails while another process of the run holds it
+                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # try_lock fails while another process has the lock
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
@@ -273,7 +277,8 @@ class Ledger(LedgerFile):
 
     @property
     def identity(self) -> str:
-        """Eight hexadecimal digits that are unique to this ledger. The names of its rented machines contain them."""
+        """Eight hexadecimal digits that are unique to this ledger. The names of the ledger's rented machines contain
+        these digits."""
         query = "SELECT id FROM identity"
         if known := self.read(query):
             return str(known[0][0])
@@ -286,10 +291,10 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def renting(self, run_id: str) -> Iterator[None]:
-        """Let only one process at a time rent machines for a run. Other processes wait."""
+        """Let only one process at a time rent machines for a run. Other processes of the run wait."""
         path = self.path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file is not deleted, as in `_changing_leases`
+        with locked(path):  # the lock file is not deleted, as in `_changing_leases`
             yield
 
     def start_lock(self, stage: str) -> Path:
@@ -309,7 +314,7 @@ class Ledger(LedgerFile):
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder. Without effect if its file system does not support locks on folders."""
+    """Hold an exclusive lock on a folder. Does nothing if the file system does not support locks on folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

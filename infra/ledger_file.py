@@ -3,7 +3,7 @@
     a file of an older format ── migrations ──> _SCHEMA_VERSION
     a full or read-only disk ──> a copy in memory, so that `status` and ending rented machines still work
 
-Not here: the content of its tables (ledger.py, renting/rentals.py, registry.py, retrainings.py).
+Not here: the content of the ledger's tables (ledger.py, renting/rentals.py, registry.py, retrainings.py).
 """
 
 import os
@@ -132,14 +132,14 @@ _MIGRATIONS = (
 """Statements that migrate a ledger from each format to the next one. Format 0 is an empty file."""
 _SCHEMA_VERSION = len(_MIGRATIONS)
 _DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
-"""SQLite's error codes for problems that do not go away by waiting."""
+"""SQLite's error codes for problems that waiting does not solve."""
 
 
 class LedgerFile:
-    """An open ledger file. Only one thread may use it. Other processes may have the same file open.
+    """An open ledger file. Only one thread may use it. Other processes may have the same ledger open.
 
-    The methods raise LedgerUnwritableError if the disk is full or broken. They raise TransientInfraError if the file is
-    busy.
+    The methods raise LedgerUnwritableError if the disk is full or broken. The methods raise TransientInfraError if the
+    file is busy.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,7 +168,7 @@ class LedgerFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run the block as one atomic transaction. A transaction inside another one joins it."""
+        """Run the block as one atomic transaction. A transaction inside another transaction joins the outer one."""
         if self._database.in_transaction:
             yield self._database
             return
@@ -188,7 +188,7 @@ class LedgerFile:
                 database.execute("COMMIT")
             except BaseException:
                 if database.in_transaction:  # if the disk is full, SQLite has already rolled back
-                    with suppress(sqlite3.OperationalError):  # the first error is more useful than this one
+                    with suppress(sqlite3.OperationalError):  # the first error is more useful than an error of ROLLBACK
                         database.execute("ROLLBACK")
                 raise
 
@@ -204,7 +204,7 @@ class LedgerFile:
                 ) from error
             raise TransientInfraError(f"the ledger {self.path} is busy or unreachable: {error}") from error
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # for example a violated constraint
+            if type(error) is not sqlite3.DatabaseError:  # the error is, for example, a violated constraint
                 raise
             raise PermanentInfraError(
                 f"{self.path} is not a ledger, or is damaged: {error}; use another path"
@@ -238,7 +238,7 @@ class LedgerFile:
         database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
     def _copied_into_memory(self) -> sqlite3.Connection:
-        """Return an in-memory copy of the ledger, for a full disk: SQLite cannot create its shared WAL index there."""
+        """Return an in-memory copy of the ledger, because SQLite cannot create its shared WAL index on a full disk."""
         copy = sqlite3.connect(":memory:", isolation_level=None)
         try:
             with (
@@ -257,8 +257,8 @@ class LedgerFile:
 
     @contextmanager
     def _readable_path(self) -> Iterator[Path]:
-        """Yield the file. If it is read-only, yield a temporary copy with its WAL file, because SQLite must be able to
-        write."""
+        """Yield the path of the ledger's file. If the file is read-only, yield a temporary copy with its WAL file,
+        because SQLite must be able to write."""
         if os.access(self.path, os.W_OK):
             yield self.path
             return

@@ -1,4 +1,4 @@
-"""File locks. The kernel frees them when their process ends, also after kill -9.
+"""File locks. The kernel frees a lock when the process that holds it ends, also after kill -9.
 
 This module is sent to nodes as a part of the supervisor, so it uses only the standard library.
 """
@@ -20,7 +20,7 @@ def open_lock(path: Path) -> int:
 
 
 def try_lock(lock: int, kind: int) -> bool:
-    """Try to take the lock (LOCK_SH or LOCK_EX) without waiting. Returns whether it was taken."""
+    """Try to take the lock (LOCK_SH or LOCK_EX) without waiting. Returns whether the lock was taken."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -30,7 +30,7 @@ def try_lock(lock: int, kind: int) -> bool:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[int]:
-    """Open a lock file for the block. It is closed at the end of the block, which frees the lock."""
+    """Open a lock file for the block. At the end of the block, the file is closed, which frees the lock."""
     lock = open_lock(path)
     try:
         yield lock
@@ -47,8 +47,8 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def is_locked(path: Path, probe: int) -> bool:
-    """Return whether a process holds a lock that excludes a lock of kind `probe` (LOCK_SH or LOCK_EX). False without a
-    file."""
+    """Return whether a process holds a lock that excludes a lock of kind `probe` (LOCK_SH or LOCK_EX). False if the
+    file is missing."""
     try:
         # NFS needs a writable descriptor for an exclusive lock. A shared lock must also work without write permission.
         lock = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)

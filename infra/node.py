@@ -22,25 +22,25 @@ HOST = re.compile(
         (?: :(?P<port>\d+) )?""",
     re.ASCII | re.VERBOSE,
 )
-"""user@host:port. Only characters are allowed that shells, and programs that get a host as an argument, cannot
-misread."""
+"""Pattern of user@host:port. The pattern allows only characters that neither shells nor programs with a host argument
+can misread."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-"""The name of a machine in OpenSSH's configuration."""
+"""Pattern of a machine's name in OpenSSH's configuration."""
 _HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
 _PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
-"""Jump hosts, separated by commas. Only safe characters are allowed, as in HOST."""
+"""Pattern of jump hosts, separated by commas. Only safe characters are allowed, as in HOST."""
 _FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
-"""An absolute path. Only characters are allowed that no login shell changes inside quotes."""
+"""Pattern of an absolute path. The pattern allows only characters that no login shell changes inside quotes."""
 INDEX = re.compile(
     r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # refuses parts that look like a key
     r"(https?://[^\s@?#]+)?"
 )
 _INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-"""A provider's name, and the id that the provider gave to a machine."""
+"""Pattern of a provider's name and the id that the provider gave to a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
-"""The name of an environment variable, or empty."""
+"""Pattern of an environment variable's name. The empty text also matches."""
 SSH_PORT = 22
 NO_NODE = "none"
 """Kind of the placeholder node of a run that needs no machine (see `no_machine`)."""
@@ -373,39 +373,39 @@ NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | 
 
 
 NO_AGENT = "none"
-"""Value of `SSHAccess.agent` that means: do not use an SSH agent."""
+"""Value of `SSHAccess.agent` for logins that must not use an SSH agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSHAccess:
-    """Parameters of an SSH login. They contain names of files, never the files' content."""
+    """Parameters of an SSH login. The parameters contain names of files, never the files' content."""
 
     host: str
     port: int
     user: str
     key_file: str = ""
-    """File of the private key. Empty uses the keys of the agent and of ~/.ssh."""
+    """File of the private key. If empty, the keys of the agent and of ~/.ssh are used."""
     further_key_files: tuple[str, ...] = ()
     """Files of further private keys, which are tried after `key_file`."""
     key_variable: str = ""
     """Environment variable with the private key itself, in place of `key_file`."""
     host_key: str = ""
-    """Expected fingerprint of the host key, SHA256:... Empty looks up the key in `known_hosts`."""
+    """Expected fingerprint of the host key, SHA256:... If empty, the host key is looked up in `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
     """Files in OpenSSH's format for looking up the host key."""
     host_key_alias: str = ""
-    """The host's name in known_hosts files. Empty uses the host's address."""
+    """The host's name in known_hosts files. If empty, the host's address is used."""
     first_use_file: str = ""
-    """File that stores host keys accepted at the first login. Empty refuses unknown hosts."""
+    """File that stores host keys accepted at the first login. If empty, unknown hosts are refused."""
     pinned_file: str = ""
-    """File for the key after a match with `host_key`, so that later logins know its type. Empty uses
-    `first_use_file`."""
+    """File that stores a key after a match with `host_key`, so that later logins know the key's type. If empty,
+    `first_use_file` is used."""
     proxy_jump: str = ""
-    """Jump hosts, separated by commas. Empty connects directly (ssh/proxy_jump.py)."""
+    """Jump hosts, separated by commas. If empty, the connection is direct (ssh/proxy_jump.py)."""
     ssh_config: str = ""
-    """OpenSSH's configuration file for `proxy_jump`. Empty uses the user's configuration."""
+    """OpenSSH's configuration file for `proxy_jump`. If empty, the user's configuration is used."""
     agent: str = ""
-    """Socket of the SSH agent, or NO_AGENT. Empty uses SSH_AUTH_SOCK."""
+    """Socket of the SSH agent, or NO_AGENT. If empty, SSH_AUTH_SOCK is used."""
 
     @property
     def address(self) -> str:
@@ -429,20 +429,20 @@ class Node:
     """Absolute path of the directory on this machine with copies of the files in `root`. Empty if `root` is on this
     machine."""
     access: SSHAccess | None = None
-    """Parameters of the SSH login. None for this machine."""
+    """Parameters of the SSH login. None if the node is this machine."""
     is_rented: bool = False
     """Whether the run rented the machine and pays for it until it is released."""
     is_of_user: bool = False
     """Whether the user rented the machine. The run then neither counts its cost nor ends it."""
     believed_by: str = ""
-    """The evidence for accepting the machine's host key (see ssh/host_keys.py). Empty for this machine."""
+    """The evidence for accepting the machine's host key (see ssh/host_keys.py). Empty if the node is this machine."""
     engine_kind: str = ""
     """If the settings say `kind = "auto"`: the kind of engine that was chosen for this machine."""
     placement: str = ""
     """The settings of `deployment` that were planned for the machine's GPUs, as JSON. Empty without a plan."""
     engine_python: str = ""
-    """The interpreter of the engine that a run installed or found on the machine. Empty uses the interpreter in the
-    settings."""
+    """The interpreter of the engine that a run installed or found on the machine. If empty, the interpreter in the
+    settings is used."""
     address: str = ""
     """The address at which the machine's processes listen for the leader of its unit. Empty for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()

@@ -1,8 +1,8 @@
 """Answer the requests of an SSHSession on the node: run a command, write files, read a file.
 
-This is the node's side of ssh/ssh_session.py. The client sends this program's text to `python -c` before the first
-request. Nothing has to be installed, and both sides always have the same version. The program uses only the standard
-library and old syntax.
+This program is the node's side of ssh/ssh_session.py. The client sends this program's text to `python -c` before the
+first request. Nothing has to be installed, and both sides always have the same version. The program uses only the
+standard library and old syntax.
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
     client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
@@ -14,8 +14,8 @@ line for the nonce.
 If the input ends without "end of input", the connection is broken. The command is then killed. A file that is written
 atomically keeps its old content. Files that are written in chunks keep the received chunks.
 
-An agent answers many requests, one after another. Each request runs in a fork of the agent. This is faster than a new
-agent per request, because opening an SSH channel and starting Python take longer than most requests.
+An agent answers many requests, one after another. Each request runs in a fork of the agent. A fork is faster than a new
+agent, because opening an SSH channel and starting Python take longer than most requests.
 
 Not here: detached jobs (supervisor/), directories (sync/receiver.py).
 """
@@ -61,19 +61,19 @@ READ_BYTES = 1 << 20
 _PIPE_BYTES = 1 << 20
 """Size of a pipe's buffer. With Linux's default of 64 KiB, the processes at its ends often wait for each other."""
 OFFSET_BYTES = 8
-"""Number of bytes for the offset in the file, with which every piece of a chunk begins."""
+"""Number of bytes of the file offset at the beginning of every piece of a chunk."""
 _SPLICED_BYTES = 64 << 10
 """Smaller outputs are copied, because copying needs fewer system calls than splicing."""
 _INPUT_END_S = 0.2
-"""Seconds to wait for the rest of the input that a command has not read. Afterwards the client is told to use another
-agent."""
+"""Seconds to wait for the rest of the input that a command has not read. After this time, the agent tells the client to
+use another agent."""
 ISOLATED = "-IXutf8"
 """Options of Python for the project's programs on nodes: ignore the environment, and use UTF-8 in any locale."""
 _F_SETPIPE_SZ = 1031
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
+    # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 if TYPE_CHECKING:  # old interpreters do not support this notation
@@ -81,7 +81,7 @@ if TYPE_CHECKING:  # old interpreters do not support this notation
 
 
 class _BrokenInputError(Exception):
-    """The connection to the client broke within the input."""
+    """The connection to the client broke before the end of the input."""
 
 
 def main(nonce: str) -> None:
@@ -90,7 +90,7 @@ def main(nonce: str) -> None:
         widen_pipe(descriptor)
     sys.stdout.buffer.write(nonce[::-1].encode())
     sys.stdout.buffer.flush()
-    # A buffer of one byte never reads ahead, because the following bytes may belong to a fork.
+    # Use a buffer of one byte, which never reads ahead: the following bytes may belong to a fork of this process.
     stream = io.BufferedReader(io.FileIO(0, closefd=False), 1)
     programs: dict[str, types.ModuleType | str] = {}
     try:
@@ -103,7 +103,7 @@ def main(nonce: str) -> None:
             child = os.fork()
             if child == 0:
                 os._exit(_answer_request(request, stream, programs))
-            if os.waitpid(child, 0)[1] != 0:  # it is unknown where the next request begins
+            if os.waitpid(child, 0)[1] != 0:  # the start of the next request is unknown
                 break
     except _BrokenInputError:
         pass
@@ -171,7 +171,7 @@ class Client:
         return (content for _, content in self.frames())
 
     def skip_input(self) -> None:
-        """Read and drop input that the verb does not use.
+        """Read and drop input that the request does not use.
 
         Raises:
             _BrokenInputError: the connection broke within the input.
@@ -198,15 +198,15 @@ class _FrameWriter:
         self._lock = threading.Lock()
 
     def write(self, kind: bytes, content: bytes) -> None:
-        """Send one frame at once."""
+        """Write one frame and flush the stream."""
         with self._lock:
             self._stream.write(FRAME_HEAD.pack(kind, len(content)))
             self._stream.write(content)
             self._stream.flush()
 
     def splice(self, kind: bytes, source: int, num_bytes: int) -> bool:
-        """Send the waiting bytes of a pipe as one frame without copying them. Returns False if the system cannot do
-        this."""
+        """Send the waiting bytes of a pipe as one frame without copying them. Returns False if the system cannot
+        splice."""
         if not hasattr(os, "splice") or not self._can_splice:
             return False
         with self._lock:
@@ -261,11 +261,11 @@ class _ForkedProcess:
         self.stderr: IO[bytes] | None = os.fdopen(our_stderr, "rb")
 
     def poll(self) -> int | None:
-        """Return the exit code. None while the process runs, or while another thread waits for it."""
+        """Return the exit code. None while the process runs, or while another thread waits for the process."""
         return self._reap(os.WNOHANG) if self._lock.acquire(blocking=False) else None
 
     def wait(self) -> int:
-        """Wait for the exit code. It is negative if a signal ended the process."""
+        """Wait for the process to end. Returns the exit code, which is negative if a signal ended the process."""
         self._lock.acquire()
         exit_code = self._reap(0)
         assert exit_code is not None
@@ -289,8 +289,8 @@ def load(client: Client) -> JsonObject:
 
 
 def _load_program(name: str, text: str) -> types.ModuleType | str:
-    """Load one of the project's programs for many calls. If this fails, return its text: running the text shows the
-    error."""
+    """Load one of the project's programs for many calls. If loading fails, return the program's text: running the text
+    shows the error."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     try:
@@ -308,7 +308,7 @@ def run_program(program: types.ModuleType, argv: list[str]) -> None:
     try:
         exit_code = program.main(argv) or 0
         sys.stdout.flush()
-    finally:  # the fork must end here, because it would otherwise continue as a second agent
+    finally:  # end the fork now, because it would otherwise continue as a second agent
         if exit_code is None:
             traceback.print_exc()
         sys.stderr.flush()
@@ -330,11 +330,11 @@ def _start_process(request: JsonObject, programs: dict[str, types.ModuleType | s
 def run_command(
     request: JsonObject, client: Client, frames: _FrameWriter, programs: dict[str, types.ModuleType | str]
 ) -> JsonObject:
-    """Run a command to its end and send its output in frames. The command is killed when the connection breaks or time
-    is up."""
+    """Run a command to its end and send its output in frames. Kill the command when the connection breaks or the time
+    limit is over."""
     try:
         process = _start_process(request, programs)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
+    except (OSError, ValueError) as error:  # ValueError: an argument has a zero byte
         client.skip_input()
         return {"problem": getattr(error, "strerror", None) or str(error)}
     assert process.stdout is not None and process.stderr is not None
@@ -362,7 +362,7 @@ def run_command(
 def _feed_command(process: Process, client: Client, keep_open: bool) -> None:
     """Pass the client's input to the command. Kill the command when the connection breaks."""
     assert process.stdin is not None
-    # A command may ignore its input. Input that it does not read is dropped.
+    # Drop input that the command does not read, because a command may ignore its input.
     try:
         for content in client.chunks():
             with contextlib.suppress(BrokenPipeError, ValueError):
@@ -406,8 +406,8 @@ def _wait_for_output(descriptor: int) -> int:
 
 
 def _kill_group(process: Process) -> None:
-    """Kill a command and its children. Does nothing after `wait`, because another process may have got the process
-    id."""
+    """Kill a command and its children. After `wait`, do nothing, because another process may have got the command's
+    process id."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -422,7 +422,7 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
         write_atomically(Path(request["path"]), client.chunks())
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror}
-    except ValueError as error:  # a zero byte in the path
+    except ValueError as error:  # the path has a zero byte
         return {"errno": None, "problem": str(error)}
     return {}
 
@@ -435,7 +435,7 @@ def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> 
         return {"digests": [[*chunk, digest] for chunk, digest in digests.items()]}
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror, "path": error.filename}
-    except ValueError as error:  # a zero byte in the path
+    except ValueError as error:  # the path has a zero byte
         return {"errno": None, "problem": str(error), "path": request["directory"]}
 
 
@@ -453,11 +453,12 @@ def write_in_place(
 ) -> dict[tuple[str, int], str]:
     """Write pieces at their offsets, with fsync. Returns the digest of each chunk by file name and chunk number.
 
-    The pieces of a chunk come in order. The rest of each file is not changed. Other processes may write to the rest at
-    the same time.
+    The pieces of a chunk come in order. Other parts of each file are not changed. Other processes may write to these
+    parts at the same time.
 
     Raises:
-        OSError: has the path. ESTALE means that another copy has moved (sync/receiver.py) or removed the file.
+        OSError: a file cannot be written. The error has the file's path. ESTALE means that another copy process has
+            moved (sync/receiver.py) or removed the file.
     """
     digests: dict[tuple[str, int], Any] = {}  # Any: of hashlib or blake3
     for name, pieces_of_file in itertools.groupby(pieces, key=operator.itemgetter(0)):
@@ -482,8 +483,8 @@ def write_in_place(
 def _write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
     """Write a piece if the path still leads to the open file.
 
-    After a broken connection, data may still arrive when another copy has already taken over the file. That copy holds
-    this lock exclusively while it takes over.
+    After a broken connection, data may still arrive when another copy process has already taken over the file. The
+    other process holds the file's lock exclusively during the takeover.
     """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:

@@ -10,9 +10,9 @@ bootstrap.py runs this program on the node.
 The program uses only the standard library and old syntax, so that an old interpreter can still report its version. Each
 CUDA device has to add two numbers. A device that fails is listed with the reason.
 
-Importing torch takes seconds, so successful results are stored in ROOT/.probes. They are reused while the interpreter,
-its packages, the driver and the boot of the machine are the same. Free memory, free disk space and the list of devices
-are read every time.
+Importing torch takes seconds, so successful results are stored in ROOT/.probes. A stored result is reused while the
+interpreter, its packages, the driver and the boot of the machine are the same. Free memory, free disk space and the
+list of devices are read every time.
 """
 
 import errno
@@ -55,7 +55,7 @@ def main(argv: "list[str]") -> int:
 
 def probe(root: str) -> "dict[str, Any]":
     """Return the report about this node and the directory `root`."""
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of jobs; CUDA's default begins with the fastest GPU
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # jobs use this order; CUDA's default begins with the fastest GPU
     total_memory, free_memory = _read_memory()
     document: dict[str, Any] = {
         "python_version": platform.python_version(),
@@ -91,7 +91,7 @@ def probe(root: str) -> "dict[str, Any]":
 
 
 def find_root_problem(root: str) -> str:
-    """Return why run directories cannot be in this directory. Empty if they can."""
+    """Return why this directory cannot contain run directories. Empty if it can."""
     try:
         os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
         with tempfile.TemporaryFile(dir=root) as file:
@@ -147,7 +147,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
         for index in range(torch.cuda.device_count()):
             try:
                 found.append(_try_gpu(torch, index))
-            except (AssertionError, RuntimeError) as error:  # for example, another program uses all of its memory
+            except (AssertionError, RuntimeError) as error:  # for example, other programs use all GPU memory
                 problem = str(error) or type(error).__name__
                 document["gpu_problem"] = document["gpu_problem"] or problem
                 document["gpus"].append({"name": "", "total_gb": 0.0, "free_gb": 0.0, "problem": problem})
@@ -190,9 +190,9 @@ def _build_of(torch: "Any") -> str:
 
 
 def has_gpus(rows: "list[list[str]]") -> bool:
-    """Return whether this machine has NVIDIA GPUs, by nvidia-smi's answer or by its device files.
+    """Return whether this machine has NVIDIA GPUs: nvidia-smi lists a GPU, or the machine has a GPU's device file.
 
-    The driver's kernel module does not prove it, because a container without GPUs sees the module too.
+    The driver's kernel module does not prove that a GPU exists, because a container without GPUs sees the module too.
     """
     return bool(rows) or any(_DEVICE.match(name) for name in os.listdir("/dev"))  # noqa: PTH208 - old syntax
 
@@ -243,12 +243,12 @@ def _describe_environment() -> str:
 
 
 def _times_of(path: str) -> "list[Any]":
-    """Return the modification time of a file. For a folder, return its names with the times of files and package
-    records."""
+    """Return the modification time of a file. For a folder, return the names in the folder, with the times of files and
+    package records."""
     try:
         with os.scandir(path) as entries:
-            # Python changes a folder's time when it compiles modules in it. So only the names of folders count, not
-            # their times.
+            # Python changes a folder's time when it compiles modules in the folder. Therefore, only the
+            # names of folders count.
             return sorted(
                 [each.name, _time_of(each) if "-info" in each.name or not each.is_dir() else 0]
                 for each in entries
@@ -263,7 +263,7 @@ def _times_of(path: str) -> "list[Any]":
 def _time_of(entry: "os.DirEntry[str]") -> int:
     try:
         return entry.stat().st_mtime_ns
-    except FileNotFoundError:  # a broken symbolic link
+    except FileNotFoundError:  # the symbolic link is broken
         return entry.stat(follow_symlinks=False).st_mtime_ns
 
 
@@ -289,7 +289,7 @@ def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
 
 
 def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
-    """Store a result for the next probe. If this fails, the next probe does the work again."""
+    """Store a result for the next probe. If storing fails, the next probe does the work again."""
     path = _path_of(root, kind)
     try:
         os.makedirs(root + "/" + _KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
@@ -308,7 +308,7 @@ def _read_memory() -> "tuple[int, int]":
             rows = dict(line.split(":", 1) for line in file)
         return total, int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return total, total  # macOS has no such count; the total is an upper bound
+        return total, total  # macOS does not report free memory; the total is an upper bound
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, e
 from rollouts.infra.errors import InfraError
 
 _MAX_USD_PER_HOUR = 1e6
-"""Highest plausible price. A higher price is a mistake."""
+"""Highest plausible price of a machine. A higher price counts as a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
 """Words in the names of GPUs that NVIDIA did not make: MI300X, RX 7900 XTX."""
 MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
-"""Words in the names of NVIDIA's GPUs that some providers write and others omit."""
+"""Words in the names of NVIDIA's GPUs that some providers write and other providers omit."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
 """Allowed relative difference of memory sizes. For example, a GPU sold with 48 GB has 46,068 MiB."""
@@ -119,13 +119,13 @@ class InstanceStatus(StrEnum):
 
     @property
     def may_become_usable(self) -> bool:
-        """Whether the machine may become usable by waiting."""
+        """Whether waiting may make the machine usable."""
         return self in (InstanceStatus.STARTING, InstanceStatus.RUNNING, InstanceStatus.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A kind of machine at a price. It may no longer be available when it is requested."""
+    """A kind of machine at a price. The offer may be gone when the machine is requested."""
 
     provider: CloudName
     id: str
@@ -137,12 +137,12 @@ class Offer:
     usd_per_hour: float
     """Price of the whole machine per hour, in US dollars."""
     region: str
-    """The region. Empty if the provider chooses it."""
+    """The region. Empty if the provider chooses the region."""
     is_secure: bool = True
     """Whether the machine is in a data center."""
     is_spot: bool = False
     disk_gb: int | None = None
-    """Disk size in GB if it is fixed. None if the request chooses it."""
+    """Disk size in GB if the offer has a fixed size. None if the request chooses the size."""
     host: str = ""
     """The provider's name of the physical machine. Empty if the offer is for any machine of a kind."""
     ends_at: float | None = None
@@ -199,16 +199,17 @@ class MachineSpec:
     """Parameters for creating a machine, in addition to the offer."""
 
     name: str
-    """The machine's unique name. The machine is found by this name if the answer to its creation was lost."""
+    """The machine's unique name. If the answer to the machine's creation was lost, the machine is found by this
+    name."""
     public_key: str
-    """Public key for the login, as a line of authorized_keys."""
+    """Public SSH key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
-    """Container image or operating system, as the provider names it. Empty uses the provider's default."""
+    """Container image or operating system, as the provider names it. If empty, the provider's default is used."""
     min_cuda: str = ""
     ends_at: float | None = None
-    """Time at which the provider should end the machine automatically, in seconds since 1970, if it can. None means
-    never."""
+    """Time at which the provider should end the machine, in seconds since 1970, if the provider supports this. None
+    means never."""
     host_key: HostKeyPair | None = None
     """Host key for the machine's SSH server, if the provider can install one. None lets the machine create its own
     key."""
@@ -223,7 +224,7 @@ class Instance:
     name: str
     status: InstanceStatus
     host: str = ""
-    """Address of the machine's SSH server. Empty while unknown. It may change while the machine runs."""
+    """Address of the machine's SSH server. Empty while unknown. The address may change while the machine runs."""
     port: int = 22
     user: str = "root"
     proxy_jump: str = ""
@@ -246,8 +247,8 @@ class Instance:
 def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
     """Describe the nearest offer if none matches the query.
 
-    If an offer fails only the price, the cheapest such offer is described. Otherwise, the offer that fails the fewest
-    conditions is described.
+    If an offer fails only the price, the cheapest such offer is described. If no offer fails only the price, the offer
+    that fails the fewest conditions is described.
 
     Args:
         named: returns the name by which the user knows a field of the query.
@@ -271,8 +272,8 @@ def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
     """Return whether `name` contains every word of `wanted`.
 
     RTX4090 matches "NVIDIA RTX 4090", but L4 does not match "NVIDIA L40". Providers write words and numbers together or
-    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". They may omit NVIDIA's own words and the memory: "NVIDIA A100 80GB"
-    matches an "A100 SXM" with 80 GB.
+    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". Providers may omit NVIDIA's own words and the memory: "NVIDIA A100
+    80GB" matches an "A100 SXM" with 80 GB.
 
     Args:
         vram_gb: memory of the GPU, for names without the memory. None matches any memory.
@@ -293,7 +294,7 @@ def _is_memory(word: str, vram_gb: float | None) -> bool:
 
 
 def _is_within(region: str, wanted: str) -> bool:
-    """Return whether a region, or its data center, begins with `wanted`. Some regions name both: RO/EU-RO-1."""
+    """Return whether a region, or its data center, begins with `wanted`. RO/EU-RO-1 is a region and a data center."""
     return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 
@@ -305,8 +306,8 @@ def _is_of_nvidia(name: str) -> bool:
 def is_same_model(offered: str, found: str) -> bool:
     """Return whether the driver's name of a GPU fits the model that the provider offered.
 
-    Only the model's number and the letter before it are compared, for example A100 or 4090. The rest of the name is
-    written differently everywhere. An offered name without a number always fits.
+    Only the model's number and the letter before it are compared, for example A100 or 4090. Each driver and provider
+    writes the rest of the name differently. An offered name without a number always fits.
     """
     model = _MODEL.search(_apart(offered))
     return model is None or re.search(rf"(?<![a-z0-9]){model[0]}(?!\d)", _apart(found)) is not None
@@ -317,6 +318,6 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """Return the name in lower case, with words and numbers apart and sizes together: rtx 6000 ada 48gb, h100,
-    4090d."""
+    """Return the name in lower case, with a space between word and number but none within a size: rtx 6000 ada 48gb,
+    h100, 4090d."""
     return _LETTERS_AND_NUMBER.sub(" ", _SIZE.sub("", name.lower()))

@@ -64,7 +64,7 @@ def is_port_free(session: Session, host: str, port: int) -> bool:
 
 
 def check_port(session: Session, port: int, host: str = LOOPBACK) -> None:
-    """Return if a server on the node could bind the port now. Port 0 is always allowed.
+    """Check that a server on the node could bind the port now. Port 0 is always allowed.
 
     Raises:
         PermanentInfraError: another process uses the port.

@@ -1,7 +1,7 @@
 """Identify a process by more than its process id.
 
-Process ids are reused, also after a boot, and each container has its own. A process id in a file therefore counts only
-if the rest of the identity matches, too.
+Process ids are reused, also after a boot, and each container has its own process ids. A process id in a file therefore
+counts only if the rest of the identity matches, too.
 
 Not here: whether a process is alive, which its lock shows (locks.py).
 """

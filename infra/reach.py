@@ -1,6 +1,7 @@
 """Find a node's own address, and check before a run that two nodes can reach each other's ports.
 
-node A     listens at its address node B     listens at its own address towards A, connects to A, and sends A the port
+node A     listens at its address
+node B     listens at its own address towards A, connects to A, and sends A the port
 node A     connects back to B at this port, and sends the result
 """
 
@@ -10,7 +11,7 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.session import Session, last_line
 
 PATIENCE_S = 10.0
-"""Time limit of one connection."""
+"""Time limit of one connection in seconds."""
 CALL_TIMEOUT_S = 3 * PATIENCE_S
 
 _LISTEN = """
@@ -71,7 +72,7 @@ def own_address(session: Session) -> str:
 
 
 def check_both_ways(session: Session, node: Node, further: Session, further_node: Node) -> None:
-    """Return if each of the two nodes can connect to a port of the other one.
+    """Check that each of the two nodes can connect to a port of the other node.
 
     Raises:
         PermanentInfraError: a connection failed.
@@ -90,6 +91,6 @@ def check_both_ways(session: Session, node: Node, further: Session, further_node
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line that the program printed on stderr, or else the error's message."""
+    """Return the last line that the program printed on stderr, or else the text of the error."""
     said = error.completed.stderr.decode(errors="replace").strip() if isinstance(error, CommandFailedError) else ""
     return said.rpartition("\n")[2] or str(error) or "it said nothing"

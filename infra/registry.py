@@ -1,8 +1,8 @@
-"""The model registry: which models exist, which model is in production, and which were before. It is part of the
+"""The model registry: which models exist, and which models are or were in production. The registry is part of the
 ledger.
 
-A line is a series of models that replace each other. For example, the line `small` has the models small-1, small-2 and
-so on. An alias names at most one model of a line:
+A model line is a series of models that replace each other. For example, the line `small` has the models small-1,
+small-2 and so on. An alias names at most one model of a line:
 
     candidate    the model registered last, until it is promoted or rejected
     production   the model in use. A promotion puts a model on top of the previous one, and a rollback removes the top
@@ -61,7 +61,7 @@ class Model:
     evaluation: Mapping[str, Any]  # Any: JSON
     """Figures of the model's latest comparison. Empty before the first comparison."""
     registered_at: float
-    """Time of the registration in seconds since 1970, like all times here."""
+    """Time of the registration in seconds since 1970, like all times of this record."""
     registered_by: str
 
     @property
@@ -97,8 +97,8 @@ def register_model(
     by: str,
     now: float | None = None,
 ) -> Model:
-    """Register a model as the candidate. Returns it. If a model with the same content is known, only its folder is
-    updated."""
+    """Register a model as the candidate, and return the model. If a model with the same content is known, only the
+    known model's folder is updated."""
     at = time.time() if now is None else now
     with ledger.transaction() as database:
         known = _select(database, "WHERE line = ? AND digest = ?", line, digest)
@@ -134,7 +134,7 @@ def models(ledger: Ledger, line: str = "") -> list[Model]:
 
 
 def select_models(database: sqlite3.Connection) -> list[Model]:
-    """Return all models, oldest first. Needs a running transaction."""
+    """Return all models, oldest first. The caller must have begun the transaction."""
     return _select(database, "ORDER BY id")
 
 
@@ -163,7 +163,7 @@ def current(ledger: Ledger, line: str, alias: Alias) -> Model | None:
 def promote(
     ledger: Ledger, model: Model, *, by: str, reason: str, instead_of: int | None = None, now: float | None = None
 ) -> None:
-    """Put a model into production. If it is already in production, nothing is written.
+    """Put a model into production. If the model is already in production, nothing is written.
 
     Args:
         instead_of: id of the model that must be in production now. NOTHING means that production must be empty. None
@@ -204,10 +204,10 @@ def find_replaced(ledger: Ledger, line: str) -> Model:
 
 
 def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | None = None) -> Model:
-    """Restore the model that the present production model has replaced. Returns it.
+    """Restore the model that the present production model has replaced, and return the restored model.
 
     Args:
-        to: the expected result. None skips this check.
+        to: the model that the caller expects to be restored. None skips this check.
 
     Raises:
         ProductionChangedError: the result would differ from `to`.
@@ -222,7 +222,7 @@ def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | Non
 
 
 def forget_model(ledger: Ledger, model: Model) -> None:
-    """Remove a model from the registry, so that its stages can be pruned. Its number is not used again.
+    """Remove a model from the registry, so that its stages can be pruned. The model's number is not used again.
 
     Raises:
         PermanentInfraError: the model is the candidate, is in production, or a rollback could restore it.

@@ -20,7 +20,7 @@ def read_bytes(path: Path) -> bytes:
     if not stat.S_ISREG(path.stat().st_mode):  # checked before opening, because opening may already start a device
         raise _not_a_file(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file was replaced in between
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file may have been replaced since
             raise _not_a_file(path)
         return file.read()
 

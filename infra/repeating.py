@@ -14,12 +14,13 @@ def repeating(
 ) -> Iterator[None]:
     """Call `act` after every interval while the block runs. Calls never overlap.
 
-    At its end, the block waits for a running call. It does not wait after an exception or an interrupt.
+    At its end, the block waits for a running call. After an exception or an interrupt, the block does not wait.
 
     Args:
-        act: the action. If it raises, the exception is logged and the action is called again later, because the action
+        act: the action. An exception of the action is logged and the action is called again later, because the action
             may guard a machine that costs money.
-        once_more: call `act` once more at the end of the block and wait for it. Skipped after an exception.
+        once_more: whether to call `act` once more at the end of the block and wait for the call. Not done after an
+            exception.
     """
     is_over, is_last_due = threading.Event(), threading.Event()
 

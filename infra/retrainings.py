@@ -30,7 +30,7 @@ class RetrainingState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether its run does nothing more by itself."""
+        """Whether the retraining's run does nothing more by itself."""
         return self in (RetrainingState.PROMOTED, RetrainingState.REJECTED, RetrainingState.FAILED)
 
 
@@ -40,10 +40,10 @@ class Retraining:
 
     run_id: str
     line: str
-    """The line to which its models belong."""
+    """The model line of the retraining's models."""
     state: RetrainingState = RetrainingState.TRAINING
     data: Mapping[str, str]
-    """Digests of the watched data, by path. They were computed before the training."""
+    """Digests of the watched data, by path, as computed before the training."""
     model_id: int | None = None
     """Id of the candidate."""
     baseline_id: int | None = None
@@ -51,12 +51,12 @@ class Retraining:
     is_better: bool = False
     """Whether the candidate was better in the comparison."""
     approved: bool | None = None
-    """A user's decision about this comparison. None before the decision."""
+    """A user's decision about promoting the candidate. None before the decision."""
     approved_by: str = ""
     note: str = ""
     """A sentence about the latest change."""
     began_at: float
-    """Time of the begin in seconds since 1970, like all times here."""
+    """Time of the begin in seconds since 1970, like all times of this record."""
     ended_at: float | None = None
 
 
@@ -66,7 +66,7 @@ _COLUMNS = ", ".join(Retraining.__slots__)
 def begin_retraining(
     ledger: Ledger, run_id: str, line: str, data: Mapping[str, str], *, now: float | None = None
 ) -> Retraining:
-    """Store a new retraining for this run, in place of an earlier attempt of the same run. Returns it."""
+    """Store a new retraining for this run, in place of an earlier attempt of the same run. Returns the new record."""
     row = Retraining(run_id=run_id, line=line, data=dict(data), began_at=time.time() if now is None else now)
     _write(ledger, row)
     return row

@@ -1,9 +1,8 @@
-"""Secrets of a store: files and folders that only their owner can access. They are checked on every use.
+"""Secrets of a store: files and folders that only their owner can access. Every use of a secret checks the permissions.
 
 A store belongs to one user. Like ssh with its keys, this module refuses files of another user, and files with read
-access for other users. The message names the command that solves the problem. Root may use another user's store,
-because
-containers mount such stores.
+access for other users. The error's text names the command that solves the problem. Root may use another user's store,
+because containers mount such stores.
 """
 
 import os
@@ -23,7 +22,7 @@ OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
 
 def own_secret(path: Path, make: Callable[[], str]) -> str:
-    """Return the secret in the file. If the file is missing, call `make` and write the secret that it returns.
+    """Return the secret in the file. If the file is missing, write the secret that `make` returns into the file.
 
     Raises:
         PermanentInfraError: other users can read the file, or another user created the file or the link.
@@ -37,7 +36,7 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             file.write(make())
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # if two processes create a secret at the same time, the first one wins
+        os.link(partial, path)  # of two processes that create a secret at the same time, the first one wins
     except FileExistsError:
         if _read_secret(path) is None:  # the existing file is empty, because the disk was full
             partial.replace(path)

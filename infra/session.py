@@ -42,8 +42,8 @@ from rollouts.infra.supervisor.files import parse_object
 MAX_READ_BYTES = 64 << 20
 """Largest file that `read_file` reads. Larger files must be copied, or read in parts."""
 MAX_LINE_BYTES = 64 << 20
-"""Largest length of a line of a stream. A metrics record has at most 4 MiB, and JSON inside JSON is at most six times
-as long."""
+"""Largest length of a stream's line, in bytes. A metrics record has at most 4 MiB, and grows at most sixfold when it is
+escaped as a string inside JSON."""
 MAX_GREETING_BYTES = 64 << 10
 """Largest output that login shells may print before a program of the project begins."""
 MAX_OUTPUT_BYTES = 64 << 20
@@ -77,14 +77,14 @@ class Session(Protocol):
         """Run one command to its end and return its record.
 
         Args:
-            may_repeat: whether the command is idempotent, even if it runs twice at the same time. If so, it is run once
-                more if the connection breaks before the answer.
+            may_repeat: whether the command may run twice, even at the same time. If so, the session runs the command
+                once more when the connection breaks before the answer arrives.
 
         Raises:
             CommandFailedError: the exit code is not 0, and `check` is true.
             CommandTimeoutError: the command did not end in time and was killed.
             PermanentInfraError: the command printed more than MAX_OUTPUT_BYTES on another machine and was killed.
-            RequestCutError: the connection broke before the answer.
+            RequestCutError: the connection broke before the node's answer arrived.
         """
 
     def run_program(
@@ -97,17 +97,17 @@ class Session(Protocol):
         check: bool = True,
         may_repeat: bool = False,
     ) -> CompletedCommand:
-        """Run one of the project's Python programs (node_programs.py) like `run`. This is faster on a distant node.
+        """Run one of the project's Python programs (node_programs.py) like `run`, but faster on a distant node.
 
-        The program ignores the interpreter's environment (`ISOLATED`). A fork of a process with the loaded program may
-        run it.
+        The program ignores the interpreter's environment (`ISOLATED`). A process that has loaded the program before may
+        fork to run it.
         """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
         """Start a command and yield its output line by line. The command is killed at the end of the block.
 
         Every line ends with its newline, except the last line of a broken stream. The command's standard input stays
-        open after `stdin` was sent. Its end tells the command that the reader is gone.
+        open after `stdin` was sent. When the standard input ends, the command knows that the reader is gone.
 
         Raises:
             CommandFailedError: raised by the iterator if the command ended with a code other than 0.
@@ -123,8 +123,8 @@ class Session(Protocol):
 
     @property
     def can_pour(self) -> bool:
-        """Whether `pour_program` and `feed_program` work. Each call costs a login, which pays off from hundreds of MiB
-        on."""
+        """Whether `pour_program` and `feed_program` work. Each of their calls costs a login, so the two methods pay off
+        only for hundreds of MiB or more."""
 
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
@@ -132,9 +132,9 @@ class Session(Protocol):
         """Start a program like `pipe_program`, but write its output directly into a file.
 
         Yields the JSON objects that the program prints on stderr. The first object only tells that the program runs,
-        and is not yielded. `stdin` is sent after it, and the output then begins at the start of `into`. Earlier output
-        of shells is therefore overwritten. When the iterator has ended, all received output is in the file. The caller
-        has to check whether the output is complete.
+        and is not yielded. After the first object, `stdin` is sent, and the output is written from the start of `into`,
+        over earlier output of shells. When the iterator has ended, all received output is in the file. The caller has
+        to check whether the output is complete.
 
         Args:
             max_bytes: approximate limit of the output, if the system can enforce it.
@@ -146,7 +146,8 @@ class Session(Protocol):
     def feed_program(
         self, source: Path, arguments: Sequence[str], *, stdin: FileIO
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """Start a program like `pipe_program`, with a whole file as its input. Yields the lines that it prints.
+        """Start a program like `pipe_program`, with a whole file as its input. Yields the lines of the program's
+        output.
 
         Raises:
             NodeUnreachableError: raised by the iterator if the connection broke.
@@ -154,7 +155,7 @@ class Session(Protocol):
         """
 
     def forward(self, port: int, host: str = LOOPBACK) -> AbstractContextManager[int]:
-        """Yield a local port. While the block runs, it is forwarded to `host:port` as seen from the node.
+        """Yield a local port that is forwarded to `host:port`, as seen from the node, while the block runs.
 
         Raises:
             PermanentInfraError: the node cannot forward ports.
@@ -169,7 +170,8 @@ class Session(Protocol):
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        """Write chunks of files at their offsets. The rest of each file stays. Missing directories are created.
+        """Write chunks of files at their offsets, and create missing directories. Other parts of the files are not
+        changed.
 
         Chunks of one file must be adjacent. Returns the digest of each written chunk, by file name and chunk number.
         When the call returns, the data is on the disk (fsync).
@@ -180,7 +182,7 @@ class Session(Protocol):
         Raises:
             NodeUnreachableError: the connection broke. Some chunks may be written, wholly or partly.
             DiskFullError: the disk has no room for the chunks.
-            TransientInfraError: another copy has moved or removed a file meanwhile.
+            TransientInfraError: another upload to the directory has moved or removed a file meanwhile.
         """
 
     def read_file(self, path: str) -> bytes:
@@ -200,7 +202,7 @@ class Session(Protocol):
 
 
 class LocalSession:
-    """The session of this machine. Each command gets its own process session, so that Ctrl-C here does not reach it."""
+    """The session of this machine. Each command gets its own process session, so that Ctrl-C does not reach it."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -366,7 +368,7 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
     """Return the error for a file that cannot be written.
 
     Args:
-        number: the system's error number. None without one.
+        number: the system's error number. None if the system reported no number.
         num_bytes: number of bytes that were to be written, as far as known.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):
@@ -391,8 +393,8 @@ def _start_process(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and its children. Does nothing after `wait`, because another process may have got the process
-    id."""
+    """Kill a command and its children. After `wait`, do nothing, because another process may have got the command's
+    process id."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -424,7 +426,7 @@ def poured_objects(
     else:
         reason = b"".join(other).decode(errors="replace").strip() or "it printed nothing"
         raise TransientInfraError(f"a program that sends a file ended before it began: {reason}")
-    # The process shares the file's position with this process, so rewinding here also rewinds it there.
+    # The program shares the file's position with this process, so this call also rewinds the program's output.
     into.seek(0)
     into.truncate()
     with contextlib.suppress(BrokenPipeError):
@@ -434,8 +436,8 @@ def poured_objects(
 
 
 class Answer(dict[str, Any]):  # Any: JSON
-    """The JSON answer of a program of the project on a node. A missing key raises: another program may have
-    answered."""
+    """The JSON answer of a program of the project on a node. A missing name raises an error: another program may have
+    printed the object."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise PermanentInfraError(

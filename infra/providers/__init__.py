@@ -1,4 +1,5 @@
-"""Provision a node from its settings, open sessions on it, and release it. Each kind of node has an entry here.
+"""Provision a node from its settings, open sessions on it, and release it. Each kind of node has an entry in this
+module.
 
     settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 

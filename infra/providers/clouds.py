@@ -1,7 +1,7 @@
 """Open accounts at the providers of rented machines.
 
-Keys come only from environment variables. If they belong to a named set of credentials, another variable contains its
-name. Not here: the registry of providers (infra/clouds.py), their Protocol (infra/cloud.py).
+API keys come only from environment variables. If they belong to a named set of credentials, another variable contains
+the name of the set. Not here: the registry of providers (infra/clouds.py), their Protocol (infra/cloud.py).
 """
 
 import os
@@ -18,16 +18,16 @@ from rollouts.infra.providers.http import Endpoint
 from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
-"""Environment variable with the name of the credentials to which the keys in the environment belong."""
+"""Environment variable with the name of the set of credentials that the API keys in the environment belong to."""
 _SENDABLE = re.compile(r"[!-~]+")
-"""Pattern of keys that an HTTP header can carry."""
+"""Pattern of API keys that an HTTP header can carry."""
 
 
 def open_account(name: CloudName) -> Cloud:
-    """Open the provider's account with the key in the environment.
+    """Open the provider's account with the API key in the environment.
 
     Raises:
-        MissingKeyError: the key is missing, or has characters that no key has.
+        MissingKeyError: the API key is missing, or contains characters that are not allowed in keys.
         PermanentInfraError: the environment variable with the API's address is invalid.
     """
     cloud = find_cloud(name)
@@ -51,7 +51,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
     """Open the account in which a machine was rented.
 
     Raises:
-        MissingKeyError: this process has other credentials than the machine's.
+        MissingKeyError: this process uses other credentials than those with which the machine was rented.
     """
     if rental.credentials != credentials_in_use():
         whose = f"the credentials {rental.credentials}" if rental.credentials else "keys of the environment"
@@ -64,7 +64,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
 
 
 def credentials_in_use() -> str:
-    """Return the name of this process's credentials. Empty if its keys come from plain environment variables."""
+    """Return the name of this process's credentials. Empty if the API keys come from plain environment variables."""
     return os.environ.get(CREDENTIALS_VARIABLE, "")
 
 
@@ -74,10 +74,10 @@ def clouds_with_keys(names: Sequence[CloudName]) -> tuple[list[CloudName], list[
 
 
 def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
-    """Return those of the providers whose keys are in the environment.
+    """Return the named providers whose API keys are in the environment.
 
     Raises:
-        MissingKeyError: no provider has a key in the environment. The message names the variables.
+        MissingKeyError: the environment has no API key of these providers. The error's text names the variables.
     """
     known, others = clouds_with_keys(names)
     if not known:
@@ -91,10 +91,10 @@ def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
 
 @contextmanager
 def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
-    """Open the accounts, and yield them by the providers' names.
+    """Open the accounts at the named providers. Yields a dict from the provider's name to the account.
 
     Raises:
-        MissingKeyError: a key is missing.
+        MissingKeyError: an API key is missing.
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(open_account(name)) for name in names}
@@ -102,19 +102,20 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """Yield the accounts that can be opened, by the providers' names, and a sentence for each other account."""
+    """Yield the accounts that can be opened, by provider. Also yield one sentence on the problem of each other
+    account."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:
             try:
                 clouds[name] = stack.enter_context(open_account(name))
-            except PermanentInfraError as error:  # a missing or invalid key must not affect other providers
+            except PermanentInfraError as error:  # a missing or invalid API key must not affect other providers
                 problems.append(str(error))
         yield clouds, problems
 
 
 def _other_address_of(endpoint: Endpoint) -> str:
-    """Return another address of the API from the environment. Empty if the variable is not set."""
+    """Return the API's address that an environment variable sets. Empty if the variable is not set."""
     url = os.environ.get(endpoint.url_variable, "").strip()
     try:
         parts = httpx.URL(url)
@@ -141,7 +142,7 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    """Return the provider's key. Empty if the key is not set, or if no installed package has the provider."""
+    """Return the provider's API key. Empty if the key is not set, or if no installed package has the provider."""
     try:
         return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
     except PermanentInfraError:

@@ -6,8 +6,8 @@
 
 Providers limit the rate of an account's requests, so all connections of a process to one account take turns.
 
-Keys are sent in a header and are never written to disk or shown. Texts from a provider are shown shortened and without
-keys. The end of the file checks addresses and ids in answers.
+API keys are sent in a header and are never written to disk or shown. A provider's texts are shown shortened and without
+keys. The functions at the end of the file check addresses and ids in answers.
 
 Not here: the requests of each provider (runpod.py and others).
 """
@@ -44,7 +44,7 @@ FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _LATE = 408
-"""Status of a request timeout. A proxy in front of an API also sends it, and may have forwarded the request."""
+"""HTTP status of a request timeout. A proxy in front of an API may send it after forwarding the request."""
 _REPEATED = 16
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -63,7 +63,7 @@ class Endpoint:
     """The provider's name in messages."""
     url: str
     key_variable: str
-    """Name of the environment variable with the account's key."""
+    """Name of the environment variable with the account's API key."""
     key_is: str = "key"
     """Noun for the value of `key_variable` in messages."""
     key_header: str = "Authorization"
@@ -83,7 +83,7 @@ class Endpoint:
 
     @property
     def url_variable(self) -> str:
-        """Environment variable with another address of the API, for example of a company's proxy."""
+        """Environment variable that replaces the API's address, for example by the address of a company's proxy."""
         return self.key_variable.replace("_API_KEY", "_API_URL")
 
 
@@ -133,7 +133,7 @@ class ProviderAPI:
         self._concealed: set[str] = set()
 
     def conceal(self, secret: str) -> None:
-        """Replace later texts of the provider that repeat any 16 characters of the secret when they are shown."""
+        """From now on, never show a text of the provider that repeats 16 characters of the secret."""
         starts = [(line, start) for line in secret.splitlines() for start in range(len(line) - _REPEATED + 1)]
         self._concealed |= {line[start : start + _REPEATED] for line, start in starts}
 
@@ -149,7 +149,7 @@ class ProviderAPI:
         return found
 
     def find(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT | None:
-        """Request and parse a record. None if the API answers 404.
+        """Request and parse a record. Returns None if the API answers with status 404.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -192,7 +192,7 @@ class ProviderAPI:
         return found
 
     def change(self, method: str, path: str, body: Json | None = None) -> bytes | None:
-        """Send an idempotent request. Returns the answer, or None if the API answers 404.
+        """Send an idempotent request. Returns the answer, or None if the API answers with status 404.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -209,8 +209,8 @@ class ProviderAPI:
         return self._parse(self._ask_patiently("POST", path, body=body), shape, f"POST {path}")
 
     def follow(self, path: str, params: Mapping[str, str], *, within_s: float) -> Iterator[str]:
-        """Yield the lines of an answer that may never end, for about `within_s` seconds. After an error, yield no
-        more."""
+        """Yield the lines of an answer that may never end, for about `within_s` seconds. An error ends the iterator
+        without an exception."""
         _TURNS.wait((*self._account, "any"), self._endpoint.min_interval_s)
         deadline = time.monotonic() + within_s
         num_bytes, rest = 0, b""
@@ -333,13 +333,13 @@ class ProviderAPI:
         self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
 
     def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float = 0.0) -> None:
-        """Wait before the next attempt. Pauses grow, and take at least `wanted_s` seconds.
+        """Wait before the next attempt. Later attempts wait longer. Every pause takes at least `wanted_s` seconds.
 
         Raises:
             ProviderUnavailableError: the pause would end after the deadline.
         """
         own_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
-        pause_s = max(own_s, wanted_s)  # a provider may ask for 0 s, or for a time in the past of this clock
+        pause_s = max(own_s, wanted_s)  # a provider may ask for 0 s, or for a past time
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)
@@ -408,18 +408,18 @@ class Account:
 
 
 def key_blob(public_key: str) -> str:
-    """Return the key itself from a public key in OpenSSH's format (type, key, comment)."""
+    """Return the second field of a public key in OpenSSH's format (type, key, comment)."""
     return public_key.split()[1]
 
 
 def key_name(public_key: str) -> str:
-    """Return a name for registering a key in an account. The name contains a digest: some providers refuse equal
-    names."""
+    """Return a name for registering an SSH key in an account. The name contains a digest, because some providers refuse
+    equal names."""
     return "rollouts-" + hashlib.sha256(base64.b64decode(key_blob(public_key))).hexdigest()[:12]
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds that a Retry-After header asks for. It has a number or a date. 0 if it is invalid."""
+    """Return the seconds that a Retry-After header (a number or a date) asks for. 0 if the header is invalid."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -432,7 +432,7 @@ def _seconds(retry_after: str) -> float:
 
 def _first(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])  # the path may contain keys of the answer
+    place = ".".join(str(part) for part in problem["loc"])  # the path may contain names from the answer
     return shown_line(f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]
 
 

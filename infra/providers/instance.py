@@ -1,10 +1,10 @@
-"""A machine that the user has rented. The run asks its provider for its address, but neither ends it nor counts its
-cost.
+"""A machine that the user has rented. The run asks the machine's provider for the address, but neither ends the machine
+nor counts its cost.
 
     runpod:abc123 ── provider: address, price ── login ── Node ... sessions ask for the address again ... left running
 
-The host key of the first login is accepted, stored, and required later, whatever address the machine then has. If
-`host_key` is set, the first login requires it.
+The host key of the first login is accepted and stored. Later logins require the same key, even if the machine's address
+has changed. If `host_key` is set, the first login requires that key.
 
 Not here: machines that a run rents itself (rented.py), machines with a known address (ssh.py).
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
-    """Return the node of the machine, after its provider has started it and one login has succeeded.
+    """Return the node of the machine, after the provider has started the machine and one login has succeeded.
 
     Raises:
         MissingKeyError, ProviderRefusedError: the provider cannot be asked.
@@ -91,7 +91,7 @@ def _wait_until_running(name: str, say: Say) -> Instance:
 
 
 def find_instance(name: str) -> Instance:
-    """Return the machine as its provider describes it now. It is running or starting.
+    """Return the machine as its provider describes it now. The machine is running or starting.
 
     Raises:
         MachineGoneError: the account has no such machine.
@@ -116,5 +116,5 @@ def release_instance(node: Node) -> None:
 
 
 def open_instance_session(node: Node) -> Session:
-    """Return a session on the machine. It asks the provider for the machine's address before every connection."""
+    """Return a session on the machine. The session asks the provider for the address before every connection."""
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_instance, node.name)))

@@ -3,8 +3,8 @@
     public key ──registered under a unique name──> launch(kind, region, name) ──> instance, user ubuntu, port 22
     host key   ──as user data, which Lambda never shows again──┘
 
-Lambda has no spot machines and no community machines. It may refuse an instance type a second after listing it as
-available.
+Lambda has no spot machines and no community machines. Lambda may refuse an instance type a second after listing the
+type as available.
 
 Not here: HTTP (http.py), launching and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -154,7 +154,7 @@ class Lambda(Account):
         try:
             self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
         except OfferGoneError:
-            if name not in [known.name for known in self._keys()]:  # another run may have registered the key just now
+            if name not in [known.name for known in self._keys()]:  # another run may have registered it just now
                 raise
         return name
 
@@ -163,7 +163,7 @@ class Lambda(Account):
 
 
 def _render_cloud_config(host_key: HostKeyPair) -> str:
-    """Return user data for cloud-init. It installs this host key as the only one before the SSH server starts."""
+    """Return user data with which cloud-init installs this host key, and no other, before the SSH server starts."""
     keys = {"ed25519_private": host_key.private, "ed25519_public": host_key.public}
     return "#cloud-config\n" + json.dumps({"ssh_deletekeys": True, "ssh_keys": keys}) + "\n"  # JSON is YAML
 

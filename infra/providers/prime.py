@@ -233,7 +233,7 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """Convert a configuration to an offer with a disk of the wanted size. None if it cannot be rented by the hour."""
+    """Convert a configuration to an offer with a disk of the wanted size. None if hourly rent is not possible."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1
@@ -261,12 +261,12 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),
-        disk_gb=disk_gb or found.disk.usual or None,  # if no allowed size is large enough, the default size
+        disk_gb=disk_gb or found.disk.usual or None,  # the default size is used if no allowed size is large enough
     )
 
 
 def _image_of(images: list[str]) -> str:
-    """Return the image with the least software: the default one, or else one of Ubuntu or CUDA, or else any."""
+    """Return the image with the least software: the default image, or else one of Ubuntu or CUDA, or else any image."""
     plain = [image for image in images if image.startswith(("ubuntu", "cuda"))]
     return DEFAULT_IMAGE if DEFAULT_IMAGE in images else [*plain, *images][0]
 

@@ -4,8 +4,8 @@
                                                                                └─ its run failed: kept for a while
 
 A new machine's host key is known before the first login if it was installed at the machine's creation, or if the
-provider reports it. Otherwise the key of the first login is accepted. The key is stored in the ledger and required
-later, whatever address the machine then has.
+provider reports it. If no host key is known, the host key of the first login is accepted. The ledger stores the key.
+Later logins require the same key, even if the machine's address has changed.
 
 Not here: renting (renting/provision.py), the providers' APIs (runpod.py and others), SSH (ssh/ssh_session.py).
 """
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from rollouts.infra.ssh.ssh_session import SSHSession
 
 _SETUP_PYTHON = "/usr/bin/python3"
-"""Interpreter for the setup commands, which run before `python` may exist. All images known to us have it."""
+"""Interpreter for the setup commands, which run before `python` may exist. All images known to us have this file."""
 _SETUP_TIMEOUT_S = 3600.0
 _REAP_WITHIN_S = 60.0
-"""Seconds that a new run waits at most for the end of an old machine."""
+"""Largest number of seconds that a new run waits until an old machine is gone."""
 EXPIRY_LOOK_S = 5.0
 _KEYS_DIR = "machine_keys"
 
@@ -92,16 +92,16 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
 
 
 def is_left_for(rental: Rental, settings: RentedNode) -> bool:
-    """Return whether a later run with these settings could take the machine over after its run has died."""
+    """Return whether a later run with these settings could take the machine over after the machine's run has died."""
     is_same = (rental.purpose, rental.credentials) == (purpose_of(settings), credentials_in_use())
     return is_same and rental.state is RentalState.READY
 
 
 def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
-    """End the store's machines that no run needs, and report them. Renting also begins with this.
+    """End the store's machines that no run needs, and report them. Renting begins with the same cleanup.
 
     Raises:
-        InfraError: the providers' keys are missing.
+        InfraError: the providers' API keys are missing.
     """
     with (
         Ledger(store.expanduser().absolute() / LEDGER_FILE) as ledger,
@@ -222,15 +222,16 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
 def release_rentals(
     store: Path, run_id: str, *, since: float = 0.0, spared: Collection[str] = (), pace: Pace = PATIENT
 ) -> list[str]:
-    """Release the machines that an ended run has rented or requested. Returns a sentence per released or remaining one.
+    """Release the machines that an ended run has rented or requested. Returns a sentence per released or remaining
+    machine.
 
     Args:
         since: machines that were requested before this time are not released.
         spared: names of machines that are not released.
 
     Raises:
-        PermanentInfraError: this process has none of the machines' keys. If only some keys are missing, the other
-            machines are released.
+        PermanentInfraError: this process has no API key for any of the machines. If only some keys are missing, the
+            other machines are released.
     """
     reached: list[Rental] = []
     failures: list[PermanentInfraError] = []
@@ -253,7 +254,7 @@ def release_rentals(
 def ended_when_expired(node: Node) -> Iterator[None]:
     """While the block runs, end the rented machines as soon as one machine's hours or the run's money are used up.
 
-    The hours are measured in wall-clock time, which continues while this machine sleeps. A failed end is retried.
+    The hours are measured in wall-clock time, which continues while this machine sleeps. A failed attempt is retried.
     """
     if not node.is_rented:
         yield
@@ -288,7 +289,7 @@ def _end_expired(node: Node) -> bool:
 
 
 def open_rented_session(node: Node) -> Session:
-    """Return a session on the machine. It asks the provider for the machine's address before every connection."""
+    """Return a session on the machine. The session asks the provider for the address before every connection."""
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_machine, node)))
 
 
@@ -296,7 +297,7 @@ def find_rentable(settings: RentedNode) -> list[Offer]:
     """Return the machines that could be rented now, cheapest first. Rents nothing.
 
     Raises:
-        PermanentInfraError: a key is missing or refused, or no offer matches the settings.
+        PermanentInfraError: an API key is missing or refused, or no offer matches the settings.
     """
     request = _build_request(settings, "nobody")
     with open_clouds(require_keys(request.query.providers)) as clouds:
@@ -333,9 +334,9 @@ def _build_request(settings: RentedNode, run_id: str) -> RentRequest:
     """Return the request for machines.
 
     Raises:
-        PermanentInfraError: the key for the login is unusable.
+        PermanentInfraError: the SSH key for the login is unusable.
     """
-    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # imports paramiko
+    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # this import loads paramiko
 
     query = settings.query
     if settings.num_machines > 1:
@@ -381,7 +382,7 @@ def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAcc
 
 
 def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance: Instance) -> str:
-    """Log in on a new machine, test it, and set it up. Returns the fingerprint of its host key.
+    """Log in on a new machine, test it, and set it up. Returns the fingerprint of the machine's host key.
 
     Raises:
         UnfitMachineError: the machine's GPUs cannot compute or differ from the offer, or the machine is too slow.
@@ -395,7 +396,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             expand_root(session, settings.python, settings.root)
         return fingerprint
     if rental.expected_key:
-        known.unlink(missing_ok=True)  # an earlier attempt may have accepted and stored another key
+        known.unlink(missing_ok=True)  # an earlier attempt may have stored another host key
     access = replace(access, host_key=rental.expected_key, first_use_file=str(known))
     with open_ssh(access, python=_SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
@@ -445,13 +446,13 @@ def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
 
 def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
     """Return a session on a machine that has no node yet."""
-    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
+    from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 
     return SSHSession(access, python=python, programs_dir="")
 
 
 def access_now(node: Node, find: Callable[[], Instance]) -> SSHAccess:
-    """Return the parameters for a login to the machine. The address is looked up: its provider may have moved it.
+    """Return the parameters for a login to the machine at its present address, which the provider may have changed.
 
     Args:
         find: asks the provider for the machine. Raises a PermanentInfraError if the machine is unusable.

@@ -1,8 +1,8 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
 RunPod maps a public port to port 22 of a pod. The public port changes when the pod is reset. RunPod's images start an
-SSH server if PUBLIC_KEY is set in their environment. They write the fingerprints of their host keys to the log, and
-RunPod shows the log over HTTPS. RunPod has no spot pods.
+SSH server if PUBLIC_KEY is set in their environment. The images write the fingerprints of their host keys to the pod's
+log, and RunPod shows the log over HTTPS. RunPod has no spot pods.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -119,11 +119,11 @@ class RunPod(Account):
             "gpu": gpu,
             "disk": spec.disk_gb,
             "ports": ["22/tcp"],
-            # With this variable, only this key may log in. The option `startSsh` would admit all keys of the account.
+            # With this variable, only this SSH key may log in. `startSsh` would admit all keys of the account.
             "env": {"PUBLIC_KEY": spec.public_key},
         }
         if offer.region:
-            body["dataCenterIds"] = [offer.region]  # only a preference: `get` returns the region that RunPod chose
+            body["dataCenterIds"] = [offer.region]  # a preference only: `get` returns the region that RunPod chose
         return self._api.create("/v2/pods", body, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
@@ -137,7 +137,7 @@ class RunPod(Account):
         for key_type, fingerprint in _host_keys_in(lines):
             found[key_type] = fingerprint
             if key_type == "ed25519":
-                break  # SSH asks for this type of key first
+                break  # SSH asks for a key of this type first
         return next((found[key_type] for key_type in ("ed25519", "ecdsa", "rsa") if key_type in found), "")
 
     def list_named(self, prefix: str) -> list[Instance]:

@@ -6,11 +6,11 @@
     terminate    sky down NAME
 
 SkyPilot needs other versions of our dependencies, so it is installed in a separate environment. ROLLOUTS_SKY is the
-path of its program. In nearly all clouds, SkyPilot can end a machine automatically at a given time. Clouds with a
-module of their own in this package are left out.
+path of SkyPilot's program. In nearly all clouds, SkyPilot can end a machine automatically at a given time. Clouds with
+a module of their own in this package are left out.
 
 For some machines, such as pods of Kubernetes, ssh needs a proxy command. SkyPilot's own ssh configuration of the
-machine is used for them:
+machine is used for such machines:
 
     ssh -F ~/.sky/generated/ssh/NAME -W 127.0.0.1:22 ssh://NAME    the machine's own port, seen from inside it
 
@@ -55,7 +55,7 @@ MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
 _NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
-"""Clouds in which SkyPilot cannot end a machine automatically. It refuses to launch such a machine (no AUTODOWN)."""
+"""Clouds in which SkyPilot cannot end a machine automatically and refuses to launch such a machine (no AUTODOWN)."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -69,7 +69,7 @@ _MEMORY_GB = {
 """Memory of GPUs for catalogs that do not list it. Names like H100-80GB contain the memory."""
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _DOWN_FAILED = "Cluster(s) failed."
-"""Last line of `sky down` if it could not end a cluster. The reasons come before it."""
+"""Last line of `sky down` if it could not end a cluster. The lines before contain the reasons."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ class _Cluster(BaseModel):
 
     @property
     def runs_unwatched(self) -> bool:
-        """Whether its cloud runs the machine, but SkyPilot's program on it does not answer, for example without
-        network."""
+        """Whether the cloud runs the machine, but SkyPilot's program on the machine does not answer, for example
+        without network."""
         return self.cluster_ever_up and "ray cluster is unhealthy" in (self.init_status_reason or "")
 
 
@@ -120,7 +120,7 @@ class Sky:
     reaches: ClassVar[tuple[str, ...]] = ("aws", "gcp", "google", "azure", "kubernetes")
 
     def __init__(self, program: str, url: str = "") -> None:
-        """Open nothing yet. `program` is the path of `sky`; `url` must be empty."""
+        """Store the path of `sky` as `program`. No account is opened yet. `url` must be empty."""
         assert not url, "SkyPilot finds its server by itself"
         self._program = program
 
@@ -172,7 +172,7 @@ class Sky:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
-            # A machine that starts after its end time is useless, and may cost more than the run may spend.
+            # A machine that starts after its end time is useless, and may exceed the run's limit of money.
             left_s = math.inf if spec.ends_at is None else max(0.0, spec.ends_at - time.time())
             timeout_s = min(LAUNCH_TIMEOUT_S, left_s)
             try:
@@ -193,7 +193,7 @@ class Sky:
         return next((_read(each) for each in self._ask(words, _CLUSTERS) if each.name == instance_id), None)
 
     def host_key(self, instance_id: str) -> str:
-        """Return "". SkyPilot itself logs in first and does not check the host key."""
+        """Return "", because SkyPilot itself logs in first and does not check the host key."""
         return ""
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -234,7 +234,7 @@ class Sky:
             raise ProviderUnavailableError(f"sky {words[0]} took longer than {ANSWER_TIMEOUT_S:.0f} s") from error
 
     def _run(self, words: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        # Python's variables of this environment would break SkyPilot's environment.
+        # Python's variables in this process's environment would break SkyPilot's environment.
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             return subprocess.run(
@@ -254,13 +254,13 @@ class Sky:
 
 
 def _first_word(gpu_type: str) -> str:
-    """Return the first word of a GPU's name without NVIDIA's own words. SkyPilot's catalogs omit these."""
+    """Return the first word of a GPU's name that is not one of NVIDIA's own words, which SkyPilot's catalogs omit."""
     words = gpu_type.split()
     return next((word for word in words if word.lower() not in MAKERS_WORDS), words[0])
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """Convert an instance type to an offer. None if its GPU memory is unknown, or its price (except on Kubernetes)."""
+    """Convert an instance type to an offer. None if its GPU memory or (except on Kubernetes) its price is unknown."""
     is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
     said = _MEMORY_IN_NAME.search(kind.accelerator_name)
@@ -323,7 +323,7 @@ def _let_in(public_key: str) -> str:
 
 
 def _ends_itself(ends_at: float | None) -> list[str]:
-    """Return the options that end the machine automatically at this time, whatever runs on it."""
+    """Return the options that end the machine automatically at this time, even while programs run on the machine."""
     if ends_at is None:
         return []
     minutes = max(1, math.ceil((ends_at - time.time()) / 60))
@@ -332,14 +332,14 @@ def _ends_itself(ends_at: float | None) -> list[str]:
 
 def _json_in(output: str) -> str:
     """Return the output from the first line that begins a JSON object or list. SkyPilot may print other lines before
-    it."""
+    this line."""
     lines = output.splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith(("{", "["))), len(lines))
     return "\n".join(lines[first:])
 
 
 def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why `sky down` did not end the cluster. Empty if it did. The exit code is 0 in both cases."""
+    """Return why `sky down` did not end the cluster. Empty if the cluster was ended. Both cases have exit code 0."""
     said, failed, _ = done.stdout.partition(_DOWN_FAILED)
     if failed:
         lines = said.rpartition("Reason: ")[2].strip().splitlines()

@@ -1,4 +1,4 @@
-"""The user's own machines, reached over SSH. They are neither rented nor released.
+"""The user's own machines, reached over SSH. A run neither rents nor releases these machines.
 
 Not here: the session (ssh/ssh_session.py), the requirements on a machine (bootstrap.py).
 """
@@ -17,7 +17,7 @@ from rollouts.infra.ssh.ssh_config import read_ssh_config
 
 _FIRST_USE_FILE = "known_hosts"
 _SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-"""File in which a network's administrators may store host keys. OpenSSH's client reads it too."""
+"""File in which a network's administrators may store host keys. OpenSSH's client reads the file too."""
 _PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
@@ -48,7 +48,7 @@ def reach_machine(settings: SSHMachine, store: Path) -> Node:
         NodeUnreachableError, HostKeyError, LoginError: the login failed.
         PermanentInfraError: the machine's interpreter cannot be run, or `root` is not a usable path.
     """
-    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
+    from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 
     access = read_access(settings, store)
     with SSHSession(access, python=settings.python, programs_dir="") as session:
@@ -79,7 +79,8 @@ def expand_root(session: Session, python: str, root: str) -> str:
 
 
 def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
-    """Return the parameters for the login from the settings. OpenSSH's configuration completes those of a host name.
+    """Return the parameters for the login from the settings. OpenSSH's configuration completes the login to a host
+    name.
 
     Raises:
         PermanentInfraError: OpenSSH cannot look up the name.
@@ -127,9 +128,9 @@ def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None 
     """Return a session on the machine.
 
     Args:
-        find_access: called before every connection attempt. Needed if the machine's address may change.
+        find_access: called before every connection attempt, for a machine whose address may change.
     """
-    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
+    from rollouts.infra.ssh.ssh_session import SSHSession  # this import loads paramiko
 
     assert node.access is not None, f"{node.name} has no address"
     programs_dir = f"{node.root}/{_PROGRAMS_DIR}"

@@ -2,7 +2,8 @@
 
 An offer is a single machine and can be rented once. The container's first command writes the login key, so the key need
 not be registered in the account. A host key cannot be installed in this way, because the SSH server starts before this
-command, with a new key. The field `price` is never sent: with it, higher bids could interrupt the machine.
+command, with a new key. The field `price` is never sent, because higher bids could interrupt
+a machine that was requested with this field.
 
 Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -25,7 +26,7 @@ _OFFERS, _MAX_SEARCHES = 64, 8
 """Largest number of offers that Vast.ai returns per search, and largest number of searches. Searches are limited,
 because Vast.ai limits how many offers an account may see in a day."""
 _LEAST_S = 3600
-"""Seconds for which an offered machine must be available. Its owner may take it back later."""
+"""Seconds for which an offered machine must be available. The machine's owner may take it back after this time."""
 _GPU_NAMES = (
     *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
     *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),
@@ -110,7 +111,7 @@ class Vast(Account):
         key_variable="VAST_API_KEY",
         min_interval_s=1.0,
         create_interval_s=4.5,
-        account_refusal=r"insufficient_credit|lacks credit|Invalid user key",  # with 400, and 404 to a search
+        account_refusal=r"insufficient_credit|lacks credit|Invalid user key",  # with status 400, or 404 for a search
         offer_refusal=r"Offer \d+ is not",  # "... your own. Hosts can only rent their own machines."
     )
 
@@ -136,7 +137,7 @@ class Vast(Account):
             body["cuda_max_good"] = {"gte": float(query.min_cuda)}
         names = _names_of(query.gpu_types)
         named = self._search(body | {"gpu_name": {"in": names}}, query) if names else []
-        return named or self._search(body, query)  # Vast.ai may have renamed GPUs, so search all offers then
+        return named or self._search(body, query)  # search all offers if none matches: Vast.ai may have renamed GPUs
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         key = shlex.quote(spec.public_key)
@@ -152,7 +153,7 @@ class Vast(Account):
         return str(self._api.create(path, body, _Contract, method="PUT", is_machine=True).new_contract)
 
     def get(self, instance_id: str) -> Instance | None:
-        if not (instance_id.isascii() and instance_id.isdigit()):  # not an id of Vast.ai
+        if not (instance_id.isascii() and instance_id.isdigit()):  # Vast.ai's ids are numbers
             return None
         # The list is used, because the API for a single instance shows ports in an older format.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
@@ -177,7 +178,8 @@ class Vast(Account):
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
 
     def _search(self, body: Json, query: GPUQuery) -> list[Offer]:
-        """Return offers, cheapest first. Stops when enough offers fit, or the next offers are too expensive."""
+        """Return offers, cheapest first. The search stops when enough offers fit or the next offers are too
+        expensive."""
         found: dict[str, Offer] = {}
         floor: Json = {}
         for _ in range(_MAX_SEARCHES):

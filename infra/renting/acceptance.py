@@ -1,6 +1,6 @@
 """Check a new machine: its GPUs must compute, alone and together, and its link and disk must be fast enough.
 
-The driver of a rented machine may list GPUs that it cannot use. GPUs may hang when they compute together. The link may
+The driver of a rented machine may list GPUs that cannot compute. GPUs may hang when they compute together. The link may
 be so slow that a checkpoint takes an hour, often in one direction only. A network disk may be as slow.
 
 Not here: other properties of a machine (node_probe.py), the release of an unfit machine (provision.py).
@@ -21,7 +21,7 @@ from rollouts.infra.session import Session, last_line, read_answer
 _LINK_BYTES = 4 << 20
 _DISK_BYTES = 64 << 20
 ALLOWANCE_S = 15.0
-"""Seconds for starting an interpreter and for round trips. The time at the slowest allowed speed is added."""
+"""Seconds for starting an interpreter and for round trips, in addition to the time at the slowest allowed speed."""
 _BITS_PER_MBIT, _BYTES_PER_MB, _BYTES_PER_GB = 1e6, 1e6, 1e9
 
 _TAKE = "import sys; sys.stdin.buffer.read()"
@@ -44,15 +44,16 @@ GPU_TIMEOUT_S = 120.0
 """Time limit of the GPU test in seconds. Eight GPUs without persistence mode take a minute to initialize."""
 PEER_TIMEOUT_S = 240.0
 """Time limit in seconds for importing torch and computing one sum over all GPUs. Importing from a cold disk takes most
-of it."""
+of this time."""
 _PEER_ALLOWANCE_S = 30.0
-"""Seconds added to PEER_TIMEOUT_S until the answer must be here."""
+"""Seconds after PEER_TIMEOUT_S until the test's answer must have arrived."""
 NOT_READY = 802
 """CUDA_ERROR_SYSTEM_NOT_READY: the interconnect between the GPUs of a large machine is still starting."""
 
 
 _MIN_MEMORY_SHARE = 0.9
-"""Share of the offered memory that each GPU must have. The driver reserves some, and some providers use another GB."""
+"""Share of the offered memory that each GPU must have. The driver reserves some memory, and some providers count in
+another GB."""
 
 
 def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb: float = 0.0) -> str:
@@ -63,7 +64,7 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
         vram_gb: the offered memory of each GPU; 0 if unknown.
 
     Raises:
-        UnfitMachineError: fewer GPUs work than were offered, or they differ from the offer.
+        UnfitMachineError: fewer GPUs work than were offered, or the GPUs differ from the offer.
         TransientInfraError: the GPUs are not ready yet.
     """
     program = Path(gpu_trial.__file__).read_bytes()
@@ -71,7 +72,7 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
         completed = session.run([session.python, ISOLATED, "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
-    except CommandFailedError as error:  # a crash of the driver crashes the interpreter too
+    except CommandFailedError as error:  # a crash of the driver also crashes the interpreter
         code = error.completed.exit_code
         raise UnfitMachineError(f"its GPUs cannot be tested (the test ended with code {code})") from error
     found = read_answer(completed)
@@ -149,7 +150,7 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
     """Measure the speed of a machine's link and disk. On a fast machine, this takes a few seconds.
 
     Args:
-        root: folder on the disk to measure. It is created if it is missing.
+        root: folder on the disk to measure. A missing folder is created.
         min_link_mbit_s: required speed in both directions, in 10^6 bit per second.
         min_disk_mb_s: required speed of writing to the disk, in 10^6 bytes per second.
 

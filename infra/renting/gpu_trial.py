@@ -1,4 +1,5 @@
-"""Test which GPUs of this machine can compute, and print one JSON object. acceptance.py runs it on a new machine.
+"""Test which GPUs of this machine can compute, and print one JSON object. acceptance.py runs this program on a new
+machine.
 
 The test uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may
 still be unusable. Each GPU therefore fills some of its memory, and the memory is read back. nvidia-smi is asked for a

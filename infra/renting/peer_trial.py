@@ -8,7 +8,7 @@ deadline are killed.
     arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
     answer       {"is_tried": true, "problem": ""}; is_tried is false if torch is missing or cannot use a GPU
 
-The program runs in the training's interpreter and environment. It uses only the standard library and torch.
+The program runs in the training's interpreter and environment. The program uses only the standard library and torch.
 """
 
 import ctypes
@@ -78,8 +78,8 @@ def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) 
 
 
 def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
-    """Return the last word of each rank. Ends when all processes have ended, one has failed, or the deadline has
-    passed."""
+    """Return the last word that each rank has said. Returns when all processes have ended, one has failed, or
+    the deadline has passed."""
     words = dict.fromkeys(pipes.values(), "did not begin")
     open_pipes = dict(pipes)
     while open_pipes and not any(word.startswith(FAILED) for word in words.values()):

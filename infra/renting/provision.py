@@ -1,11 +1,11 @@
-"""Rent machines. The ledger has a row of every machine before it is requested, so that a failure loses no machine.
+"""Rent machines. The ledger has a row of every machine before the request, so that a failure loses no machine.
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | unclear answer: looked up by name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
-    killed at any step: the same run resumes from the row; else a run with the same settings takes it, or the reaper
-        ends it
-    its run failed and keeps it: the same, but the reaper waits until the end of this time
+    killed at any step: the same run resumes from the row; else a run with the same settings takes over the machine, or
+        the reaper ends the machine
+    its run failed and keeps it: as above, but the reaper waits until the time of keeping is over
     an error here, or Ctrl-C: `released_on_failure` releases the run's machines at any step
 
 The machines of a run form a unit: they have the same kind, region and provider. If a machine cannot be rented, or is
@@ -72,7 +72,7 @@ MAX_OFFERS = 6
 UNFIT_FOR_S = 24 * 3600.0
 """Seconds for which an unusable machine is not rented again."""
 _UNSEEN_S = 60.0
-"""Seconds after its creation during which a provider may not list a machine yet."""
+"""Seconds after a machine's creation during which the provider may not list the machine yet."""
 _PRICE_TOLERANCE = 1.001
 """Factor by which a price may exceed the offered price. Providers round their prices."""
 
@@ -86,11 +86,11 @@ def rent_machines(renting: Renting) -> list[Rental]:
         The requested number of machines, oldest first.
 
     Raises:
-        NoMachineError: no offer led to machines, and nothing is rented. The message lists the attempts.
+        NoMachineError: no offer led to machines, and nothing is rented. The error's text lists the attempts.
         StillRentedError: an unusable machine could not be ended.
-        ProviderRefusedError: every provider with offers refuses the key or the account.
+        ProviderRefusedError: every provider with offers refuses the API key or the account.
         PermanentInfraError: the run's money is used up, or the machines do not match the settings.
-        MissingKeyError: the run has a machine in an account whose key is missing.
+        MissingKeyError: the run has a machine in an account whose API key is missing.
     """
     num_machines = renting.request.num_machines
     unit: list[Rental] = []
@@ -101,7 +101,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
                 if usable is not None:
                     renting.say(f"reuses {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
-            elif rental.instance_id:  # its creation was unconfirmed, and another machine has taken its place
+            elif rental.instance_id:  # another machine has replaced this one
                 renting.say(f"gives back {rental.name}: other machines replaced it")
                 renting.release(rental)
             else:
@@ -113,10 +113,11 @@ def rent_machines(renting: Renting) -> list[Rental]:
 
 @contextmanager
 def released_on_failure(renting: Renting) -> Iterator[None]:
-    """Release the run's machines if the block fails. This function decides which machines are released.
+    """Release the run's machines if the block fails.
 
-    After an error, the machines in use are released. After Ctrl-C, all machines are released, including requested
-    ones. After SIGTERM, all are released except usable ones, which the next start takes over.
+    After an error, the machines in use are released. After Ctrl-C, all machines are released, including machines that
+    were only requested. After SIGTERM, all machines are released except usable machines, which the next start takes
+    over.
     """
     try:
         yield
@@ -147,15 +148,15 @@ def _is_released_after(error: BaseException, rental: Rental) -> bool:
 def _inherited(renting: Renting) -> list[Rental]:
     """Return the run's own machines, or else the machines that one dead or failed run with the same settings left.
 
-    Machines in accounts without a key are skipped.
+    Machines in accounts without an API key are skipped.
 
     Raises:
-        MissingKeyError: the run itself has a machine in an account without a key. The run must not rent a second
+        MissingKeyError: the run itself has a machine in an account without an API key. The run must not rent a second
             machine.
     """
     own = [rental for rental in renting.own_rows() if _is_reached(rental, renting)]
     if own:
-        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # usable machines first
+        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # list usable machines first
     request, ledger = renting.request, renting.ledger
     mine: list[Rental] = []
     for rental in all_rentals(ledger):
@@ -184,7 +185,8 @@ def _is_reached(rental: Rental, renting: Renting) -> bool:
 def _take_over(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
     """Assign a dead run's machine to this run, within this run's limits of hours and money. Returns the new row.
 
-    None if too little time remains, or if another process was faster. The reaper ends machines that no run takes over.
+    Returns None if too little time remains, or if another process changed the row first. The reaper ends machines that
+    no run takes over.
     """
     request, now = renting.request, time.time()
     expires_at = min(rental.expires_at, _allowed_until(rental, renting, now, beside=beside))
@@ -209,7 +211,7 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
     if rental.kept_until is not None:
         current = change_rental(renting.ledger, rental, kept_until=None) or find_rental(renting.ledger, rental.name)
         if current is None or current.run_id != renting.request.run_id or current.state.is_over:
-            return None  # another process has taken it over or ended it since the ledger was read
+            return None  # another process has taken over or ended the machine
         rental = current
     if rental.state is RentalState.INTENDED:
         found = find_unconfirmed(rental, renting.cloud_of(rental), renting.pace)
@@ -230,11 +232,11 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
 
 
 class _OfferFailedError(Exception):
-    """The offer did not lead to a machine. Other offers may."""
+    """The offer did not lead to a machine. Another offer may lead to one."""
 
 
 class _RefusedError(_OfferFailedError):
-    """The provider refuses the key or the account. Only offers of other providers may lead to a machine."""
+    """The provider refuses the API key or the account. Only offers of other providers may lead to a machine."""
 
 
 class _UnconfirmedError(_OfferFailedError):
@@ -308,7 +310,7 @@ def _is_short(offer: Offer, request: RentRequest) -> bool:
 
 
 def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
-    """Rent the missing machines by one offer. All are requested before the first one is waited for.
+    """Rent the missing machines by one offer. All machines are requested before the first wait.
 
     Raises:
         _OfferFailedError: one machine could not be rented, and the others were released.
@@ -401,7 +403,7 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
     """Return the time at which the machine's hours, counted from now, or its share of the run's money are used up.
 
-    Costs that the machine had before count for this run. Money for the machines in `beside` is reserved until they
+    Earlier costs of the machine count for this run. Money for the machines in `beside` is reserved until these machines
     expire.
     """
     request = renting.request
@@ -417,7 +419,7 @@ def _hours(usd: float, usd_per_hour: float) -> float:
 
 
 def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: HostKeyPair | None) -> Rental:
-    """Request the machine once. Returns its row.
+    """Request the machine once. Returns the machine's row.
 
     Raises:
         _OfferFailedError: no machine was created.
@@ -455,10 +457,10 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
 
 
 def _leave_unconfirmed(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
-    """Mark a machine that has not appeared yet as expired. The next check ends it when it appears, even if the run is
-    alive."""
+    """Mark a machine that has not appeared yet as expired. If the machine appears, the next check ends it, even if the
+    run is alive."""
     now = time.time()
-    if rental.expires_at > now:  # otherwise it was already marked
+    if rental.expires_at > now:  # otherwise the machine was already marked
         change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it has not appeared yet")
         renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it appears")
 
@@ -486,7 +488,7 @@ def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, not
 
 
 def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental:
-    """Wait until the machine is usable, and limit its time by its actual price. Returns its row.
+    """Wait until the machine is usable, and limit its time by its actual price. Returns the machine's row.
 
     Raises:
         _OfferFailedError: the machine is unusable and was released.
@@ -513,8 +515,8 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
 
 
 def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
-    """Wait until a machine is usable. Returns the problem (empty if it is usable), its host key, and its price per
-    hour."""
+    """Wait until a machine is usable. Returns the problem (empty if the machine is usable), the host key, and the price
+    per hour."""
     request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
     started = time.monotonic()
     reason, price = "its provider gave it no address", rental.usd_per_hour
@@ -545,7 +547,7 @@ def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
 def _describe_unfit(
     rental: Rental, instance: Instance | None, price: float, query: GPUQuery, *, may_be_unseen: bool
 ) -> str:
-    """Return why a machine can never be used. Empty if it may become usable."""
+    """Return why a machine can never be used. Empty if the machine may become usable."""
     if instance is None:
         return "" if may_be_unseen else f"{rental.name} is gone: its provider took it away"
     if not instance.status.may_become_usable:

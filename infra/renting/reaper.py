@@ -182,7 +182,7 @@ def _judge_instance(
     began = rental.rented_at or rental.intended_at
     if rental.state.is_over:  # the machine exists, although its row says refused or gone
         current = cloud.get(instance.id)
-        if current is not None and current.status is not InstanceStatus.GONE:  # it may have ended since the listing
+        if current is not None and current.status is not InstanceStatus.GONE:  # it may have ended since
             # A finished run may still count as alive. Mark the machine as expired, so that it is ended in any case.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
@@ -249,11 +249,11 @@ def _end(
 
 
 def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
-    """Return why a machine is kept. Empty if no run needs it."""
+    """Return why a machine is kept. Empty if no run needs the machine."""
     now = time.time()
     if rental.expires_at <= now:
         return ""
-    if rental.is_kept and not ledger.is_alive(rental.run_id):  # if the run is alive, it is about to take it over
+    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a live run is about to take the machine
         until = f"which failed and keeps it until {in_utc(rental.ends_at)}: `rollouts nodes release` ends it now"
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):

@@ -4,7 +4,7 @@
                        | still there, or the provider unreachable, for too long: the row stays open, StillRentedError
 
 The end is requested even if the ledger cannot be written, because the machine costs money also when the disk is full.
-Its row then stays open until a later check can write it.
+The machine's row then stays open until a later check can write to the ledger.
 
 Not here: renting (provision.py), the cleanup of machines that no run needs (reaper.py).
 """
@@ -38,10 +38,10 @@ def release_machines(
     note: str = "",
     pace: Pace = PATIENT,
 ) -> list[Rental]:
-    """Release several machines like `release_machine`. All ends are requested before the first one is waited for.
+    """Release several machines like `release_machine`. The end of every machine is requested before the first wait.
 
     Raises:
-        StillRentedError: for the first machine that may still be rented, after all others were handled.
+        StillRentedError: for the first machine that may still be rented, after all machines were handled.
         TransientInfraError: all machines are gone, but the ledger could not be written.
     """
     gone, problems = _release_each(rentals, ledger, clouds, note=note, pace=pace)
@@ -103,13 +103,14 @@ def _release_each(
 def release_machine(
     rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", is_unfit: bool = False, pace: Pace = PATIENT
 ) -> Rental:
-    """End the machine, and return its row once its provider no longer has it. Idempotent.
+    """End the machine, and return its row once the provider no longer has the machine. The call is idempotent.
 
     Args:
-        is_unfit: the machine was unusable. The same machine is then not rented again for a while.
+        is_unfit: whether the machine was unusable. An unusable machine is not rented again for a while.
 
     Raises:
-        StillRentedError: its provider still has it, or does not answer. The row stays open, so that the end is retried.
+        StillRentedError: the provider still has the machine, or does not answer. The row of the machine stays open for
+            a later check.
         TransientInfraError: the machine is gone, but the ledger could not be written.
     """
     try:
@@ -122,7 +123,7 @@ def release_machine(
     try:
         with ledger.transaction():
             gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
-            ledger.drop_leases_on(releasing.name)  # the machine's jobs have ended with it
+            ledger.drop_leases_on(releasing.name)  # the machine's jobs have ended with the machine
     except InfraError as error:
         raise _not_noted(releasing, error) from error
     logger.info("gave back %s at %s", releasing.name, releasing.provider)
@@ -136,7 +137,7 @@ def end_unnoted(rental: Rental, cloud: Cloud, problem: InfraError, *, pace: Pace
         problem: the ledger's error.
 
     Raises:
-        StillRentedError: its provider still has it, or does not answer.
+        StillRentedError: the provider still has the machine, or does not answer.
         TransientInfraError: the machine is gone.
     """
     _end_and_verify(rental, cloud, pace)
@@ -151,7 +152,7 @@ def _not_noted(rental: Rental, problem: InfraError) -> TransientInfraError:
 
 
 def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool) -> Rental:
-    """Mark a machine's row as releasing, before its end is requested. Returns the row. A closed row stays unchanged."""
+    """Mark a machine's row as releasing, before the end is requested. Returns the row. A closed row stays unchanged."""
     current = find_rental(ledger, rental.name)
     assert current is not None, f"{rental.name} is not in the ledger"
     if current.state.is_over:
@@ -171,8 +172,8 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
 
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
-    """End the machine, and any other machine of its name. A proxy in front of an API may have repeated the request to
-    create it."""
+    """End the machine, and any other machine of the same name: a proxy in front of an API may have sent the creation
+    request twice."""
     _end_one(rental, cloud, pace)
     try:
         listed = cloud.list_named(rental.name)
@@ -214,8 +215,8 @@ def _end_one(rental: Rental, cloud: Cloud, pace: Pace) -> None:
 
 
 def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
-    """Request a machine's end. Returns the error, if any: some providers refuse it for machines that are ending or
-    gone."""
+    """Request a machine's end. Returns the provider's error, if any: some providers refuse the request for machines
+    that are ending or gone."""
     try:
         cloud.terminate(rental.instance_id)
     except InfraError as error:
@@ -224,13 +225,13 @@ def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
 
 
 def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
-    """Return the status of a machine. GONE if the provider has it neither under its id nor in its list."""
+    """Return the status of a machine. GONE if the provider has the machine neither under its id nor in its list."""
     instance = look_up(cloud, rental.instance_id, rental.name)
     return InstanceStatus.GONE if instance is None else instance.status
 
 
 def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
-    """Look up a machine whose creation is unconfirmed, by its name. Returns its row with its id, not written yet.
+    """Look up a machine whose creation is unconfirmed, by its name. Returns the row with the found id, not yet stored.
 
     Returns:
         None if the machine does not appear.

@@ -21,12 +21,12 @@ from rollouts.infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
 _TOO_LATE_S = 1200.0
-"""Another run takes a machine over only if more than this many seconds remain. Half of them are needed to end its work
-(tasks/budget.py)."""
+"""Another run takes a machine over only if more than this many seconds remain. Half of this time is reserved for ending
+the work on the machine (tasks/budget.py)."""
 _TOO_LATE_SHARE = 0.2
-"""Share of a machine's whole time that is used in place of `_TOO_LATE_S` if it is shorter."""
+"""Share of a machine's whole rental time. If this share is shorter than `_TOO_LATE_S`, the share is the limit."""
 NEVER_SEEN = "it never appeared"
-"""Note of a machine that was requested and never appeared."""
+"""Note in the row of a machine that was requested and never appeared."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
 
 
@@ -34,13 +34,13 @@ class RentalState(StrEnum):
     """The progress of a machine's rental."""
 
     INTENDED = "intended"
-    """The machine was requested, or is about to be. It may exist."""
+    """The machine was requested, or is about to be requested. The machine may exist."""
     RENTED = "rented"
     """The machine exists and costs money."""
     READY = "ready"
     """The machine can be used."""
     RELEASING = "releasing"
-    """The machine's end was requested. It costs money until the provider no longer lists it."""
+    """The machine's end was requested. The machine costs money until the provider no longer lists it."""
     GONE = "gone"
     REFUSED = "refused"
     """The machine never existed."""
@@ -70,13 +70,14 @@ class Rental:
     region: str
     usd_per_hour: float
     intended_at: float
-    """Time of the request in seconds since 1970, like all times here."""
+    """Time of the request in seconds since 1970, like all times of this record."""
     rented_at: float | None = None
     ended_at: float | None = None
     expires_at: float
     """Time at which the machine is ended, even if it is in use."""
     kept_until: float | None = None
-    """If its run failed: time until which the machine is kept for inspection or a retry. None while a run uses it."""
+    """Time until which the machine of a failed run is kept for inspection or a retry. None while a run uses the
+    machine."""
     host_key: str = ""
     """Fingerprint of the machine's host key. Empty before the first login."""
     note: str = ""
@@ -86,9 +87,10 @@ class Rental:
     host: str = ""
     """The provider's name of the physical machine. Empty if unknown."""
     is_unfit: bool = False
-    """Whether the machine was released right after its creation because it was unusable."""
+    """Whether the machine was unusable and was therefore released right after its creation."""
     expected_key: str = ""
-    """Fingerprint that the host key must have at the first login. Empty if no key is known before."""
+    """Fingerprint that the host key must have at the first login. Empty if the key is unknown before the first
+    login."""
     believed_by: str = "first_use"
     """Evidence for the host key of the first login: injected, provider or first_use (host_keys.py)."""
 
@@ -103,7 +105,8 @@ class Rental:
 
     @property
     def taken_until(self) -> float:
-        """Time until which another run may take the machine over. Afterwards, no run needs a dead run's machine."""
+        """Time until which another run may take the machine over. After this time, a dead run's machine is not
+        needed."""
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
@@ -119,7 +122,7 @@ class Rental:
 
 
 def too_late_s(whole_s: float) -> float:
-    """The remaining seconds of a machine that are too few for a new run, given the machine's whole time in seconds."""
+    """Return the number of remaining seconds that is too small for another run, given the machine's whole time."""
     return min(_TOO_LATE_S, _TOO_LATE_SHARE * whole_s)
 
 
@@ -128,7 +131,7 @@ def in_utc(seconds: float) -> str:
 
 
 def describe_keeping(rental: Rental) -> str:
-    """Return a phrase that says how long a failed run's machine is kept. Empty if it is not kept."""
+    """Return a phrase that says how long a failed run's machine is kept. Empty if the machine is not kept."""
     return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
@@ -137,9 +140,9 @@ _COLUMNS = ", ".join(Rental.__slots__)
 
 def machine_name(ledger: Ledger, run_id: str) -> str:
     """Return a unique name that contains the ledger's identity and the run's id."""
-    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because one of them may be a dash
+    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because one character may be a dash
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
-    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # includes machines of other runs by now
+    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # other runs may share the stem
     return f"{stem}{attempt}-t{int(time.time())}"
 
 
@@ -150,7 +153,7 @@ def add_rental(ledger: Ledger, rental: Rental) -> None:
 
 
 def note_found(ledger: Ledger, rental: Rental) -> Rental:
-    """Add a row for a machine that was found without one. If another process was faster, return its row."""
+    """Add a row for a machine that was found but has no row. If another process has added the row, return that row."""
     with suppress(sqlite3.IntegrityError):
         add_rental(ledger, rental)
     found = find_rental(ledger, rental.name)
@@ -162,7 +165,7 @@ def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | No
     """Write the changes and return the new row. If the row changed since it was read, write nothing and return None.
 
     A row counts as changed if its state, its run or its `kept_until` differs from `rental`. `kept_until` is compared
-    for this case: a reaper must not end a machine that a Retry of its run has taken over in the meantime.
+    because a reaper must not end a machine that a Retry of its run has taken over in the meantime.
     """
     assert set(changes) <= set(Rental.__slots__), changes
     columns = ", ".join(f"{column} = ?" for column in changes)
@@ -179,7 +182,7 @@ def find_rental(ledger: Ledger, name: str) -> Rental | None:
 
 
 def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
-    """Return all machines of a run, including gone ones, oldest first."""
+    """Return all machines of a run, including machines that are gone, oldest first."""
     return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)
 
 
@@ -188,18 +191,17 @@ def all_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def open_rentals(ledger: Ledger) -> list[Rental]:
-    """Return the machines that cost money or may do so."""
+    """Return the machines that cost money or may cost money."""
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Return machines that never appeared and were given up since that time. They may still
-    appear."""
+    """Return machines that never appeared and were given up after the time `since`. Such a machine may still appear."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
 def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
-    """Return the provider and name of each physical machine that was rented since that time and was unusable."""
+    """Return provider and name of each physical machine that was rented after the time `since` and was unusable."""
     rows = _select(ledger, "WHERE is_unfit AND host != '' AND intended_at >= ?", since)
     return {(rental.provider, rental.host) for rental in rows}
 

@@ -29,7 +29,7 @@ class RentRequest:
     run_id: str
     query: GPUQuery
     num_machines: int = 1
-    """Number of machines. All must be in the same region of the same provider."""
+    """Number of machines. All machines must be in the same region of the same provider."""
     public_key: str
     image: str = ""
     purpose: str
@@ -66,8 +66,8 @@ class Renting:
         release_machine(rental, self.ledger, self.cloud_of(rental), note=note, is_unfit=is_unfit, pace=self.pace)
 
     def own_rows(self) -> list[Rental]:
-        """Return the run's open machines, oldest first. Machines of other credentials are left out: their state is
-        unknown."""
+        """Return the run's open machines, oldest first. Machines of other credentials are left out, because their state
+        is unknown."""
         own = self.request.credentials
         rows = rentals_of(self.ledger, self.request.run_id)
         return [rental for rental in rows if rental.credentials == own and not rental.state.is_over]

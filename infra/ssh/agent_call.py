@@ -38,7 +38,7 @@ from rollouts.infra.supervisor.files import parse_object
 
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest size of an answer: five times the digests of all chunks of a terabyte."""
+"""Largest size of an agent's answer in bytes: five times the digests of all chunks of a terabyte."""
 _MAX_FRAME_BYTES = 256 << 10
 """Largest size of a frame of input."""
 _FIRST_BYTES = b"# rollouts agent"
@@ -60,10 +60,10 @@ JsonObject = dict[str, Any]
 
 
 class Agent:
-    """A process on the node that answers requests one after another. It ends when its channel ends."""
+    """A process on the node that answers requests one after another. The process ends when its channel ends."""
 
     def __init__(self, open_command: Callable[[str], Channel], python: str, address: str) -> None:
-        """Start the agent. A failed start raises only when the first answer is received.
+        """Start the agent. If the start fails, the error is raised when the first answer is received.
 
         Args:
             open_command: opens a channel on which the node's shell runs a command line.
@@ -78,7 +78,7 @@ class Agent:
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
         """Names of the programs that the agent has loaded."""
-        self._unsent = _FIRST_BYTES + text  # sent together with the first request to save a round trip
+        self._unsent = _FIRST_BYTES + text  # this text is sent with the first request to save a round trip
 
     @property
     def is_alive(self) -> bool:
@@ -95,7 +95,8 @@ class Agent:
         self._skip_greeting(None)
 
     def send(self, *parts: bytes | memoryview) -> bool:
-        """Send bytes. Returns False if the channel is broken; the next `receive` then raises the reason."""
+        """Send bytes. Returns False if the channel is broken. The next `receive` then raises an error with the
+        reason."""
         unsent, self._unsent = self._unsent, b""
         try:
             self._channel.send(*([unsent] if unsent else []), *parts)
@@ -133,7 +134,7 @@ class Agent:
         self._channel.close()
 
     def end_in_peace(self) -> None:
-        """Let the agent finish its work. Wait at most CLOSE_TIMEOUT_S for its end."""
+        """Let the agent finish its work. Wait at most CLOSE_TIMEOUT_S for the agent's end."""
         self.end_input()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         with contextlib.suppress(TimeoutError):
@@ -196,7 +197,7 @@ class Agent:
 
 
 class AgentCall:
-    """A running request. Leaving its `with` block ends the request and the command that it runs."""
+    """A running request. Leaving the `with` block of a request ends the request and its command."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class AgentCall:
         """Send the request to an agent.
 
         Args:
-            timeout_s: time limit of the whole answer in seconds; None waits as long as the peer is alive.
+            timeout_s: time limit of the whole answer in seconds; None means to wait as long as the peer is alive.
             give_back: called with the agent if it can answer another request.
         """
         self._agent = agent
@@ -221,7 +222,7 @@ class AgentCall:
 
     @property
     def answer(self) -> JsonObject:
-        """The agent's final answer. Known only after the last item of `frames`."""
+        """The agent's final answer. The answer is known only after the last item of `frames`."""
         assert self._answer is not None, "the answer comes after the last frame"
         return self._answer
 
@@ -229,7 +230,8 @@ class AgentCall:
         """Send the request's input, then the end of input.
 
         Args:
-            in_background: send in a thread. Needed if the command stops reading until its output is read.
+            in_background: whether to send in a thread. A thread is needed if the command stops reading until its output
+                is read.
         """
         if in_background:
             threading.Thread(target=self.send_input, args=(chunks,), daemon=True).start()
@@ -336,7 +338,7 @@ class ParallelWrite:
         self._is_over = threading.Event()
         self._digests: dict[tuple[str, int], str] = {}
         self.problem: JsonObject | None = None
-        """The node's answer if the node could not write. Set when `run` has returned."""
+        """The node's answer if the node could not write the chunks. Set when `run` has returned."""
         self.num_sent_bytes = 0
 
     def run(self) -> dict[tuple[str, int], str]:
@@ -352,7 +354,7 @@ class ParallelWrite:
                 try:
                     list(pool.map(self._send, range(self._num_senders)))
                 finally:
-                    self._is_over.set()  # also after an interrupt
+                    self._is_over.set()  # stop the other senders, also after an interrupt
         if self._failures:
             raise self._failures[0]
         return self._digests

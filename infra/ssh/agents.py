@@ -1,9 +1,9 @@
-"""The agents and connections of one machine that is reached over SSH. Selects an agent for each request.
+"""The agents and connections of one machine that is reached over SSH, and the choice of an agent for each request.
 
 Not here: the requests (ssh_session.py), connections and logins (connection.py), a single request (agent_call.py).
 
-An agent is a process on the node that answers all kinds of requests. This side sends the agent's program text before
-its first request. The node's login shell therefore only has to start Python, and no shell interprets arguments. An
+An agent is a process on the node that answers all kinds of requests. This machine sends the agent's program text before
+the first request. The node's login shell therefore only has to start Python, and no shell interprets arguments. An
 agent answers requests one after another and stays alive between requests. A request therefore costs one round trip.
 Concurrent requests use further agents on separate channels.
 
@@ -45,14 +45,15 @@ assert len(PIECES) == MAX_SENDERS
 _OPEN_ATTEMPTS = 4
 """Maximum number of attempts to start a request."""
 PAUSE_S, BAN_PAUSE_S = 0.5, 4.0
-"""Pauses after the first attempt, for other failures and for a ban. The pause doubles after each attempt. The shortest
-bans of OpenSSH last 15 s."""
+"""Seconds of the pause after the first attempt: in the usual case, and if the server bans this machine. The pause
+doubles after each attempt. The shortest bans of OpenSSH last 15 s."""
 ANSWER_MARGIN_S = 30.0
 """Extra time to wait for the answer after a command's own time limit."""
 _MAX_IDLE_AGENTS = 2
 """Number of idle agents that are kept per connection. Servers allow about ten channels."""
 _MAX_IDLE_S = 60.0
-"""Agents that were idle for longer are ended, because their connection may have broken unnoticed."""
+"""Agents that were idle for more than this many seconds are ended, because their connection may have broken
+unnoticed."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,10 @@ class Agents:
     """The connections and agents of one machine. Several threads may use this object."""
 
     def __init__(self, access: SSHAccess, *, python: str, find_access: Callable[[], SSHAccess] | None) -> None:
-        """Connect only at the first request.
+        """The connections are opened by the first requests, not now.
 
         Args:
-            find_access: called before every connection attempt. Needed if the node's address may change.
+            find_access: called before every connection attempt, for a node whose address may change.
         """
         self.access = access
         self.programs: dict[str, str] = {}
@@ -76,7 +77,7 @@ class Agents:
         self._idle_agents: dict[Purpose, list[tuple[float, Agent]]] = {purpose: [] for purpose in PURPOSES}
         """Idle agents, each with the time at which it became idle."""
         self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
-        """The client, and the connection of ours whose host key the client requires."""
+        """OpenSSH's client, and our own connection whose host key the client requires."""
         self._key_type = ""
         """Type of the host key of the latest connection."""
         self._is_closed = False
@@ -91,9 +92,9 @@ class Agents:
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True  # prevents that other threads connect again
+            self._is_closed = True  # keeps other threads from connecting again
             for _, agent in itertools.chain(*self._idle_agents.values()):
-                agent.end_input()  # first for all agents, so that they end concurrently
+                agent.end_input()  # end all agents first, so that they end concurrently
             for purpose in PURPOSES:
                 self._end_idle_agents(purpose)
             if self._openssh_client is not None:
@@ -127,7 +128,8 @@ class Agents:
             return ask()
 
     def make_ready(self, purpose: Purpose) -> None:
-        """Prepare an agent with all programs so far in a thread. The next request then takes one round trip."""
+        """In a thread, prepare an agent that has loaded all programs used so far. The next request then takes one round
+        trip."""
         with self._lock:
             if self._is_closed or self._idle_agents[purpose] or not self._preparing[purpose].acquire(blocking=False):
                 return
@@ -157,7 +159,7 @@ class Agents:
         return AgentCall(agent, {**request, "programs": missing}, timeout_s=timeout_s, give_back=give_back)
 
     def _idle_agent(self, purpose: Purpose) -> Agent | None:
-        """Return an idle agent, or wait for the one that is being prepared. None if neither exists."""
+        """Return an idle agent, or wait for the agent that is being prepared. None if neither agent exists."""
         if not self._idle_agents[purpose] and self._preparing[purpose].acquire(timeout=ANSWER_MARGIN_S):
             self._preparing[purpose].release()
         while True:
@@ -171,7 +173,7 @@ class Agents:
             agent.end()
 
     def _end_idle_agents(self, purpose: Purpose) -> None:
-        """Called with the lock held."""
+        """End the idle agents of a purpose. The caller holds the lock."""
         for _, agent in self._idle_agents[purpose]:
             agent.end()
         self._idle_agents[purpose].clear()
@@ -194,13 +196,13 @@ class Agents:
                 return agent
             except InfraError as error:
                 with self._lock:
-                    self._check_open()  # a closed session explains the client's failure; then this raises
+                    self._check_open()  # raises if the session was closed, which explains the failure
                 logger.warning("OpenSSH's client failed, files use our own connection to %s: %s", self.address, error)
         try:
             agent = Agent(self.connection(purpose).open_command, self._python, self.address)
         except NodeUnreachableError:
             raise
-        except TransientInfraError:  # the server allows no further channel; a followed log may occupy the only one
+        except TransientInfraError:  # no further channel is allowed; a followed log may occupy the only one
             if purpose != "control":
                 raise
             agent = Agent(self.connection("beside").open_command, self._python, self.address)

@@ -55,7 +55,7 @@ is detected within 45 s. Any received byte counts as a sign of life, because a s
 answer."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
-"""AES-GCM comes first because it is 1.5 times as fast as paramiko's first choice."""
+"""Ciphers in the order of preference. AES-GCM is 1.5 times as fast as paramiko's first choice."""
 _KEX = "curve25519-sha256"
 """A key exchange that paramiko and every server of the last ten years support."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
@@ -69,26 +69,26 @@ _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Receive windows of a near and of a distant connection. The window limits the speed of a distant connection. A large
 window costs a near connection two fifths of its speed. The server chooses the window for sent data."""
 _PROHIBITED = 1
-"""Error code for a channel that the server's configuration forbids. Other error codes are temporary."""
+"""Error code for a channel that the server's configuration forbids. All other error codes report temporary problems."""
 _REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
-"""Texts that OpenSSH sends instead of its greeting: to a banned address, and during too many logins."""
+"""Texts that OpenSSH sends instead of its greeting: to a banned address, and while too many logins are in progress."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
-# paramiko logs every dropped connection as a traceback. Our errors are one sentence and reach the caller.
+# Silence paramiko, which logs every dropped connection as a traceback. Our one-sentence errors reach the caller.
 _paramiko_logger = logging.getLogger(f"{__name__}.paramiko")
 _paramiko_logger.addHandler(logging.NullHandler())
 _paramiko_logger.propagate = False
 
 
 class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no types
-    """A paramiko transport that stores the server's disconnect message. paramiko only logs it."""
+    """A paramiko transport that stores the server's disconnect message, which paramiko only logs."""
 
     goodbye = ""
     """The server's disconnect message. Empty while connected, or if the server sent none."""
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
-        message.get_int()  # a number for the kind of reason
+        message.get_int()  # skip the number for the kind of reason
         self.goodbye = shown_line(message.get_string().decode(errors="replace"))
 
 
@@ -112,8 +112,8 @@ class Channel(Protocol):
 
 
 class SSHChannel:
-    """The input and output of one command, or of one forwarded port, of a node. Raises InfraError, not paramiko's
-    errors."""
+    """The input and output of one command, or of one forwarded port, of a node. The methods raise InfraError instead of
+    paramiko's errors."""
 
     def __init__(self, channel: Any, address: str) -> None:  # Any: paramiko has no types
         self._channel = channel
@@ -125,7 +125,7 @@ class SSHChannel:
         return bool(self._channel.closed or self._channel.eof_received)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send all parts. Blocks until the other side has room for them.
+        """Send all parts. Blocks until the other side has room for the data.
 
         Raises:
             NodeUnreachableError: the other side no longer receives data.
@@ -137,7 +137,7 @@ class SSHChannel:
             raise NodeUnreachableError(self._address, describe(error)) from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes. Empty if the channel ended or the connection broke; `receive` cannot tell which.
+        """Return received bytes. Empty if the channel ended or the connection broke: the two cases look the same.
 
         Raises:
             TimeoutError: no byte came in time.
@@ -172,7 +172,7 @@ class SSHChannel:
 
 
 class SSHConnection:
-    """An authenticated connection. It ends by `close`, or when the peer no longer answers heartbeats."""
+    """An authenticated connection. The connection ends by `close`, or when the peer no longer answers heartbeats."""
 
     # Any: paramiko has no types.
     def __init__(
@@ -253,8 +253,8 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
 
     Raises:
         BannedError: the node's server refuses connections from this machine for some time.
-        NodeUnreachableError: the node does not answer, or the connection breaks. Also if the node's host key is known
-            and only its name cannot be resolved now.
+        NodeUnreachableError: the node does not answer, or the connection breaks, or the name of a node with a known
+            host key cannot be resolved now.
         HostKeyError: the host key is wrong. No login key was offered.
         LoginError: the node refuses the login, or the login key is unusable.
         KeyAgentError: the SSH agent does not sign with a candidate key.
@@ -296,8 +296,8 @@ def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnect
     except NameUnknownError as error:
         if not (policy.pinned or policy.known_keys()):
             raise
-        # The name could be resolved before. Its name server may be unreachable, for example outside a company's
-        # network.
+        # A known host key shows that the name could be resolved before. The name server may be unreachable now, for
+        # example outside a company's network.
         raise NodeUnreachableError(access.address, str(error)) from error
     try:
         key_file = _log_in(transport, access, keys)
@@ -348,12 +348,12 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
 
 
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKey, HostKeyEvidence]:
-    """Open a transport to a host whose key is the right one.
+    """Open a transport to a host, and check that the host's key is right.
 
     A host has keys of several types and shows its key of the first type that is requested. A fingerprint does not tell
     the key's type, so the type is looked up among the stored keys. If no key is stored, further connections request the
     types that the host has not shown yet. Each wrong type costs a connection without a login, and OpenSSH bans an
-    address after several of them.
+    address after several such connections.
     """
     key: HostKey | None = None
     reasons = []
@@ -362,7 +362,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # no key of these types, or no common cipher or key exchange
+        except paramiko.IncompatiblePeer as error:  # there is no key of these types, or no common algorithm
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue
@@ -385,7 +385,8 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
 
 
 def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, HostKey]:
-    """Open a transport without a login. Returns it with the host's key; the host has proven that it owns the key.
+    """Open a transport without a login. Returns the transport and the host's key. The host has proven that it owns the
+    key.
 
     Raises:
         NodeUnreachableError: the host does not answer, or the connection breaks.
@@ -430,11 +431,11 @@ def _open_socket(access: SSHAccess) -> socket.socket:
         if error.errno == socket.EAI_NONAME:
             raise NameUnknownError(f"there is no host called {access.host}: check node.host") from error
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    except UnicodeError as error:  # the name has two dots in a row, or too long a label
+    except UnicodeError as error:  # the name has two dots in a row, or a label is too long
         raise PermanentInfraError(f"{access.host} is not a valid host name: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # off by default in paramiko, which is 14 times slower
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko's default is 14 times slower
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (
@@ -503,7 +504,7 @@ def _fingerprint(key: Any) -> str:  # Any: paramiko has no types
 
 
 def describe(error: BaseException) -> str:
-    """Return the error's message, or its type if it has none."""
+    """Return the text of an error, or the error's type if the text is empty."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error).strip() or type(error).__name__

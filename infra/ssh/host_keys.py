@@ -44,7 +44,7 @@ class HostKey:
     """The public key of a host."""
 
     type: str
-    """For example ssh-ed25519."""
+    """The key's type, for example ssh-ed25519."""
     blob: bytes
     """The key's bytes in the format of the SSH protocol."""
 
@@ -61,16 +61,16 @@ class HostKeyPolicy:
     host: str
     port: int
     alias: str = ""
-    """The host's name in known_hosts files, independent of its address. Empty uses the address."""
+    """The host's name in known_hosts files, independent of its address. If empty, the address is used."""
     pinned: str
-    """The required fingerprint; empty if none is known."""
+    """The required fingerprint. Empty if no fingerprint is known."""
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format. Missing files are ignored."""
     first_use_file: Path | None
-    """File that stores a key accepted at the first login. None refuses unknown hosts."""
+    """File that stores a key accepted at the first login. If None, unknown hosts are refused."""
     pinned_file: Path | None = None
-    """File that stores a key after a match with `pinned`, so that later logins know its type. None uses
-    `first_use_file`."""
+    """File that stores a key after a match with `pinned`, so that later logins know the key's type. If None,
+    `first_use_file` is used."""
     likely_type: str = ""
     """Type of the host's key in an earlier connection. Empty before the first connection."""
 
@@ -101,10 +101,10 @@ class HostKeyPolicy:
         return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Return the evidence for accepting the key. Stores the key unless a file already has it.
+        """Return the evidence for accepting the key. The key is stored unless a file already has it.
 
         Raises:
-            HostKeyError: the key is not accepted. The message says what to do.
+            HostKeyError: the key is not accepted. The error's text says what to do.
         """
         if any(key == shown for marker, key in self._entries() if marker == "@revoked"):
             raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
@@ -143,7 +143,7 @@ class HostKeyPolicy:
 
     def _entries(self) -> Iterator[tuple[str, HostKey]]:
         for path in self.known_hosts:
-            if path == Path(os.devnull):  # OpenSSH's notation for "no file"
+            if path == Path(os.devnull):  # OpenSSH uses this path to say "no file"
                 continue
             try:
                 text = read_text(path, errors="replace")
@@ -158,7 +158,7 @@ class HostKeyPolicy:
         line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(descriptor, line.encode())  # one write, so that lines of two processes do not mix
+            os.write(descriptor, line.encode())  # a single write keeps the lines of two processes apart
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -166,7 +166,7 @@ class HostKeyPolicy:
 
 def make_host_key() -> HostKeyPair:
     """Create a new host key for a machine that is about to be created."""
-    from cryptography.hazmat.primitives import serialization as formats  # imported late: only renting needs it
+    from cryptography.hazmat.primitives import serialization as formats  # late, because only renting needs this
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.generate()
@@ -182,7 +182,8 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty without one."""
+    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty if the file has no
+    key."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 

@@ -1,7 +1,7 @@
 """Find the keys for the login on a machine: in a file, in an environment variable, or in the SSH agent.
 
-paramiko's own agent client is not used, for three reasons. It knows only SSH_AUTH_SOCK. It fails at a key comment that
-is not UTF-8. With a certificate, it signs with another key than the certificate's.
+paramiko's own agent client is not used, for three reasons: it knows only SSH_AUTH_SOCK, fails at a key comment that is
+not UTF-8, and with a certificate, signs with another key than the certificate's.
 
 Not here: the login (connection.py), keys of machines (host_keys.py).
 """
@@ -35,10 +35,10 @@ from rollouts.infra.regular_file import read_bytes, read_text
 
 _CERTIFICATE = "-cert-v01@openssh.com"
 _NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}
-"""Number of fields in a public key of this type. Other types have two."""
+"""Number of fields in a public key, by key type. Key types that are not listed have two fields."""
 LIST_TIMEOUT_S = 15.0
 SIGNING_TIMEOUT_S = 60.0
-"""Limit for a signature. The user may have to touch a security key or unlock a password manager."""
+"""Seconds to wait for a signature. The user may have to touch a security key or unlock a password manager."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,10 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
 
 
 def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
-    """Return the agent's keys. Empty if the agent breaks off, for example a forwarded agent whose other end is gone.
+    """Return the agent's keys. Empty if the agent breaks the connection, for example a forwarded agent that is gone.
 
     Args:
-        place: the agent's socket, or NO_AGENT; empty uses SSH_AUTH_SOCK.
+        place: the agent's socket, or NO_AGENT. If empty, SSH_AUTH_SOCK is used.
     """
     path = place or os.environ.get("SSH_AUTH_SOCK", "")
     if not path or path == NO_AGENT:
@@ -108,12 +108,12 @@ def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
 
 
 def public_half(key: Any) -> bytes:  # Any: paramiko has no types
-    """Return the public key in the format of the SSH protocol. For a certificate, this is the key that it certifies."""
+    """Return the public key in the format of the SSH protocol. For a certificate, return the certified key."""
     if not key.get_name().endswith(_CERTIFICATE):
         return bytes(key.asbytes())
     certificate = paramiko.Message(key.asbytes())
     name = certificate.get_string().removesuffix(_CERTIFICATE.encode())
-    certificate.get_string()  # the certificate's nonce
+    certificate.get_string()  # skip the certificate's nonce
     alone = paramiko.Message()
     alone.add_string(name)
     for _ in range(_NUM_PUBLIC_FIELDS.get(name.decode(), 2)):
@@ -191,7 +191,7 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
     """Read a private key from an environment variable.
 
     Raises:
-            PermanentInfraError: the variable holds no usable key. The message does not contain the variable's value.
+        PermanentInfraError: the variable holds no usable key. The error's text does not contain the variable's value.
     """
     text = os.environ.get(variable, "")
     if not text:
@@ -238,7 +238,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
         return f"{key.get_name()} {key.get_base64()}"
     path = Path(f"{key_file}.pub").expanduser()
     try:
-        words = read_text(path, errors="replace").split()  # the comment may have any encoding
+        words = read_text(path, errors="replace").split()  # the key's comment may have any encoding
     except OSError as error:
         raise PermanentInfraError(
             f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
@@ -250,7 +250,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
 
 
 def _restore_lines(text: str) -> str:
-    """Restore the line breaks of a private key. One-line input fields and some secret stores remove them."""
+    """Restore the line breaks of a private key. One-line input fields and some secret stores remove line breaks."""
     match = _PEM.search(text.replace("\\n", "\n"))
     if match is None or "Proc-Type" in match["body"]:  # old encrypted keys have headers on lines of their own
         return text
@@ -290,11 +290,11 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
         if mode & 0o077:
             raise LoginError(address, f"other users may read the key {path} (mode {mode:04o}): chmod 600 it")
         return paramiko.PKey.from_path(path)
-    except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
+    except (TypeError, paramiko.PasswordRequiredException) as error:  # the key is encrypted
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
-    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key, or an obsolete type
+    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key holds it, or its type is obsolete
         raise LoginError(
             address,
             f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or let the SSH "
@@ -306,10 +306,10 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither has
-    it."""
+    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither file has
+    a public half."""
     for each in (path, Path(f"{path}.pub")):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the text is not base64
             text = read_text(each, errors="replace")
             words = text.split()
             if len(words) > 1 and words[0].startswith(_PUBLIC):
@@ -320,6 +320,6 @@ def _read_public_blob(path: Path) -> bytes | None:
                 head = paramiko.Message(content[len(_OPENSSH_MAGIC) :])
                 for _ in ("cipher", "derivation of its key", "options of that"):
                     head.get_binary()
-                head.get_int()  # the number of keys, always one
+                head.get_int()  # skip the number of keys, which is always one
                 return bytes(head.get_binary())
     return None

@@ -4,7 +4,7 @@ The client is two to three times as fast as paramiko, whose encryption holds Pyt
 connection, the client receives more slowly than paramiko, because its window has only 2 MiB.
 
 The client accepts only the host key that our own connection accepted (host_keys.py), and logs in with the same key
-file. It uses no configuration file, no agent and no known_hosts file of the user.
+file. The client uses no configuration file, no agent and no known_hosts file of the user.
 
 Not here: the choice between the client and paramiko (agents.py).
 """
@@ -46,10 +46,11 @@ from rollouts.infra.ssh.proxy_jump import (
 
 _QUESTION_TIMEOUT_S = 5.0
 _SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
-"""The first choice of OpenSSH 9.0 to 9.8. Each login with it costs the client up to 0.3 s of processor time."""
+"""The key exchange that OpenSSH 9.0 to 9.8 choose first. This key exchange costs the client up to 0.3 s of processor
+time per login."""
 _FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
-"""Key exchanges to prefer to the slow one. The second is not safe against quantum computers. Neither is our own
-connection, which carries the secrets."""
+"""Key exchanges to prefer to the slow key exchange. The second one is not safe against quantum computers. Our own
+connection, which carries the secrets, is not safe against them either."""
 NOBODY_ANSWERS = 255
 """The client's exit code after a failed or broken connection."""
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
@@ -66,7 +67,8 @@ _Stream = int | IO[bytes] | FileIO
 
 
 class OpenSSH:
-    """Starts commands on one node, each over a new connection. `close` ends them and removes the temporary files."""
+    """Starts commands on one node, each over a new connection. `close` ends the commands and removes the temporary
+    files."""
 
     def __init__(self, access: SSHAccess, believed: SSHConnection) -> None:
         self._access = access
@@ -110,7 +112,7 @@ class OpenSSH:
         self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
     def open_command(self, command: str) -> "OpenSSHChannel":
-        """Start a command line in the node's shell. A failure shows only when its output is read."""
+        """Start a command line in the node's shell. A failed start shows only when the command's output is read."""
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
         try:
             process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
@@ -200,7 +202,8 @@ def is_installed() -> bool:
 
 @functools.cache
 def _fast_key_exchanges(program: str) -> tuple[str, ...]:
-    """Return the members of _FAST_KEY_EXCHANGES that the client knows. Empty if the client does not know the slow one.
+    """Return the members of _FAST_KEY_EXCHANGES that the client knows. Empty if the client does not know the
+    slow key exchange.
 
     Unknown names must be left out, because the client refuses them.
     """
@@ -235,7 +238,7 @@ class OpenSSHChannel:
         return self._process.poll() is not None
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send all parts. Blocks until the other side has room for them.
+        """Send all parts. Blocks until the other side has room for the data.
 
         Raises:
             NodeUnreachableError: the other side no longer receives data.
@@ -289,7 +292,7 @@ class OpenSSHChannel:
     def close(self) -> None:
         self.end_input()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.05)  # gives an idle client time to close its connection properly
+            self._process.wait(0.05)  # an idle client gets time to close its connection properly
         self.kill()
         self._process.wait()
         self._output.close()

@@ -2,9 +2,9 @@
 
     this machine ── ssh -W machine:22 last ── first ── last ── machine
 
-Our own connection (connection.py) logs in on the machine itself and checks the machine's host key from here. The jump
-hosts can therefore neither read nor change its data. The OpenSSH client logs in on the jump hosts with the user's
-configuration, agent and known_hosts files.
+Our own connection (connection.py) logs in on the machine itself and checks the machine's host key. The jump hosts can
+therefore neither read nor change the data of our connection. The OpenSSH client logs in on the jump hosts with the
+user's configuration, agent and known_hosts files.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """A socket that records when and what it receives. It takes over the descriptor of another socket."""
+    """A socket that records its first line and the time of its last bytes. The socket takes over another socket's
+    descriptor."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())
@@ -38,7 +39,8 @@ class HeardSocket(socket.socket):
 
     @property
     def refusal(self) -> str:
-        """The first line from an SSH server that sent a text instead of its greeting. Otherwise empty."""
+        """The first line from an SSH server that sent a text instead of its greeting. Empty if the server sent a
+        greeting."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
         return "" if is_greeted or not lines else shown_line(lines[0].decode(errors="replace"))
@@ -83,7 +85,7 @@ _END_TIMEOUT_S = 2.0
 _NO_NAME = "Could not resolve hostname"
 _NO_GREETING = "kex_exchange_identification"
 _REFUSALS = ("Permission denied", "Host key verification failed", _NO_NAME, "Bad configuration")
-"""Parts of the client's messages for problems that a retry does not solve."""
+"""Parts of the client's error messages for problems that a retry does not solve."""
 
 
 class ProxySocket(HeardSocket):
@@ -95,11 +97,11 @@ class ProxySocket(HeardSocket):
         self._said = said
 
     def problem(self) -> str:
-        """Return the client's error message about the connection. Empty if the client printed none."""
+        """Return the client's error message about the connection. Empty if the client printed no error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)  # the error message is complete only after the client's end
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()
-        # With several jump hosts, the message with the reason comes first. Later messages only report a missing answer.
+        # With several jump hosts, the line with the reason comes first. Later lines only report a missing answer.
         return next((line for line in lines if any(known in line for known in _REFUSALS)), lines[-1] if lines else "")
 
     def close(self) -> None:
@@ -112,7 +114,7 @@ class ProxySocket(HeardSocket):
 
 
 def open_proxy(access: SSHAccess) -> ProxySocket:
-    """Start the client. If the machine then does not answer, `explain_proxy` returns the reason.
+    """Start the OpenSSH client. If the machine then does not answer, `explain_proxy` returns the reason.
 
     Raises:
         PermanentInfraError: the client is not installed.
@@ -136,7 +138,7 @@ def open_proxy(access: SSHAccess) -> ProxySocket:
 def explain_proxy(
     access: SSHAccess, proxy: ProxySocket, reason: str
 ) -> NodeUnreachableError | LoginError | NameUnknownError:
-    """Return the error for a machine that did not answer through jump hosts. The error contains the client's
+    """Return the error for a machine that did not answer through jump hosts. The error contains the client's error
     message."""
     problem = proxy.problem() or reason
     if any(known in problem for known in _REFUSALS):
@@ -172,5 +174,5 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs it."""
+    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs the ProxyCommand."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)

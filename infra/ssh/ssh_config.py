@@ -36,10 +36,10 @@ class ConfiguredHost:
     port: int
     user: str
     key_files: tuple[str, ...]
-    """Existing key files that the configuration names, in order. Empty uses the keys of the agent and of ~/.ssh."""
+    """Existing key files that the configuration names, in order. If empty, keys of the agent and of ~/.ssh are used."""
     known_hosts: tuple[str, ...]
     host_key_alias: str
-    """The machine's name in known_hosts files. Empty uses its address."""
+    """The machine's name in known_hosts files. If empty, the machine's address is used."""
     agent: str
     """The SSH agent's socket, or "none". Empty if the configuration names no agent."""
     proxy_jump: str
@@ -50,11 +50,11 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
     """Return the SSH settings for a name. A name without an entry is used as the host name.
 
     Args:
-        config: configuration file to read. Empty reads ~/.ssh/config and the system's configuration.
+        config: configuration file to read. If empty, ~/.ssh/config and the system's configuration are read.
 
     Raises:
-        PermanentInfraError: the client is not installed, it rejects its configuration, or the configuration sets a
-            ProxyCommand.
+        PermanentInfraError: the OpenSSH client is not installed, the client rejects its configuration, or the
+            configuration sets a ProxyCommand.
     """
     command = [PROGRAM, "-G", *(["-F", str(Path(config).expanduser())] if config else []), "--", name]
     try:
@@ -106,7 +106,7 @@ def _expand(path: str, tokens: Mapping[str, str]) -> str:
     """Expand the percent signs and ${variables} of a path, which `ssh -G` leaves unexpanded.
 
     Args:
-        tokens: values of the percent signs that depend on the machine. Values for this machine are added here.
+        tokens: values of the percent signs that depend on the machine. This function adds the values for this machine.
     """
     this_host = socket.gethostname()
     of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}

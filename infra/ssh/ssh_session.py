@@ -63,11 +63,12 @@ class SSHSession:
         programs_dir: str,
         find_access: Callable[[], SSHAccess] | None = None,
     ) -> None:
-        """Connect only at the first request.
+        """The session connects at the first request, not now.
 
         Args:
-            programs_dir: absolute directory on the node for the project's programs. Their names contain a digest.
-            find_access: called before every connection attempt. Needed if the node's address may change.
+            programs_dir: absolute directory on the node for the project's programs. The programs' file names contain a
+                digest.
+            find_access: called before every connection attempt, for a node whose address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)
         self._python = python
@@ -248,7 +249,7 @@ class SSHSession:
             content = bytearray()
             for _, chunk in call.frames():
                 content += chunk
-                if len(content) > MAX_READ_BYTES + 1:  # more than requested
+                if len(content) > MAX_READ_BYTES + 1:  # the node sent more bytes than were requested
                     raise _too_large(path)
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
@@ -282,7 +283,7 @@ class SSHSession:
         self, request: JsonObject, argv: Sequence[str], stdin: bytes, purpose: Purpose
     ) -> Iterator[Iterator[bytes]]:
         with self.agents.ask(purpose, request) as call:
-            if purpose == "control":  # a followed log occupies this agent, so prepare another one for requests
+            if purpose == "control":  # prepare another agent, because a followed log occupies this one
                 self.agents.make_ready("control")
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
@@ -354,8 +355,8 @@ def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
         PermanentInfraError: the node forwards no connections to this port.
     """
     early: list[SSHChannel] = []
-    with contextlib.suppress(TransientInfraError):  # no program listens yet
-        early.append(open_channel())  # kept for the first connection, because some servers accept only one
+    with contextlib.suppress(TransientInfraError):  # the node's program may not listen on the port yet
+        early.append(open_channel())  # keep this channel for the first connection, because some servers accept only one
 
     def next_channel() -> SSHChannel:
         with contextlib.suppress(IndexError):

@@ -5,7 +5,7 @@ machine.
     fetched   into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
     sent      uploads in parts are completed or aborted from here; the publication verifies the result
 
-The node gets no credentials. A presigned URL is valid for a single object and for an hour. It is a secret during this
+The node gets no credentials. A presigned URL is valid for a single object and for an hour, and is a secret during this
 hour.
 
 Not here: the alternatives for nodes that cannot reach the store (tasks/upload_inputs.py, tasks/sync.py).
@@ -46,7 +46,7 @@ class PresignedPiece:
 
 
 def can_presign(store: ObjectStore) -> bool:
-    """Return whether the store can sign URLs. Only S3 and stores with S3's API can."""
+    """Return whether the store can sign URLs. Only S3 and stores with S3's API can sign URLs."""
     return store.protocol == "s3"
 
 
@@ -117,14 +117,15 @@ ANSWER_MARGIN_S = 60.0
 def fetch_on_node(
     session: Session, store: ObjectStore, keys: Mapping[str, str], files: Mapping[str, Path], destination: str
 ) -> int:
-    """Create a folder on the node with files that the node downloads from the store. Returns the number of bytes.
+    """Create a folder on the node with files that the node downloads from the store. Returns the number of downloaded
+    bytes.
 
     Args:
         keys: names of the objects in the store, by the files' names in the folder.
         files: the same files on this machine, for comparison.
 
     Raises:
-        StoreUnavailableError: the node cannot download the files. Its incomplete folder was removed.
+        StoreUnavailableError: the node cannot download the files. The node's incomplete folder was removed.
         TransientInfraError: the downloaded content differs. The folder was removed.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
@@ -139,7 +140,7 @@ def fetch_on_node(
 
 
 def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: Path, source: str) -> int:
-    """Let the node upload those files of a checkpoint that the store lacks. Returns the number of bytes.
+    """Let the node upload those files of a checkpoint that the store lacks. Returns the number of uploaded bytes.
 
     The objects get the same names as in `publish_run`. The manifest marks a checkpoint as complete, so `publish_run`
     uploads it later.
@@ -149,7 +150,7 @@ def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: 
         source: the files' directory on the node.
 
     Raises:
-        StoreUnavailableError: the node cannot upload the files, or the store refuses them.
+        StoreUnavailableError: the node cannot upload the files, or the store refuses the files.
     """
     files = {name: checkpoint / name for name in list_files(checkpoint)}
     place, digests = digest_folder(store, CHECKPOINT_FOLDER, files)

@@ -5,9 +5,9 @@
                                               .<name>.incoming-<digest>/.parts/   incomplete files
     all files verified                    ──> <name>                              renamed
 
-An interrupted download is continued by the next call. A file is verified by its sha256 in a manifest. A file without
-one is verified by the store's MD5, if the store has an MD5 of the whole file. The file's size is always verified. It is
-also checked that the object did not change during the download.
+The next call continues an interrupted download. A file is verified by its sha256 in a manifest. A file without a sha256
+is verified by the store's MD5, if the store has an MD5 of the whole file. The file's size is always verified. A
+download fails if the object changed meanwhile.
 
 Not here: single objects (object_store.py), manifests (publication.py).
 """
@@ -60,10 +60,10 @@ class WantedFile:
     sha256: str = ""
     """The file's digest in a manifest. Empty if no manifest lists the file."""
     md5: str = ""
-    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has none."""
+    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has no MD5."""
     identity: str = ""
     """The store's identifier of the content. Empty if a manifest lists the file. The identifier need not be a digest.
-    It is only compared with the store's identifier after the download.
+    The identifier is only compared with the store's identifier after the download.
     """
 
 
@@ -78,7 +78,7 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
     """Return the files at a URL: the checkpoint of a publication, all objects below the URL, or the object itself.
 
     Raises:
-        ObjectMissingError: the store has nothing there.
+        ObjectMissingError: the store has no object at the URL.
         PermanentInfraError: a file name is refused.
     """
     if (publication := read_publication(store)) is not None:
@@ -104,14 +104,14 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
         if key in listed:
             size, sha256 = listed[key]
             wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
-        elif not listed or key == MANIFEST:  # other files than the listed ones do not belong to the folder
+        elif not listed or key == MANIFEST:  # files that are not listed do not belong to the folder
             md5 = "" if "-" in there.md5 else there.md5
             wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
 
 
 def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
-    """List all objects below a URL, and the object at the URL itself. Drivers omit it if objects below it exist."""
+    """List all objects below a URL, and the object at the URL itself, which drivers omit if objects are below it."""
     objects = store.list()
     if objects and "" not in objects and (itself := store.find("")) is not None:
         return {"": itself, **objects}
@@ -122,7 +122,7 @@ def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) ->
     """Return the objects without the empty objects that mark a folder. Some tools create such markers.
 
     Raises:
-        PermanentInfraError: a non-empty object and a folder have the same name. A disk does not allow that.
+        PermanentInfraError: a non-empty object and a folder have the same name, which a disk does not allow.
     """
     folders = {folder: key for key in objects for folder in _folders_of(key)}
     for key in sorted(objects.keys() & folders.keys()):
@@ -142,7 +142,7 @@ def _folders_of(key: str) -> list[str]:
 
 
 def digest_of(wanted: Sequence[WantedFile]) -> str:
-    """Return a digest of the files to download. It changes when any of the files changes."""
+    """Return a digest of the files to download. The digest changes when any of the files changes."""
     parts = [[each.name, each.size, each.sha256 or each.identity] for each in wanted]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -150,11 +150,12 @@ def digest_of(wanted: Sequence[WantedFile]) -> str:
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
     """Create `target` with the files: one file if the URL names an object, or else a folder.
 
-    An existing target is kept. If several processes need the same files, only one process downloads. The rest wait.
+    An existing target is kept. If several processes need the same files, one process downloads and the others wait.
     Interrupted downloads of other content for this target are removed.
 
     Raises:
-        StoreUnavailableError: the connection broke, or an object changed meanwhile. The next call continues.
+        StoreUnavailableError: the connection broke, or an object changed meanwhile. The next call continues the
+            download.
         ObjectDamagedError: an object differs from its manifest.
         DiskFullError: this machine's disk has not enough room.
         PermanentInfraError: the target cannot be written.
@@ -185,7 +186,7 @@ def is_being_fetched(folder: Path) -> bool:
             try:
                 fcntl.flock(
                     descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # a shared lock, so that checks do not disturb each other
+                )  # the lock is shared, so that checks do not disturb each other
             except BlockingIOError:
                 return True
             finally:
@@ -213,9 +214,9 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
     if shutil.disk_usage(incoming).free < needed:
         raise DiskFullError(str(incoming.parent), needed)
     damaged = _fetch(store, missing, incoming, {})
-    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry: an earlier download may have left a bad part
+    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry, as an earlier download may have left a bad part
     compared = [each for each in list(damaged) or wanted if each.identity]
-    there = store.list() if compared else {}  # one listing in place of a request per object
+    there = store.list() if compared else {}  # one listing replaces a request per object
     for each in compared:
         if each.key not in there or there[each.key].identity != each.identity:
             raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")
@@ -276,7 +277,7 @@ def _appending(part: Path, store: ObjectStore, piece: _Piece) -> BinaryIO:
 
 
 def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
-    """Return the missing pieces of a file. A complete or empty file gives one empty piece at its end."""
+    """Return the missing pieces of a file. For a complete or empty file, return one empty piece at the file's end."""
     there = part.stat().st_size if part.exists() else 0
     if there > file.size:
         part.unlink()
@@ -315,8 +316,8 @@ def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
     """Return whether the digest of the downloaded content is right. `before` is the digest of the previous attempt."""
     if file.sha256:
         return digest == file.sha256
-    # The store's value may look like an MD5 without being one (object_store.py). Equal content twice then counts as
-    # right.
+    # The store's value may look like an MD5 without being one (object_store.py). Content that two downloads agree on
+    # counts as right.
     return file.md5 in ("", digest) or digest == before
 
 

@@ -1,8 +1,9 @@
 """Download files from an object store, or upload pieces of files, by presigned URLs.
 
-This is the node's side of direct.py. It runs on a node as `node_transfer.py VERB DIRECTORY`, without credentials. It is
-one file and uses only the standard library, because its text is sent to nodes. Each verb reads one JSON object from
-standard input and prints one. If a verb fails, it prints `{"error": sentence}` and exits with code 1.
+This program is the node's side of direct.py. The program runs on a node as `node_transfer.py VERB DIRECTORY`, without
+credentials. It is one file and uses only the standard library, because its text is sent to nodes. Each verb reads one
+JSON object from standard input and prints one. If a verb fails, the program prints `{"error": sentence}` and exits with
+code 1.
 
     fetch DIRECTORY    {"probe_s", "limit_s", "files": [{"path", "size", "url"}]}                 {"num_bytes"}
     send DIRECTORY     {"probe_s", "limit_s", "pieces": [{"path", "offset", "length", "url"}]}    {"etags"}, in order
@@ -10,7 +11,7 @@ standard input and prints one. If a verb fails, it prints `{"error": sentence}` 
 Several pieces are transferred in parallel, each with little memory. A broken transfer is retried; a retried download
 continues after the received bytes. The content is verified by receiver.py and by the store's own digests.
 
-A URL is a secret while it is valid. It is passed on standard input. Messages omit everything after its "?".
+A URL is a secret while it is valid. URLs are passed on standard input. Error messages omit everything after its "?".
 """
 
 import contextlib
@@ -49,7 +50,7 @@ JsonObject = dict[str, Any]
 
 
 class _TransferError(Exception):
-    """The transfer is given up. The message says why, and contains no URL."""
+    """The program gave up a transfer. The error's text says why, and contains no URL."""
 
 
 class Limit:
@@ -62,7 +63,7 @@ class Limit:
         self._reason = ""
 
     def check(self) -> None:
-        """Return if the transfer may continue. Otherwise raise the reason to stop."""
+        """Raise the reason to stop if the transfer must not continue."""
         if self._is_over.is_set():
             raise _TransferError(self._reason)
         if time.monotonic() > self._deadline:
@@ -95,14 +96,14 @@ def main(argv: list[str]) -> int:
             answer = {"etags": send_pieces(wanted, directory, limit)}
     except _TransferError as error:
         answer = {"error": str(error)}
-    except OSError as error:  # a local file; connection errors become _TransferError in `retried`
+    except OSError as error:  # a local file failed; `retried` converts connection errors
         answer = {"error": f"{error.filename}: {error.strerror}"}
     sys.stdout.write(json.dumps(answer) + "\n")
     return 1 if "error" in answer else 0
 
 
 def _check_reachable(url: str, probe_s: float) -> None:
-    """Return if the store answers within this time, with any status. Otherwise raise _TransferError.
+    """Raise _TransferError unless the store answers within `probe_s` seconds, with any status.
 
     The request runs in a thread, because name lookups and attempts at several addresses have no time limit.
     """
@@ -129,7 +130,7 @@ def _check_reachable(url: str, probe_s: float) -> None:
 
 
 def _fetch_files(files: Sequence[JsonObject], directory: Path, limit: Limit) -> int:
-    """Download every file to its path below the directory. Returns the number of bytes."""
+    """Download every file to its path below the directory. Returns the number of downloaded bytes."""
     calls: list[Callable[[], None]] = []
     for file in files:
         path, size = directory / file["path"], int(file["size"])
@@ -213,7 +214,7 @@ def _read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
 
 
 def _carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[ResultT]:
-    """Run calls, several in parallel, and return their results. If one call fails, the others stop."""
+    """Run calls, several in parallel, and return their results. If one call fails, the other calls stop."""
     with ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="transfer") as pool:
         try:
             return [future.result() for future in [pool.submit(call) for call in calls]]

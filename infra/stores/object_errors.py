@@ -1,7 +1,7 @@
 """Convert errors of the object stores' drivers to InfraErrors with one sentence for the user.
 
-The drivers are optional packages, and they raise errors of several other libraries. These classes cannot be imported
-here, so errors are recognized by the names of their classes.
+The drivers are optional packages, and they raise errors of several other libraries. The classes of these errors cannot
+be imported in this module, so errors are recognized by the names of their classes.
 
 Not here: requests to stores (object_store.py).
 """

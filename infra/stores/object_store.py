@@ -3,7 +3,7 @@
     s3://bucket/folder   gs://bucket/folder   file:///folder
 
 Only this module uses fsspec, whose drivers are optional packages. The drivers find credentials in environment variables
-and in the files of the providers' own tools. This code never sees the credentials.
+and in the files of the providers' own tools. The code of this project never sees the credentials.
 
 Not here: publications (publication.py), downloads (download.py), errors of drivers (object_errors.py), a folder of this
 machine (shared_folder.py).
@@ -34,7 +34,8 @@ from rollouts.infra.stores.object_errors import missing_bucket, sorted_failures
 from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
-"""Objects of at least twice this size are uploaded to S3 in parts. Several parts are in memory and sent in parallel."""
+"""Objects of at least twice this size are uploaded to S3 in parts. Several parts are held in memory and sent in
+parallel."""
 _PARTS_AT_ONCE = 10
 _MAX_PARTS = 10_000
 """S3's largest number of parts of an object."""
@@ -43,14 +44,14 @@ MAX_OBJECTS = 10_000
 _MAX_SMALL_BYTES = 16 << 20
 ANSWER_S = 120.0
 """Seconds without progress of an upload until the store counts as unreachable, in addition to the time that
-MIN_BYTES_PER_S allows. The drivers would wait forever for a server that does not read. Their own retries take 80 s."""
+MIN_BYTES_PER_S allows. The drivers, whose own retries take 80 s, would wait forever for a server that does not read."""
 MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install the driver of a protocol."""
 FOLDER = "file"
 _PROTOCOLS = (*EXTRAS, FOLDER)
-"""Supported protocols. Other drivers of fsspec, for example for web pages and for local files by other names, are
-refused."""
+"""Supported protocols. Other drivers of fsspec, for example the drivers for web pages and for local files by other
+names, are refused."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
@@ -66,8 +67,8 @@ def check_url(url: str) -> str:
     """Return the URL of a folder or object, without a slash at its end.
 
     Raises:
-        ValueError: the text is not a URL of a supported kind, or has more parts than a place. The message omits the
-            URL, because it may contain a password.
+        ValueError: the text is not a URL of a supported kind, or has parts such as a password or a query. The error's
+            text omits the URL, because it may contain a password.
     """
     protocol, _, place = url.partition("://")
     if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in _PROTOCOLS:
@@ -139,14 +140,15 @@ class ObjectStore:
         return self.url.rpartition("/")[2]
 
     def list(self, folder: str = "") -> dict[str, StoredObject]:
-        """Return the objects below a folder by their names relative to this store's URL. The object at the URL is "".
+        """Return the objects below a folder by their names relative to this store's URL. The URL's own object is named
+        "".
 
         Raises:
             StoreRefusedError: the store refuses the listing, or the folder has more than MAX_OBJECTS objects.
             PermanentInfraError: a folder of this machine contains something other than files, or a link to the outside.
         """
         root = self._key(folder)
-        enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # other drivers have no limit
+        enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # other drivers have no such option
         with sorted_failures(self.url_of(folder)):
             found: Mapping[str, Any] = self._fs.find(root, detail=True, **enough)  # Any: differs between drivers
         if len(found) > MAX_OBJECTS:
@@ -161,7 +163,7 @@ class ObjectStore:
                     info = self._fs.info(self._key(name))
                 except OSError as error:
                     if self.protocol == "s3" and error.errno == errno.EINVAL:
-                        self._fs.cat_file(self._key(name), start=0, end=1)  # raises the reason; HEAD answers have none
+                        self._fs.cat_file(self._key(name), start=0, end=1)  # GET raises the reason, unlike HEAD
                     raise
         except ObjectMissingError:
             return None
@@ -229,15 +231,15 @@ class ObjectStore:
             return False
         if there.md5 == digest.md5:
             return True
-        # An entity tag need not be an MD5. With encryption by KMS or customer keys, S3's tags look like one but differ.
+        # An entity tag need not be an MD5. With encryption by KMS or customer keys, S3's tags only look like an MD5.
         sha256 = hashlib.sha256()
         for start in range(0, there.size, PART_BYTES):
             sha256.update(self.read(name, start, min(start + PART_BYTES, there.size)))
         return sha256.hexdigest() == digest.sha256
 
     def copy_mode(self, name: str) -> int:
-        """Return a copy's permissions before the umask. If the store is a folder of this machine, they are the
-        file's."""
+        """Return a downloaded copy's permissions before the umask. If the store is a folder of this machine, the copy
+        gets the permissions of the original file."""
         if not isinstance(self._fs, SharedFolder):
             return READABLE
         with sorted_failures(self.url_of(name)):
@@ -285,8 +287,8 @@ class ObjectStore:
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
-        """Convert errors of writing. If an object is missing then, its bucket is missing; not every driver reports
-        that."""
+        """Convert errors of writing. If the driver reports a missing object, the bucket is missing: not every driver
+        names the bucket."""
         url = self.url_of(name)
         try:
             with sorted_failures(url):

@@ -65,7 +65,7 @@ class SentFolder:
     files: Mapping[str, FileDigest]
     """The folder's files, by their paths below the folder."""
     num_sent_bytes: int
-    """Number of uploaded bytes: those that the store did not have before."""
+    """Number of uploaded bytes, without files that the store already had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,11 @@ class Publication:
 
 
 def check_writable_store(store: ObjectStore) -> None:
-    """Return if the store accepts writes. Writes and reads a test object, then removes it if the store permits that.
+    """Check that the store accepts writes: write and read a test object, and remove the object if the store permits
+    deletion.
 
     Raises:
-        StoreRefusedError, StoreUnavailableError: the store cannot be written. The message is one sentence.
+        StoreRefusedError, StoreUnavailableError: the store cannot be written. The error's text is one sentence.
     """
     probe = f"{PROBE}-{secrets.token_hex(4)}"  # runs of the same name may start at the same time
     content = f"{time.time_ns()}".encode()
@@ -100,7 +101,7 @@ def check_writable_store(store: ObjectStore) -> None:
         raise StoreRefusedError(f"{store.url}/{PROBE} is not what was written: does another program write there?")
     try:
         store.remove(probe)
-    except StoreRefusedError as error:  # publishing never deletes, so it does not need permission to delete
+    except StoreRefusedError as error:  # publishing works without permission to delete
         logger.info("%s was left behind: %s", probe, error)
 
 
@@ -108,8 +109,8 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
     """Publish a checkpoint and the records of its run in a store. Returns the number of uploaded bytes.
 
     Raises:
-        TransientInfraError: the connection broke, or a file changed meanwhile. The next call continues.
-        PermanentInfraError: the store refuses, or the checkpoint contains something other than plain files.
+        TransientInfraError: the connection broke, or a file changed meanwhile. The next call continues the upload.
+        PermanentInfraError: the store refuses the upload, or the checkpoint contains something other than plain files.
     """
     sent = _send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
     noted = _send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
@@ -127,10 +128,10 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
 
 
 def _send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> SentFolder:
-    """Upload files to a folder of the store and verify each. Files that the store already has are not uploaded again.
+    """Upload files to a folder of the store and verify each file. Files that the store already has are skipped.
 
     Args:
-        folder: the folder's name. "{digest}" in it is replaced by the start of a digest of all files.
+        folder: the folder's name. In this name, "{digest}" is replaced by the start of a digest of all files.
     """
     try:
         place, digests = digest_folder(store, folder, files)
@@ -151,7 +152,7 @@ def digest_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) ->
 
 
 def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDigest]) -> list[str]:
-    """Return the files that a folder of the store lacks or has with other content, in the order of their upload."""
+    """Return the files that a folder of the store lacks or has with other content, in the order of the upload."""
     there = store.list(place)
     in_order = sorted(digests, key=lambda name: (Path(name).name == MANIFEST, name))
     return [
@@ -162,7 +163,7 @@ def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDiges
 
 
 def read_publication(store: ObjectStore) -> Publication | None:
-    """Return the store's publication; None without one.
+    """Return the store's publication, or None if the store has no publication.
 
     Raises:
         ObjectDamagedError: publication.json is damaged or has another format.
@@ -203,7 +204,7 @@ def parse_publication(content: bytes, url: str) -> Publication:
 
 
 def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
-    """Return size and sha256 of the files that a checkpoint's manifest.json lists. Empty if it lists no digests.
+    """Return size and sha256 of the files in a checkpoint's manifest.json. Empty if the manifest lists no digests.
 
     Raises:
         ObjectDamagedError: the manifest lists an invalid size or digest, or a file outside its folder.
@@ -229,8 +230,8 @@ def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    """Convert pairs to a JSON object. Raises ValueError for a repeated name, because readers use different values
-    then."""
+    """Convert pairs to a JSON object. Raises ValueError for a repeated name, because JSON readers disagree about its
+    value."""
     named = dict(pairs)
     if len(named) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -261,9 +262,9 @@ _UPLOAD_INTERVAL_S = 30.0
 
 @contextmanager
 def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _UPLOAD_INTERVAL_S) -> Iterator[None]:
-    """Publish new checkpoints of the folder while the block runs. A failure is logged, and the next round retries.
+    """Publish new checkpoints of the folder while the block runs. A failed upload is logged, and retried later.
 
-    At its end, the block waits until the newest checkpoint is published. It does not wait after an exception.
+    At its end, the block waits until the newest checkpoint is published. After an exception, the block does not wait.
     """
     published = ""
 
@@ -275,7 +276,7 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _U
         try:
             _send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
             published = newest.name
-        except (InfraError, OSError) as error:  # OSError: the training has deleted the checkpoint meanwhile
+        except (InfraError, OSError) as error:  # OSError: the training may have deleted the checkpoint
             logger.warning("%s was not published: %s", newest, error)
 
     with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):
@@ -283,6 +284,6 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _U
 
 
 def _newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest complete checkpoint of a folder; None without one."""
+    """Return the newest complete checkpoint of a folder, or None if the folder has no complete checkpoint."""
     whole = [path.parent for path in checkpoints.glob(f"step_*/{MANIFEST}")]
     return max(whole, key=lambda path: (len(path.name), path.name), default=None)

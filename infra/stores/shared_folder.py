@@ -3,10 +3,8 @@
     a name ──> its path without links ──> beneath the folder? ──> opened part by part, following no link
 
 A link to the outside of the folder could expose everything that is readable for this user: keys, other runs, private
-data.
-These
-links are refused, except in the layout of a hub's cache, where snapshots link to blobs. If a file or folder is replaced
-by a link after the check, the link is not followed either.
+data. Links to the outside are refused, except in the layout of a hub's cache, where snapshots link to blobs. If a file
+or folder is replaced by a link after the check, the link is not followed either.
 
 The class has the methods of fsspec's drivers that object_store.py calls.
 """
@@ -27,7 +25,7 @@ READABLE, PRIVATE = 0o666, 0o600
 """Permissions of a new file, before the process's umask is applied."""
 _SNAPSHOT = re.compile(r"(?P<cached>/(?:.*/)?(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
 _PASSED = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-"""Flags to open a folder on the way to a file. They do not need permission to list the folder."""
+"""Flags to open a folder on the way to a file. Permission to list the folder is not needed."""
 _MAX_LINKS = 40
 _READ_BYTES = 4 << 20
 
@@ -44,7 +42,7 @@ class SharedFolder:
         self._root = Path(root)
 
     def find(self, key: str, *, detail: bool) -> dict[str, Described]:
-        """Return the files below a folder by their paths, or the file itself. Empty if nothing exists there.
+        """Return the files below a folder by their paths, or the file itself. Empty if the path does not exist.
 
         Raises:
             PermanentInfraError: the folder contains something other than files, or a link that leaves the folder.
@@ -61,8 +59,8 @@ class SharedFolder:
             return _describe(_checked_status(folder, name, key))
 
     def copy_mode(self, key: str) -> int:
-        """Return the permissions of a copy. Only users who can reach the original from the root on can read the
-        copy."""
+        """Return the permissions for a downloaded copy. Only users who can reach the original file from the root
+        directory can read the copy."""
         real, top = self._real(key), self._real(str(self._root))
         mode = int(self.info(key)["mode"])
         for folder in real.parents:
@@ -73,8 +71,8 @@ class SharedFolder:
         return mode & READABLE | PRIVATE
 
     def cat_file(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` up to but not including `end`. Fewer bytes if the file ends
-        earlier."""
+        """Return the bytes of a file from `start` up to but not including `end`, or up to the file's end if the file is
+        shorter."""
         with self._located(key) as (folder, name):
             expected = _checked_status(folder, name, key)
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
@@ -235,8 +233,8 @@ def _checked_status(folder: int, name: str, key: str) -> os.stat_result:
     """Return the status of a file or folder.
 
     Raises:
-        PermanentInfraError: it is a link, a pipe or a device. Also for a private file with a second name (a hard link)
-        in a folder that other users can write to.
+        PermanentInfraError: the path is a link, a pipe or a device, or a private file with a second name (a hard link)
+            in a folder that other users can write to.
     """
     status, around = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(folder)
     if stat.S_ISDIR(status.st_mode):

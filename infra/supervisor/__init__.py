@@ -1,7 +1,8 @@
 """Keep one program running on a node, detached from its client, and record how it ended.
 
-This is the node's side of jobs.py. It runs as `python supervisor VERB RUN_DIR ...`. It uses only the standard library,
-because its text is sent to nodes (node_programs.py). Not here: the program's work, sessions (session.py).
+This package is the node's side of jobs.py. The package runs as `python supervisor VERB RUN_DIR ...`. It uses only the
+standard library, because its text is sent to nodes (node_programs.py). Not here: the program's work, sessions
+(session.py).
 
     start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, in a new session
     status RUN_DIR                                                    │ locks .job/lock until its end, so the kernel
@@ -15,13 +16,13 @@ Each verb except `follow` prints one JSON object. A verb that fails prints `{"er
 Files in RUN_DIR:
 
     job.json      the job's input. The start of each attempt writes it, because ports and other placements may change
-                  between attempts. These changes do not change the job's identity. The file stays unchanged while the
-                  job is running
+                  between attempts. A changed placement does not change the job's identity. The file stays unchanged
+                  while the job is running
     log.txt       the program's raw stdout and stderr of all attempts
     exit-<n>.json how attempt n ended
     finish-<n>    asks the program of attempt n to finish early with its present result; the program may ignore it
     stop.json     written by a program that saves its state on SIGTERM: its process, the needed time, and the saved
-    step. SIGKILL comes after this time. The program's other processes get no SIGTERM
+                  step. SIGKILL comes after this time. The program's other processes get no SIGTERM
     stop-<n>      the seconds that the program of attempt n has for saving; written before SIGTERM
     result.json   written by the program, last; it marks the job as finished
     .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (renamed to cancel-<n> if the disk takes
@@ -32,8 +33,8 @@ The program's processes are the descendants of the supervisor. If the supervisor
 variable ROLLOUTS_JOB=<run directory> in their environment. On systems without /proc (macOS), they are found by the
 program's process group. The disk of the run directory must support flock() between the processes of the node.
 
-A job with GPUs starts when no other job holds its GPUs (see GPUSlots). While the job waits, its state is RUNNING and it
-has no pid.
+A job with GPUs starts when no other job holds its GPUs (see GPUSlots). While the job waits, its state is RUNNING and
+the job has no pid.
 
     verbs ─┬─ start ── supervise ─┬─ program       spec       a client's request
            └─ status              └─ gpu_slots     files      of a run directory

@@ -1,4 +1,5 @@
-"""Entry point of `python infra/supervisor VERB RUN_DIR ...`. It works without an installation of this project."""
+"""Entry point of `python infra/supervisor VERB RUN_DIR ...`. The command works without an installation of this
+project."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Read and write the files of a run directory. The package's docstring lists them."""
+"""Read and write the files of a run directory. The docstring of the package `supervisor` lists these files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Any: JSON objects, and the parts of /proc, have no better type at this edge.
+# JSON objects, and the fields of /proc, have no better type than Any.
 JsonObject = dict[str, Any]
 
 INTERNAL_DIR = ".job"
@@ -34,7 +34,8 @@ def latest_attempt(run_dir: str) -> int:
 
 
 def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
-    """Return stop.json (the program's process, needed time, saved step) of this attempt. Empty without one."""
+    """Return stop.json (the program's process, needed time, saved step) of this attempt. Empty if the file is
+    missing."""
     said = read_json(Path(run_dir, "stop.json")) or {}
     return said if said.get("attempt") == attempt else {}
 
@@ -45,7 +46,7 @@ def granted_path(run_dir: str, attempt: int) -> Path:
 
 
 def granted_s(run_dir: str, attempt: int) -> float:
-    """Return the seconds that the program of an attempt has for saving. 0 if it was not asked to end."""
+    """Return the seconds that the program of an attempt has for saving. 0 if the program was not asked to end."""
     try:
         return float(granted_path(run_dir, attempt).read_text())
     except (OSError, ValueError):
@@ -56,7 +57,7 @@ def parse_object(text: bytes) -> JsonObject | None:
     """Parse a JSON object. None if the text is anything else."""
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+    except (ValueError, RecursionError):  # RecursionError: the text has thousands of nested brackets
         return None
     return document if isinstance(document, dict) else None
 
@@ -100,7 +101,7 @@ def read_from(path: Path, offset: int, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; empty if it is missing or unreadable."""
+    """Return the text of a file. The text is empty if the file is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

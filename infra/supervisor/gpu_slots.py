@@ -36,7 +36,7 @@ class GPUSlot:
     name: str
     """The GPU's name, equal for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
     label: str
-    """The GPU's name in messages."""
+    """The GPU's name for messages to users."""
 
 
 def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
@@ -80,7 +80,7 @@ def _list_gpu_uuids() -> list[str]:
 
 
 class GPUSlots:
-    """The GPUs of a job. The job holds a lock on each of them until its last process has ended.
+    """The GPUs of a job. The job holds a lock on each GPU until the job's last process has ended.
 
     A lock is a file with flock. The supervisor locks the file, and the program and its children inherit the lock. If
     the supervisor is killed while the program still uses the GPU, the GPU therefore stays locked. The kernel frees the
@@ -91,7 +91,7 @@ class GPUSlots:
         mutex            held while locks are checked and changed
 
     Every job takes its GPUs in the same order. A waiting job keeps the GPUs that it has taken. Two jobs therefore never
-    wait for each other, and jobs with several GPUs get all of them in the end. Jobs that must run together form a
+    wait for each other, and jobs with several GPUs get all GPUs in the end. Jobs that must run together form a
     group. Each job of a group takes the GPUs of the whole group.
     """
 
@@ -107,7 +107,8 @@ class GPUSlots:
         return tuple(self._held.values())
 
     def take(self) -> str:
-        """Take all free GPUs. Returns a sentence about the first GPU that another job holds; empty if this job has all.
+        """Take all free GPUs of the job. Returns a sentence about the first GPU that another job holds. Empty if this
+        job has all its GPUs.
 
         Raises:
             OSError: the folder of locks or a lock file cannot be written.
@@ -142,7 +143,7 @@ class GPUSlots:
                 os.utime(descriptor)
 
     def release(self) -> None:
-        """Close the supervisor's own copies of the locks. Processes of the program keep theirs."""
+        """Close the supervisor's own copies of the locks. Processes of the program keep their copies."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
@@ -174,7 +175,7 @@ class GPUSlots:
         }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # other jobs check only with the mutex: no gap for them
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # safe, because other jobs check only with the mutex
         return ""
 
 

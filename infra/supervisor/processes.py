@@ -18,7 +18,7 @@ from rollouts.infra.supervisor.spec import JobError
 
 JOB_VARIABLE = "ROLLOUTS_JOB"
 UNKILLABLE_AFTER_S = 10.0
-"""Processes that are still alive this many seconds after SIGKILL are no longer waited for."""
+"""Seconds after SIGKILL after which the supervisor no longer waits for a process to end."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -28,8 +28,8 @@ def find_processes(
     """Return all live processes of the job except this process.
 
     Args:
-        supervisor: process id of the supervisor. Its descendants are included even if they changed their environment.
-            Needs /proc.
+        supervisor: process id of the supervisor. The supervisor's descendants are included even if they changed their
+            environment. Needs /proc.
         group: the process group of the job, for systems without /proc.
         group_started: start time of the group's leader; empty if unknown.
     """
@@ -68,7 +68,7 @@ def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 def find_group(group: int | None, *, started: str = "") -> list[int]:
     """Return the live processes of a process group, from the output of `ps`.
 
-    Empty if the leader's start time differs from `started`: another process has got the leader's number.
+    Empty if the leader's start time differs from `started`, because another process then has the leader's number.
     """
     if group is None or (started and read_start(group) not in ("", started)):
         return []
@@ -91,8 +91,8 @@ def read_start(pid: int) -> str:
 
 
 def find_recorded(run_dir: str, meta: Mapping[str, Any]) -> list[int]:
-    """Return the live processes of an attempt whose supervisor has died, from the attempt's record. It must be of this
-    boot."""
+    """Return the live processes of an attempt whose supervisor has died, from the attempt's record. The caller checks
+    that the record is of the current boot."""
     return find_processes(run_dir, group=meta.get("pid"), group_started=meta.get("pid_started", ""))
 
 

@@ -28,7 +28,7 @@ from rollouts.infra.supervisor.processes import (
 from rollouts.infra.supervisor.spec import JobSpec
 
 if TYPE_CHECKING:
-    from typing import Self  # missing in Python 3.10, which nodes may have
+    from typing import Self  # Python 3.10, which nodes may have, lacks this name
 
 
 # ── environment ──
@@ -43,7 +43,7 @@ _INHERITED_NAMES = """
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
 """
-# PIP_ and UV_: some machines configure their package index only by variables.
+# PIP_ and UV_ are included because some machines configure their package index only by variables.
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "PIP_", "UV_")
 _FOLDER_LISTS = ("PATH", "PYTHONPATH", "ROLLOUTS_CODE_PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
 _PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
@@ -59,7 +59,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     }
     return {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONUTF8": "1",  # the same behavior in every locale
+        "PYTHONUTF8": "1",  # programs then behave equally in every locale
         "SPT_NOENV": "1",  # else setproctitle, which engines use, overwrites the variable that marks our processes
         **kept,
         **spec.env,
@@ -92,7 +92,7 @@ _LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
-    """The log file of a job. After a number of bytes, it keeps only the end of further output.
+    """The log file of a job. After `max_bytes` bytes, only the end of further output is kept.
 
     On a full disk, output is lost, but the job does not fail.
     """
@@ -147,7 +147,7 @@ class CappedLog:
 
 
 class _ProgramOutput:
-    """The pipe with the program's output. Its content is copied to the log."""
+    """The pipe with the program's output. The pipe's content is copied to the log."""
 
     def __init__(self, descriptor: int, log: CappedLog) -> None:
         self._descriptor = descriptor
@@ -170,7 +170,7 @@ class _ProgramOutput:
 
     def drain(self) -> None:
         """Copy the remaining output after the program's end, then close the pipe."""
-        for _ in range(1024):  # limited, because a process that survived SIGKILL may write forever
+        for _ in range(1024):  # the limit is for a process that survived SIGKILL and may write forever
             if not self.pump(wait_s=0):
                 break
         if self._is_open:
@@ -226,9 +226,11 @@ class StopRequests:
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and tell the program. None if it requests no time.
+        """Grant the time that the program requests for saving, and tell the program. None if the program requests no
+        time.
 
-        Later calls never grant more time. They may grant less if another request to end the job has a lower limit.
+        Later calls never grant more time. A later call may grant less time if another request to end the job has a
+        lower limit.
         """
         said = read_stop_state(self._spec.run_dir, self._attempt)
         if self._granted is None and not isinstance(said.get("pid"), int):
@@ -242,7 +244,7 @@ class StopRequests:
         return granted
 
     def find(self) -> str:
-        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if it may continue."""
+        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if the job may continue."""
         if self._cancel_path.exists():
             return "cancelled"
         if time.monotonic() >= self._deadline:
@@ -268,7 +270,7 @@ class StopRequests:
             self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
-        """Wait for `pause_s` seconds or until the job must end. Returns the reason to end it, or empty."""
+        """Wait for `pause_s` seconds or until the job must end. Returns the reason to end the job, or an empty text."""
         until = time.monotonic() + pause_s
         while not (reason := self.find()) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -353,7 +355,8 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
 def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
-    """Copy the program's output to the log until all its processes have ended. End them if a request says so.
+    """Copy the program's output to the log until all processes of the program have ended. End the processes if
+    `requests` has a reason.
 
     Args:
         on_look: called several times per second.
@@ -394,9 +397,9 @@ def watch_program(
 
 
 class _EndSignals:
-    """Ends the processes of a program by SIGTERM, and by SIGKILL when their time is up.
+    """Ends the processes of a program by SIGTERM, and by SIGKILL when their grace time is over.
 
-    If the program has a grant for saving, only its main process gets SIGTERM. This program ends its own processes.
+    If the program has a grant for saving, only its main process gets SIGTERM and then ends the other processes.
     """
 
     def __init__(self, requests: StopRequests) -> None:
@@ -433,7 +436,8 @@ class _EndSignals:
 
 
 def _reap_children(process: subprocess.Popen[bytes]) -> int | None:
-    """Reap every child that has ended, including adopted ones. Returns the wait status of `process` if it has ended."""
+    """Reap every child process that has ended, including adopted children. Returns the wait status of `process` if it
+    has ended."""
     found: int | None = None
     while True:
         try:

@@ -12,7 +12,7 @@ FIRST_GPU = "first"
 
 
 class JobError(Exception):
-    """A verb failed. The message, one sentence, is printed to the caller."""
+    """A verb failed. The error's text, one sentence, is printed to the caller."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class JobSpec:
     job: Mapping[str, Any]
     """The content of job.json, without secrets."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    """Variables that are added to a minimal inherited environment. Secrets are passed only here. They are never written
-    to disk."""
+    """Variables that are added to a minimal inherited environment. Secrets are passed only in this field and are never
+    written to disk."""
     timeout_s: float = 0.0
     """Time limit of the whole attempt in seconds; 0 means no limit."""
     grace_s: float = 30.0
@@ -39,20 +39,21 @@ class JobSpec:
     healthy_s: float = 3600.0
     """If the program ran for this many seconds, restarts are counted from 0 again."""
     restart_backoff_s: float = 1.0
-    """Pause before the first restart in a row, in seconds. It doubles with each restart, up to 30 s."""
+    """Pause before the first restart in a row, in seconds. The pause doubles with each restart, up to 30 s."""
     restart_code: int = 0
-    """The exit code with which the program asks for a restart. Such restarts come at once, and `max_restarts` does not
-    count them. 0: no such code."""
+    """The exit code with which the program asks for a restart. Such a restart comes at once and does not count towards
+    `max_restarts`. 0: the program has no such code."""
     lease_s: float = 0.0
     """The job ends if its lease was not renewed for this many seconds; 0 means no lease."""
     max_log_bytes: int = 256 << 20
     """Number of bytes that one attempt may add to log.txt. Only the end of further output is kept."""
     gpus: tuple[str, ...] = ()
-    """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job holds any of them."""
+    """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job holds any of these
+    GPUs."""
     gpu_group: str = ""
     """Jobs of the same group share their GPUs. Empty: the job shares its GPUs with no other job."""
     run_name: str = ""
-    """Name of the run, for messages to jobs that wait for the same GPUs."""
+    """Name of the run, for the texts shown to jobs that wait for the same GPUs."""
 
 
 def parse_spec(text: bytes) -> JobSpec:

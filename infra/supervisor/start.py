@@ -37,8 +37,8 @@ ENDING_WAIT_S = 60.0
 def start_job(spec: JobSpec) -> JsonObject:
     """Start the next attempt unless the job is finished or running, and renew the job's lease.
 
-    Concurrent calls start only one attempt. If an attempt is being ended, the call waits for its end and does not
-    attach.
+    Concurrent calls start only one attempt. If an attempt is being ended, the call waits for this attempt's end and
+    then starts the next attempt.
     """
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -46,11 +46,11 @@ def start_job(spec: JobSpec) -> JsonObject:
     began = time.monotonic()
     while True:
         with locked(internal_path(run_dir, "start.lock")) as start_lock:
-            status = renew_lease(run_dir)  # before `is_ending` is read, see StopRequests
+            status = renew_lease(run_dir)  # renew the lease before `is_ending` is read, see StopRequests
             if not status["is_ending"]:
                 return _start_or_find(spec, status, start_lock)
-        # Wait without the lock: a second cancel request needs the lock now, so that it cannot end the attempt started
-        # here.
+        # Wait without the lock, so that a second cancel request can take the lock now. Otherwise, the request could
+        # end the next attempt.
         limit_s = ENDING_WAIT_S + granted_s(run_dir, status["attempt"])
         if time.monotonic() >= began + limit_s:
             raise JobError(
@@ -76,7 +76,7 @@ def _start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonOb
         answer = detach(spec, status["attempt"] + 1, start_lock)
     if "error" in answer:
         # The failed supervisor holds the lock until its process has ended. Until then, another start would attach to
-        # it.
+        # the failed supervisor.
         with locked(internal_path(run_dir, "lock")):
             raise JobError(answer["error"])
     return read_status(run_dir)
@@ -105,7 +105,7 @@ def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
 
 
 def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
-    """Be the supervisor until the job has ended. Never returns."""
+    """Run the supervisor until the job has ended. Never returns."""
     exit_code = 1
     try:
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
@@ -125,7 +125,7 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
         supervise(spec, attempt, report_fd)
         exit_code = 0
     except BaseException:  # noqa: BLE001 - an error that is not written here is lost, because the process ends
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):

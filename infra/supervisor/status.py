@@ -38,7 +38,7 @@ def is_supervised(run_dir: str) -> bool:
 
 def read_status(run_dir: str) -> JsonObject:
     """Return the job's current status. Changes nothing."""
-    is_alive = is_supervised(run_dir)  # read first: once the supervisor has ended, nothing below changes
+    is_alive = is_supervised(run_dir)  # checked first, because no file changes after the supervisor's end
     attempt = latest_attempt(run_dir)
     meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
     exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
@@ -120,7 +120,7 @@ def is_followed_elsewhere(run_dir: str, store: str) -> bool:
     """Return whether runs of other stores follow the job. Waits briefly, in case these runs are just about to stop."""
     own = internal_path(run_dir, f"followed-{store}")
     marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
-    # If two runs are cancelled at once, each sees the other one's lock and would leave the job running. So wait.
+    # Wait, because two runs that are cancelled at once see each other's lock and would both leave the job running.
     deadline = time.monotonic() + _FOLLOWER_END_S
     while is_followed := any(is_locked(path, fcntl.LOCK_EX) for path in marks):
         if time.monotonic() >= deadline:
@@ -130,10 +130,10 @@ def is_followed_elsewhere(run_dir: str, store: str) -> bool:
 
 
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
-    """Print new output of the job as it appears, one JSON object per line, and the job's status at its end.
+    """Print new output of the job as it appears, one JSON object per line. At the job's end, print the job's status.
 
-    Ends early if standard input ends or the output is closed, because then the client is gone. The offset NO_LOG skips
-    the log.
+    Returns early if standard input ends or the output is closed, because the client is then gone. The offset NO_LOG
+    skips the log.
 
         {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
         {"skipped": "metrics.jsonl", "offset": n}: a line that is not a JSON object      {"status": {...}}
@@ -141,7 +141,7 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
     Each offset is the position after the printed content. A client whose connection broke continues at this offset.
     """
     while True:
-        is_running = is_supervised(run_dir)  # checked before reading, so that no output before the end is missed
+        is_running = is_supervised(run_dir)  # checked before reading, so that output before the job's end is not missed
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
             log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)

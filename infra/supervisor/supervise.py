@@ -37,7 +37,7 @@ _CANNOT_START_CODE = 127
 commands."""
 MAX_BACKOFF_S = 30.0
 MAX_ASKED_RESTARTS = 64
-"""Most restarts of an attempt by `JobSpec.restart_code`."""
+"""Largest number of restarts of an attempt because of `JobSpec.restart_code`."""
 _EXIT_RECORD_BYTES = 4096
 
 
@@ -65,11 +65,11 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         for name in ("lease", f"spare-{attempt}"):
             internal_path(spec.run_dir, name).touch()
         _write_meta(spec.run_dir, meta)
-        log = CappedLog(log_path, spec.max_log_bytes)  # before the report, because clients read the log after it
+        log = CappedLog(log_path, spec.max_log_bytes)  # opened before the report, after which clients read the log
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
         program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: a zero byte in an argument
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: an argument has a zero byte
         for name in (f"meta-{attempt}.json", f"exit-{attempt}.json"):
             internal_path(spec.run_dir, name).unlink(missing_ok=True)
         report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
@@ -83,7 +83,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         else:
             ending, restarts = started_program, 0
     said = read_stop_state(spec.run_dir, attempt)
-    slots.release()  # before the exit record is written, because the next job may then take the GPUs at once
+    slots.release()  # release before the exit record exists, because the next job may then take the GPUs at once
     record = {
         "attempt": attempt,
         "code": ending.code,
@@ -106,10 +106,10 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
 def _wait_and_spawn(
     spec: JobSpec, meta: JsonObject, slots: GPUSlots, waits_for: str, log: CappedLog
 ) -> Program | Ending:
-    """Start the program when the job's GPUs are free. If the job ends while it waits, return its ending.
+    """Start the program when the job's GPUs are free. If the job ends during the wait, return its ending.
 
-    The time limit does not apply while the job waits. The lease does, so that a job whose client is gone does not wait
-    forever.
+    The time limit does not apply while the job waits. The lease applies, so that a job whose client is gone does not
+    wait forever.
     """
     began = time.monotonic()
     requests = StopRequests(dataclasses.replace(spec, timeout_s=0.0), meta["attempt"])
@@ -144,7 +144,7 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
 def _run_with_restarts(
     program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
-    """Watch and restart the program until its last end. Returns this ending and the number of restarts."""
+    """Watch the program and restart it when needed. Returns the last start's ending and the number of restarts."""
     requests = StopRequests(spec, meta["attempt"])
     restarts = in_a_row = asked = 0
     while True:
@@ -171,7 +171,7 @@ def _run_with_restarts(
 
 
 def report(report_fd: int, answer: JsonObject) -> None:
-    """Report to the waiting start that the program runs (an empty answer), or an error."""
+    """Tell the waiting `detach` that the program runs (an empty answer), or that an error occurred."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
         pipe.write(json.dumps(answer))
 

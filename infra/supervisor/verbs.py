@@ -1,4 +1,4 @@
-"""The verbs of the supervisor's command line, and the end of a job. The package's docstring describes the verbs."""
+"""The verbs of the supervisor's command line, and the end of a job. supervisor/__init__.py describes the verbs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CancelRequest(NamedTuple):
     grace_s: float
     """Seconds between SIGTERM and SIGKILL."""
     max_grace_s: float
-    """Largest time in seconds that a program may request for saving. Only the main process of this program gets
+    """Largest time in seconds that a program may request for saving. Only the main process of such a program gets
     SIGTERM."""
     wait_s: float
     """Seconds to wait for the job's end."""
@@ -127,7 +127,7 @@ def _status_of_ended(run_dir: str, attempt: int) -> JsonObject:
 
 
 def _check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
-    """Raise JobError if the job still runs although its time to end is over."""
+    """Raise JobError if the job still runs although its grace time is over."""
     limit_s = max(grace_s, granted_s(run_dir, attempt)) + _CANCEL_MARGIN_S
     asked_at = internal_path(run_dir, f"cancel-{attempt}").stat().st_mtime
     if time.time() >= asked_at + limit_s and is_supervised(run_dir):
@@ -144,7 +144,7 @@ def _request_cancel(run_dir: str, attempt: int, limits: str) -> None:
         request.touch()
     except OSError:  # the disk takes no more files, so rename the spare file
         internal_path(run_dir, f"spare-{attempt}").rename(request)
-    with contextlib.suppress(OSError):  # a full disk
+    with contextlib.suppress(OSError):  # the disk may be full
         request.write_text(limits)
 
 

@@ -1,2 +1,1 @@
-"""Copy directories between machines. Copies are verified, are continued after a broken connection, and appear all at
-once."""
+"""Copy directories between machines. Copied files are verified and appear all at once. A broken copy is continued."""

@@ -1,21 +1,23 @@
 """Mirror a run directory of a node into a directory on this machine, during the job and after it.
 
-    logs, metrics, events, …  new content is appended; readers here see the files grow
+    logs, metrics, events, …  new content is appended; readers of the mirror see the files grow
     other files               received in .incoming/, then renamed. Only chunks that differ from an interrupted earlier
                               attempt or an older version are transferred, and each chunk's digest is checked. The
                               program that receives a large new file writes it directly, not through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
                               a new version of a checkpoint replaces the old version when all new files have arrived
-    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted here, too.
+    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted in the mirror,
+    too.
                               A checkpoint of a later step than the job's newest is kept: another node wrote it, and
                               this may be the only copy
 
-Readers here see only complete files. A file counts as unchanged if its size and modification time are equal.
+Except for growing files, readers on this machine see only complete files. A file counts as unchanged if its size and
+modification time are equal.
 
-A node may be untrusted, so only file names that jobs write are accepted. Otherwise, a file like `json.py` could be
-imported when a stage resumes in this folder. The number and size of files are limited.
+A node may be untrusted, so only file names that jobs write are accepted. A file like `json.py` could otherwise be
+imported when a stage resumes in the mirrored folder. The number and size of files are limited.
 
-Not here: the node's side (sender.py), copies in the other direction (push.py).
+Not here: the node's side (sender.py), uploads to the node (push.py).
 """
 
 import functools
@@ -56,7 +58,7 @@ MAX_FILES = 100_000
 MAX_TEXT_BYTES = 8 << 30
 """Largest allowed size of a file outside of checkpoints, for example of logs, metrics and samples."""
 RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
-"""Bytes that a mirror leaves free on this machine's disk, or the share of the disk if that is less."""
+"""A mirror leaves this many bytes, or this share of the disk if that is less, free on this machine's disk."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 _MAX_HEAD_BYTES = 64 << 10
@@ -66,7 +68,7 @@ _MAX_NUMBER = 1 << 63
 _READ_BYTES = 256 << 10
 """Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
 
-# Any: JSON objects have no better type at this edge.
+# JSON objects have no better type than Any.
 JsonObject = dict[str, Any]
 
 logger = logging.getLogger(__name__)
@@ -82,11 +84,12 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
     Only one process at a time mirrors into a directory. If the directory does not exist on the node, nothing changes.
 
     Args:
-        takes: returns whether a file of this name is fetched. Other names are listed in a warning.
+        takes: returns whether a file of this name is fetched. Files with other names are listed in a warning.
 
     Raises:
-        TransientInfraError: the connection broke, or a file arrived damaged. The next call continues.
-        DiskFullError: this disk has no room for the new files. Nothing was fetched, unless a file grew meanwhile.
+        TransientInfraError: the connection broke, or a file arrived damaged. The next call continues the transfer.
+        DiskFullError: this machine's disk has no room for the new files. Nothing was fetched, unless a file grew
+            meanwhile.
         PermanentInfraError: a file's name or size is refused, or a file on this machine cannot be written.
     """
     try:
@@ -100,8 +103,8 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
             damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, digest, held)
-            # The first attempt may have reused chunks of another file and found them damaged. They are gone now, so
-            # retry.
+            # Retry once: the first attempt may have reused damaged chunks of another file, and these chunks are gone
+            # now.
             damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, digest, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
@@ -114,9 +117,9 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 @contextmanager
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror at intervals while the block runs. A failure is logged, and the next round retries.
+    """Mirror at intervals while the block runs. A failed transfer is logged, and the next round retries it.
 
-    At its end, the block waits for a running transfer. It does not wait after an exception or an interrupt.
+    At its end, the block waits for a running transfer. After an exception or an interrupt, the block does not wait.
     """
 
     def pull() -> None:
@@ -130,16 +133,16 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 
 def is_behind(session: Session, source: str, target: Path) -> bool:
-    """Return whether the node's newest complete checkpoint is missing, or of an earlier step than the newest one
-    here."""
+    """Return whether the node's newest complete checkpoint is missing, or of an earlier step than this machine's newest
+    checkpoint."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
     there, _ = _list(session, source, is_job_file)
     return _newest_step(there or ()) < _newest_step(ours)
 
 
 def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[dict[str, list[int]] | None, str]:
-    """Return the size and modification time of each file on the node, and the node's digest. Omits incomplete
-    checkpoints."""
+    """Return the size and modification time of each file on the node, and the name of the node's digest algorithm.
+    Files of incomplete checkpoints are left out."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
     answer = read_answer(listed)
     digest = checked_digest(answer)
@@ -155,9 +158,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
             receiver.check_name(name)
         except receiver.CopyError as error:
             raise PermanentInfraError(f"{source} on the node: {error.message}") from error
-        if any(
-            part.startswith(".") for part in name.split("/")
-        ):  # sender.py lists no such names, and this module uses them for its own files
+        if any(part.startswith(".") for part in name.split("/")):  # this module uses such names for its own files
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
         if not _are_size_and_time(found):
             raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
@@ -175,7 +176,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Warn once about these names. The node is asked repeatedly and gives the same answer each time."""
+    """Warn once about the names of files that are not fetched. Each listing of the node contains them again."""
     logger.warning(
         "%r on the node: %s is not copied: jobs do not write files of that name, or the file is unreadable",
         source,
@@ -189,7 +190,7 @@ def _checkpoint_of(name: str) -> str | None:
 
 
 def _newest_step(files: Iterable[str]) -> int:
-    """Return the step of the newest complete checkpoint among a run directory's files; -1 without one."""
+    """Return the step of the newest complete checkpoint among a run directory's files; -1 if there is none."""
     manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
     return max((_step_of(str(path.parent)) for path in manifests), default=-1)
 
@@ -215,8 +216,7 @@ def _is_new(path: Path, size: int, modified_ns: int) -> bool:
 
 
 def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
-    """Return if this disk has room for the missing bytes of the files and for the reserve. Otherwise raise
-    DiskFullError."""
+    """Raise DiskFullError unless this machine's disk has room for the files' missing bytes and for the reserve."""
     needed = sum(max(0, size - _size_of(_part_of(target, name))) for name, size in sizes.items())
     disk = shutil.disk_usage(target)
     reserved = min(RESERVED_BYTES, int(disk.total * RESERVED_SHARE)) if needed else 0
@@ -226,11 +226,11 @@ def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
 
 def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> None:
     kept = {checkpoint for name in there if (checkpoint := _checkpoint_of(name))}
-    if not kept:  # the job has written none yet, so the checkpoints here are the only ones
+    if not kept:  # the job has written no checkpoint yet, so keep the earlier ones
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if path.is_symlink() or not path.is_dir():  # a user created it; a link may lead to other files of the user
+        if path.is_symlink() or not path.is_dir():  # a user created it; the link may lead to the user's files
             continue
         checkpoint = f"checkpoints/{path.name}"
         # Jobs never delete their newest checkpoint. A later checkpoint is from another node, which may have lost it.
@@ -252,8 +252,8 @@ def _fetch(
 
     Args:
         names: size and modification time of each file, as listed.
-        held: temporary paths of complete new files that must not appear yet. They belong to checkpoints of which an old
-            version is here. The old version stays until all new files have arrived.
+        held: temporary paths of complete new files that must not appear yet. They belong to checkpoints of which this
+            machine has an old version. The old version stays until all new files have arrived.
     """
     if not names:
         return []
@@ -291,7 +291,7 @@ def _fetch(
 def _receive_listed(
     stream: "_ByteStream", target: Path, name: str, listed: Sequence[int], part: "_Part", *, may_appear: bool
 ) -> bool | None:
-    """Receive the next file of the stream. Returns True or False like `_receive`; None if the node no longer has it.
+    """Receive the next file of the stream. Returns True or False like `_receive`; None if the node has lost the file.
 
     Args:
         listed: the file's size and modification time in the node's list.
@@ -301,9 +301,9 @@ def _receive_listed(
         raise TransientInfraError(f"{head} came from the node instead of {name}")
     if head["size"] is None:
         return None
-    if _manifest_of(name) == name:  # if the manifest has changed, the files before it belong to the old version
+    if _manifest_of(name) == name:  # if the manifest has changed, files before it are of the old version
         may_appear &= [head["size"], head.get("modified_ns")] == list(listed)
-    if head["size"] > listed[0]:  # the file has grown; room was checked only for the listed size
+    if head["size"] > listed[0]:  # the file has grown since the room was checked
         _check_room(target, {name: head["size"]})
     return _receive(stream, head, part, may_appear=may_appear)
 
@@ -356,7 +356,7 @@ def _is_confirmed(name: str, *, by: str) -> bool:
 def _flush(directories: set[Path]) -> None:
     """Make renames in these directories survive a power failure. Called once for many files, because fsync is slow."""
     for directory in directories:
-        if directory.is_dir():  # it is missing if its only file was removed or arrived damaged
+        if directory.is_dir():  # false if the directory's only file was removed or arrived damaged
             receiver.flush_directory(directory)
     directories.clear()
 
@@ -375,7 +375,7 @@ def _are_size_and_time(found: Any) -> bool:  # Any: JSON
 
 
 def _part_of(target: Path, name: str) -> Path:
-    """Return the path at which a file is received: its final path if it is appended to, otherwise a temporary path."""
+    """Return the path at which a file is received: a temporary path, or the final path of a growing file."""
     if name in APPENDED:
         return target / name
     return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
@@ -389,13 +389,14 @@ class _Part:
     """The part of a file that is already on this machine while the file is fetched."""
 
     def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
-        """Use the part of an earlier attempt. Without one, a large file begins as a copy of its older version here."""
+        """Use the part of an earlier attempt. Without such a part, a large file begins as a copy of this machine's
+        older version."""
         self.path = path
         self.algorithm = algorithm
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
         self.is_new = not path.exists() and not begins_as.exists()
-        """Whether no version of the file is here."""
+        """Whether this machine has no version of the file."""
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
@@ -404,7 +405,8 @@ class _Part:
 
 
 def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
-    """Let the receiving program write a new file directly, and check its chunks. This saves one copy of every byte.
+    """Let the receiving program write a new file directly, and check its chunks. The bytes need not pass through this
+    process.
 
     Returns False if the file is incomplete or a digest differs. The received content is kept.
     """
@@ -460,14 +462,14 @@ def _digest_of(file: FileIO, start: int, end: int, algorithm: str) -> str:
 
 
 def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may_appear: bool) -> bool:  # Any: JSON
-    """Receive one file. Returns False if a digest differs or the file must not appear yet. Its chunks are kept then."""
+    """Receive one file. Returns False, and keeps the chunks, if a digest differs or the file must not appear yet."""
     wrong = []
     part.path.touch()
     with part.path.open("r+b") as file:
         for start in range(0, head["size"], CHUNK_BYTES):
             if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
                 wrong.append(start)
-        # Readers see this file while it grows, so cut off wrong content.
+        # Readers see the file while it grows, so cut off wrong content.
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
@@ -484,7 +486,7 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
-    # In a growing file, everything after a differing chunk has been cut off (see below).
+    # In a growing file, the lines below cut off everything after a differing chunk.
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes

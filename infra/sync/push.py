@@ -6,8 +6,8 @@
                          all checked ──> old directory renamed, new one in its place, old one deleted
 
 The sending program reads a large new file directly, while this process hashes the file. A source file is read twice
-only if the node may have parts of it. The digests of its chunks then show which parts. After a broken connection, the
-same call or another process continues the interrupted copy.
+only if the node may have parts of the file. The digests of the file's chunks then show which parts to send. After a
+broken connection, the same call or another process continues the interrupted copy.
 
 Not here: the node's side (receiver.py), the transport of bytes (session.py).
 """
@@ -42,12 +42,12 @@ from rollouts.infra.sync import receiver
 CALL_TIMEOUT_S = 3600.0
 """Time limit of a call in seconds. Within one call, the node hashes the whole directory, at about 1 GB/s."""
 BATCH_BYTES = CHUNK_BYTES
-"""Files of up to this total size are sent with one call over the present connection. Larger ones get separate
-connections."""
+"""Files of up to this total size are sent with one call over the present connection. Files of a larger total size are
+sent over separate connections."""
 _MANY_BYTES = 32 << 20
-"""For copies above this size, several connections to a distant node save more time than their logins take."""
+"""For uploads above this size in bytes, several connections to a distant node save more time than their logins take."""
 MAX_VAIN_ATTEMPTS = 4
-"""A copy is continued after broken connections until this many attempts in a row made no progress."""
+"""After a broken connection, an upload is continued until this many attempts in a row made no progress."""
 FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """The result of a copy."""
+    """The result of copying files to a node."""
 
     num_files: int
     num_bytes: int
@@ -72,10 +72,10 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
     are copied: whether the owner may execute it, and whether only the owner may read it.
 
     Raises:
-        DiskFullError: the node has no room. The incomplete copy was removed.
-        NodeUnreachableError: the connection broke repeatedly. The next call sends only the rest.
-        TransientInfraError: a file changed while it was read, or arrived damaged; the next call sends only the rest.
-            Also if a job is running in the destination.
+        DiskFullError: the node has no room. The received files were removed.
+        NodeUnreachableError: the connection broke repeatedly. The next call sends only the missing parts.
+        TransientInfraError: a file changed while it was read or arrived damaged, or a job is running in the
+            destination. The next call sends only the missing parts.
         PermanentInfraError: the source is empty, or contains symbolic links, devices or unprintable names.
     """
     root = source.resolve()
@@ -85,8 +85,8 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
 
 
 def publish_files(session: Session, files: Mapping[str, Path], destination: str) -> PublishReport:
-    """Copy files from different places like `publish_directory`. `files` has their paths by their names below
-    `destination`."""
+    """Copy files from different folders, like `publish_directory`. `files` maps a file's name below `destination` to
+    the file's path on this machine."""
     sizes = {name: _checked_size(path, name) for name, path in sorted(files.items())}
     return _publish(session, files, sizes, destination)
 
@@ -106,7 +106,7 @@ def publish_filled(
 
     Args:
         fill: called with the temporary folder. Returns the size and sha256 of each file, with None in place of a digest
-            that it has already checked.
+            that `fill` has already checked.
     """
     incoming = _incoming_of(destination, secrets.token_hex(8), 0)
     with _held_folder(session, destination, incoming, num_bytes, {}, digest=""):
@@ -134,14 +134,14 @@ def _held_folder(
 ) -> Iterator[dict[str, list[int]]]:
     """Create and lock a temporary folder next to the destination. Yields the numbers of the reused chunks by file.
 
-    If the block fails and a retry may help, the folder stays for the next copy.
+    If the block fails and a retry may help, the folder stays for the next attempt.
     """
     program = [session.python, ISOLATED, session.place_program(Path(receiver.__file__))]
     arguments = ["prepare", destination, incoming, str(num_bytes)]
     request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES, "digest": digest}).encode() + b"\n"
     try:
         with session.stream([*program, *arguments], stdin=request) as lines:
-            # Skip other lines: some interpreters print messages first.
+            # Skip other lines, because some interpreters print other text first.
             answer = next((found for line in lines if (found := parse_object(line)) is not None), None)
             if answer is None:
                 raise TransientInfraError(f"the node prepared nothing for {destination}: copy again")
@@ -162,7 +162,8 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
     copy = secrets.token_hex(8)
     num_missing: list[float] = []
-    """Number of missing bytes at the beginning of each attempt; infinite if the attempt failed before it was known."""
+    """Number of missing bytes at the beginning of each attempt. Infinite if the attempt failed before the missing bytes
+    were counted."""
     while True:
         incoming = _incoming_of(destination, copy, len(num_missing))
         num_missing.append(math.inf)
@@ -243,7 +244,7 @@ def _are_same(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]]
 
 
 def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """Choose a file of the node from which each file is started.
+    """Choose, for each file, the file on the node whose content is reused.
 
     A file with the same content is preferred, then a file of the same name with equal chunks. Each file of the node is
     used at most once. Empty files are not reused but sent. The entries have the format of receiver.take_files.
@@ -269,7 +270,7 @@ def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[
 
 
 def _reuse(there: Sequence[Any], source: SourceFile) -> list[Any]:
-    """Return an entry to reuse the equal chunks of a file of the node."""
+    """Return the entry of `receiver.take_files` that reuses the equal chunks of a file on the node."""
     directory, name, size, modified_ns, digests = there
     known = enumerate(digests[: source.num_chunks])
     chunks = [[number, digest] for number, digest in known if source.digest(number) == digest]
@@ -304,7 +305,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _checked_size(path: Path, name: str) -> int:
-    """Return the size of a plain file. Raises PermanentInfraError if it must not be copied under this name."""
+    """Return the size of a plain file. Raises PermanentInfraError if a file of this name or kind must not be copied."""
     status = _status_of(path)
     if not stat.S_ISREG(status.st_mode):
         raise PermanentInfraError(
@@ -366,14 +367,15 @@ def _send_chunks(
 
 
 def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the large files of which the node has nothing, if the sending program can read files directly."""
+    """Return the large files that the node lacks entirely. Empty if the sending program cannot read files directly."""
     large = [name for name, numbers in missing.items() if sources[name].size >= DIRECT_BYTES]
     large = [name for name in large if len(missing[name]) == sources[name].num_chunks]
     return large if large and session.can_pour else []
 
 
 def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
-    """Let the sending program read a file directly, while this process hashes it. This saves one copy of every byte.
+    """Let the sending program read a file directly, while this process hashes the file. The bytes need not pass through
+    this process.
 
     Raises:
         NodeUnreachableError: the connection broke.
@@ -425,7 +427,7 @@ def _commit(
 
 
 def _discard(session: Session, incoming: str) -> None:
-    """Remove an incomplete copy. If the node is unreachable, the next copy removes it."""
+    """Remove an incomplete copy of files. If the node is unreachable, the next copy process removes the files."""
     try:
         _call(session, ["discard", incoming], may_repeat=True)
     except InfraError as error:
@@ -450,7 +452,7 @@ def _call(
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         if answer["kind"] == "disk_full":
-            raise DiskFullError("", 0)  # `_held_folder` raises it again with the destination and the number of bytes
+            raise DiskFullError("", 0)  # `_held_folder` adds the destination and the number of bytes
         kind = TransientInfraError if answer["kind"] in ("damaged", "busy") else PermanentInfraError
         raise kind(answer["error"])
     return answer

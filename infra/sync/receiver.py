@@ -1,8 +1,8 @@
-"""Receive a copied directory on a node: check the disk's room, verify the files, and let the directory appear at once.
+"""Receive copied files on a node: check the disk's room, verify the files, and make all files appear together.
 
-This is the node's side of push.py. It runs as `receiver.py VERB ...`. It is one file and uses only the standard library
-(and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. If a verb fails, it
-prints `{"error": sentence}` and exits with code 1.
+This program is the node's side of push.py. The program runs as `receiver.py VERB ...`. It is one file and uses only the
+standard library (and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. If a
+verb fails, the program prints `{"error": sentence}` and exits with code 1.
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of the new files)
                                             describe the destination and all reusable files with digests of their
@@ -24,12 +24,12 @@ prints `{"error": sentence}` and exits with code 1.
                                             is not replaced
     discard INCOMING                        remove the received files
 
-Large files grow in INCOMING. Their chunks arrive in any order (node_agent.py). An unlocked INCOMING belongs to an
-interrupted copy. The next copy to the same destination takes its correct parts and removes the rest. A copy to a
-neighbouring destination removes it after a day.
+The chunks of large files arrive in any order and are written to their files in INCOMING (node_agent.py). If INCOMING is
+not locked, its copy process was interrupted. The next copy to the same destination takes the correct parts of INCOMING
+and removes the rest. A copy to a neighbouring destination removes an unlocked INCOMING after a day.
 
 The name of INCOMING is .<name of DESTINATION>.incoming-<copy>-<attempt>. An earlier attempt of the same copy counts as
-interrupted, even if the node has not noticed yet that its connection is gone.
+interrupted, even if the node has not noticed yet that the connection of this attempt is gone.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ _PIECE_BYTES = 256 << 10
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
+    # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
@@ -118,9 +118,10 @@ def main(argv: list[str]) -> int:
 
 
 def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
-    """Describe a destination and the directories of interrupted copies to it. Files that may be reused are hashed.
+    """Describe a destination and the leftovers of interrupted copies to it. Files that may be reused are hashed.
 
-    A file with several names (hard links) is listed once. If it were reused twice, a change of one would change both.
+    A file with several names (hard links) is listed once. If two names were reused, a change of one file would change
+    both files.
     """
     algorithm = next(reversed(DIGESTS))
     files: dict[str, int] | None = None
@@ -153,8 +154,8 @@ def _find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
 
 
 def _describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
-    """Return size and digest of every file below a directory. None if it is missing or contains something else than
-    files."""
+    """Return size and digest of every file below a directory. None if the directory is missing or contains something
+    other than files."""
     if not directory.exists():
         return None
     files: dict[str, list[Any]] = {}
@@ -217,9 +218,9 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
     if destination.exists() and not destination.is_dir():
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with _locked_directory(destination.parent):  # prevents that another copy removes the directory before the flock
-        # The directory is private, because private files arrive in it. It exists if the answer to an earlier call was
-        # lost.
+    with _locked_directory(destination.parent):  # keeps other copies from removing the directory before the flock
+        # The directory is private, because private files arrive in it. It exists already if the answer to an earlier
+        # call was lost.
         incoming.mkdir(stat.S_IRWXU, exist_ok=True)
         descriptor = os.open(incoming, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -229,14 +230,14 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
 def take_files(
     reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
-    """Reuse files of other directories in this directory, if they are still as described.
+    """Reuse files of other directories in `incoming`, if their size and time are still as described.
 
     A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
     the missing chunks can be written into it. The correct chunks of all other files are copied, because other programs
     may still use these files.
 
     Args:
-        reused: by the new name, [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
+        reused: maps a file's new name to [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
 
     Returns the reused chunks, and the chunks to copy with their source files.
     """
@@ -271,8 +272,8 @@ def take_files(
 
 
 def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
-    """Rename the directories of interrupted copies, so that late calls do not find them. Returns new paths by old
-    paths."""
+    """Rename the directories of interrupted copies, so that late calls do not find them. Returns a dict from the old to
+    the new paths."""
     places = {}
     with _locked_directory(destination.parent):
         for path in _incoming_of(destination):
@@ -294,10 +295,10 @@ def _link_file(source: Path, path: Path, described: list[int]) -> bool:
 
 
 def _move_file(source: Path, path: Path, described: list[int], wanted_size: int) -> bool:
-    """Move a file, which may be incomplete. Returns whether it is still as described."""
+    """Move a file, which may be incomplete. Returns whether its size and time are still as described."""
     descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        # Programs that still write into the file check under this lock whether it was moved (node_agent.py).
+        # Programs that still write into the file check under this lock whether the file was moved (node_agent.py).
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         status = os.fstat(descriptor)
         source.rename(path)
@@ -314,7 +315,7 @@ def _is_as_described(status: os.stat_result, described: list[int]) -> bool:
 
 
 def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """Return the numbers of the chunks whose digests are right. Without right chunks, remove the file."""
+    """Return the numbers of the chunks whose digests are right. If no chunk is right, remove the file."""
     with path.open("rb") as file:
         right = [number for number, known in chunks if _read_right(file, number, known, chunk_bytes, algorithm)]
     if not right:
@@ -323,14 +324,14 @@ def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorith
 
 
 def _read_right(file: BinaryIO, number: int, known: str, chunk_bytes: int, algorithm: str) -> bytes:
-    """Return the content of a chunk. Empty if its digest differs."""
+    """Return the content of a chunk. Empty if the content's digest differs from `known`."""
     file.seek(number * chunk_bytes)
     content = file.read(chunk_bytes)
     return content if DIGESTS[algorithm](content).hexdigest() == known else b""
 
 
 def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """Copy those chunks whose digests are right. Returns their numbers."""
+    """Copy the chunks whose digests are right. Returns the numbers of these chunks."""
     copied: list[int] = []
     try:
         with source.open("rb") as reading, path.open("xb") as writing:
@@ -356,7 +357,8 @@ def _as_copy_error(error: OSError, path: Path) -> CopyError:
 
 
 def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
-    """Write the files of a batch. Each file has a JSON line [name, size], then its content. Returns their digests."""
+    """Write the files of a batch: for each file, a JSON line [name, size] and the content. Returns the files'
+    digests."""
     digests: dict[str, str] = {}
     while head := stream.readline():
         name, size = json.loads(head)
@@ -378,7 +380,8 @@ def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str,
 
 
 def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
-    """Write standard input to a new file, with fsync. The chunks are read back for their digests, which are returned.
+    """Write standard input to a new file, with fsync. Returns the digests of the chunks, which are read back from the
+    file.
 
     Stops when `incoming` is no longer locked, because the sending program may outlive its client.
     """
@@ -396,7 +399,7 @@ def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, a
                     num_written = _write_from_stdin(file, path, start, min(_PIECE_BYTES, end - start))
                     if not num_written:
                         raise CopyError(f"{path} ends early: copy again", kind="damaged")
-                    # Read back from the page cache, which is cheaper than passing the bytes through this process.
+                    # Read the bytes back from the page cache, which is cheaper than passing them through this process.
                     digest.update(os.pread(file.fileno(), num_written, start))
                     start += num_written
                 digests.append(digest.hexdigest())
@@ -407,8 +410,7 @@ def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, a
 
 
 def _check_held(incoming: Path) -> None:
-    """Return if the copy's directory is locked, which shows that the copy is still running. Otherwise raise
-    CopyError."""
+    """Raise CopyError unless the copy's directory is locked. The lock shows that the copy is still running."""
     descriptor = os.open(incoming, os.O_RDONLY)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -426,10 +428,10 @@ def _widen_stdin() -> None:
 
 
 def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> int:
-    """Write available input at an offset of an open file. Returns the number of bytes.
+    """Write available input at an offset of an open file. Returns the number of written bytes.
 
     After a broken connection, data may still arrive when another copy has already taken over the file. The other copy
-    holds this lock exclusively during the takeover. The file is therefore written only if `path` still leads to it.
+    holds the file's lock exclusively during the takeover. The data is written only if `path` still is this file.
     """
     select.select([0], [], [])  # wait for input before taking the lock
     fcntl.flock(file, fcntl.LOCK_SH)
@@ -490,9 +492,9 @@ def _commit_directory(
 
 @contextlib.contextmanager
 def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
-    """Prevent that a job runs or starts in the directory during the block. supervisor/ describes the locks."""
+    """Keep jobs from running or starting in the directory during the block. supervisor/ describes the locks."""
     with contextlib.ExitStack() as stack:
-        # Processes that only check whether the job is running hold the second lock shared. So take it shared, too.
+        # Take the second lock shared, like processes that only check whether the job is running.
         for name, kind in (("start.lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_SH)):
             try:
                 descriptor = os.open(destination / ".job" / name, os.O_RDONLY)
@@ -521,7 +523,7 @@ def _discard_directory(incoming: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Return if a file name is printable and stays below its directory. Otherwise raise CopyError."""
+    """Raise CopyError unless a file name is printable and stays below its directory."""
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or not name.isprintable() or "\\" in name:
         raise CopyError(f"the file name {name!r} is refused: it leaves its directory or is not printable")

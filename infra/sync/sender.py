@@ -1,17 +1,17 @@
 """List the files of a run directory on a node, and send the requested parts of them.
 
-This is the node's side of mirror.py. It runs as `sender.py VERB DIRECTORY`. It is one file and uses only the standard
-library (and blake3 if installed), because its text is sent to nodes.
+This program is the node's side of mirror.py. The program runs as `sender.py VERB DIRECTORY`. It is one file and uses
+only the standard library (and blake3 if installed), because its text is sent to nodes.
 
     list DIRECTORY      prints one JSON object, {"files": {name: [size, modified_ns]}, "digest": name of the digest,
                         "left_out": [name]}; "files" is null if the directory does not exist
     send DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "files": [[name, size, [digest]], ...]}: how
-                        much of each file the client has, with the digests of its chunks. The last may be incomplete)
-                        For each file, prints a line {"name", "size", "modified_ns"} of the present file, then its
-                        chunks, then a line {"is_changed"}: whether it was modified meanwhile. For a missing file, only
-                        prints {"name", "size": null}. If the client has a part of a chunk, the chunk begins with a line
-                        {"is_same"}: whether the chunk here begins with the same bytes. Then come the missing bytes. If
-                        there are any, a line {"digest"} follows
+                        much of each file the client has, with the digests of its chunks. The last chunk may be
+                        incomplete) For each file, prints a line {"name", "size", "modified_ns"} of the present file,
+                        then its chunks, then a line {"is_changed"}: whether the file was modified meanwhile. For a
+                        missing file, only prints {"name", "size": null}. If the client has a part of a chunk, the chunk
+                        begins with a line {"is_same"}: whether the node's chunk begins with the same bytes. Then come
+                        the missing bytes. If there are missing bytes, a line {"digest"} follows
     pour DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "name", "size", "modified_ns"}: a file as it
                         was listed) Prints only the file's bytes, which are written directly to a file. On stderr,
                         prints a line {"is_ready"}, then a line {"digest"} for each chunk, then a line {"is_changed"}.
@@ -48,7 +48,7 @@ _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digests for chunks that this Python supports. The fastest one is last."""
 with contextlib.suppress(ImportError):
-    # blake3 is installed in our environments. It is ten times as fast as sha256 on processors without SHA instructions.
+    # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 
 def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
-    """Return size and modification time of every file to send, by relative path. Adds the names of others to
+    """Return size and modification time of every file to send, by relative path. Adds the names of other files to
     `left_out`."""
     files = {}
     for path, found in _walk(directory, left_out, is_top=True):
@@ -142,7 +142,8 @@ class Sender:
         self._output.flush()
 
     def pour_file(self, name: str, size: int, modified_ns: int) -> None:
-        """Write the bytes of a file if it is still as listed. Prints the digests of its chunks on stderr."""
+        """Write the bytes of a file if the file is still as listed. Prints the digests of the file's chunks on
+        stderr."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -161,7 +162,8 @@ class Sender:
             _say(is_changed=_size_and_time(descriptor) != (size, modified_ns))
 
     def _send_chunk(self, file: FileIO, start: int, num_bytes: int, num_there: int, digest_there: str) -> None:
-        """Send the missing bytes of a chunk. The client has `num_there` bytes of it, with this digest."""
+        """Send the missing bytes of a chunk. The client has the first `num_there` bytes of the chunk, with the
+        digest `digest_there`."""
         digest = DIGESTS[self._algorithm]()
         num_same = 0
         file.seek(start)
@@ -188,7 +190,8 @@ class Sender:
             start += len(piece)
 
     def _hand_on(self, file: FileIO, start: int, num_bytes: int) -> int:
-        """Let the system copy bytes from its page cache to the output. Returns how many it copied; 0 if it cannot."""
+        """Let the system copy bytes from its page cache to the output. Returns the number of copied bytes; 0 if
+        the system cannot do this."""
         self._output.flush()
         num_written = 0
         with contextlib.suppress(OSError):
