@@ -116,7 +116,9 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
         assert f"{sft.name} is also the training of second-{second[:8]}, which needs all its steps" in message
         api(served, "POST", f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}, "force": False})
         wait_for_state(served, second, "CANCELLED")
-        wait_until(lambda: f"left the job in {sft} running for another run" in logs_of(served, second), what="it being said")
+        wait_until(
+            lambda: f"left the job in {sft} running for another run" in logs_of(served, second), what="it being said"
+        )
         asked = trigger(served, "finish", f"finish.run={run_id}")
         wait_for_state(served, asked, "COMPLETED")
         wait_until((sft / "finish-1").exists, what="the request beside the job")
