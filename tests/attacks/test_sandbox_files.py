@@ -81,7 +81,7 @@ def test_a_project_beside_programs_is_not_seen(project: Path) -> None:
 )
 def test_data_in_a_folder_that_programs_see_are_refused(project: Path, tmp_path: Path) -> None:
     load_prompts_from_jsonl(project / "prompts.jsonl")
-    with pytest.raises(RewardError, match=r"prompts.jsonl lies in .*, where programs in the sandbox can read it: move"):
+    with pytest.raises(RewardError, match=r"prompts.jsonl is in .*, where programs in the sandbox can read it: move"):
         run("print(1)")
 
 

@@ -221,7 +221,9 @@ def test_a_function_that_prepares_data_and_a_mirror_need_trust(monkeypatch: pyte
     named = {"model": {"path": "/m"}, "data": {"prepare": "gsm8k"}}
     check_trusted(Config.model_validate(named))
     mirror = Config.model_validate(named | {"hub": {"url": "http://evil.example", "token_variable": "MY_TOKEN"}})
-    with pytest.raises(ConfigError, match=r"hub\.url is http://evil\.example, which a run") as refused:
+    with pytest.raises(
+        ConfigError, match=r"hub\.url is http://evil\.example, which is not trusted in a run"
+    ) as refused:
         check_trusted(mirror)
     assert "hub.token_variable is MY_TOKEN@http://evil.example" in str(refused.value)
 

@@ -179,7 +179,9 @@ def test_a_configuration_with_the_name_of_anothers_retraining_is_refused(small: 
     """It would take the place of the retraining, whose schedule ended without a word."""
     again = dataclasses.replace(small, name="small-retrain", flow=RETRAIN_FLOW)
     save_deployments(tmp_path, [small, again])
-    with pytest.raises(ConfigError, match=r"small-retrain is the name of an existing deployment .* \(retrain\): rename"):
+    with pytest.raises(
+        ConfigError, match=r"small-retrain is the name of an existing deployment .* \(retrain\): rename"
+    ):
         save_deployments(tmp_path, [dataclasses.replace(small, name="small-retrain")])
     assert load_deployments(tmp_path)["small-retrain"] == again
 

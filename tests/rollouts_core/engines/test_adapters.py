@@ -185,7 +185,8 @@ def test_the_decoder_computes_what_the_trainer_does(
     for row, prompt in enumerate(prompts):
         expected = expected_logits(model, [*prompt, int(tokens[row])])[-2:]
         torch.testing.assert_close(torch.stack([logits_BV[row], after_BV[row]]), expected, atol=TOLERANCE, rtol=0)
-        assert torch.equal(decoder.prefill([prompt])[0], logits_BV[row])  # whatever else runs
+        # Alone the same, but for rounding: on some CPUs MKL adds up small products by the number of rows.
+        torch.testing.assert_close(decoder.prefill([prompt])[0], logits_BV[row], atol=1e-5, rtol=0)
     decoder.load_tensors(base_weights(model))
     assert torch.equal(decoder.prefill(prompts), plain)
 

@@ -482,7 +482,9 @@ def test_an_order_that_cannot_be_followed_is_left_loudly(caplog: pytest.LogCaptu
     batches, _ = generate_several(BY_TIMING, [Schedule([5, 99, 2]), Schedule([7])])
     assert batches[0].metadata["completed"][0] == 5
     assert [len(batch.groups) for batch in batches] == [3, 3, 3, 3]
-    assert len([r for r in caplog.records if "group 99 next" in r.getMessage()]) == 1
+    assert (
+        len([r for r in caplog.records if "group 99, the next group of the recorded schedule" in r.getMessage()]) == 1
+    )
 
 
 async def generate_despite(
