@@ -93,7 +93,7 @@ def test_commands_say_at_which_other_server_the_deployments_are_served(
         assert not (home / "deployments").exists()
         assert words in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
         monkeypatch.setenv("PREFECT_API_URL", served_at)
-        assert "are served" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
+        assert "its deployments" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
 
 
 def test_a_run_is_told_with_its_progress_its_failure_or_the_question_that_it_asks(tmp_path: Path) -> None:
