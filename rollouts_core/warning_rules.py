@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollouts_core.engines.rounding import ARRIVED, CHANGED, FEW_ARRIVED, ROUNDING_REMEDY, describe_loss
 from rollouts_core.errors import StoppedByRuleError
 from rollouts_core.metrics import EventLog
+from rollouts_core.model.weight_sample import ARRIVED, CHANGED, FEW_ARRIVED, ROUNDING_REMEDY, describe_loss
 from rollouts_core.signal_watch import SignalWatch
 
 logger = logging.getLogger(__name__)

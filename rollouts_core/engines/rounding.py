@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import Metrics
-from rollouts_core.model.weight_sample import Arrival, measure_arrival
+from rollouts_core.model.weight_sample import (
+    ARRIVED,
+    CHANGED,
+    FEW_ARRIVED,
+    ROUNDING_REMEDY,
+    Arrival,
+    describe_loss,
+    measure_arrival,
+)
 from rollouts_core.system.concurrency import gather
-
-FEW_ARRIVED = 0.9
-"""Smallest share of an update that may arrive in engines without a warning."""
-ROUNDING_REMEDY = 'set rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
-ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
-"""The names of the metrics of a publication to engines that round weights."""
 
 
 @runtime_checkable
@@ -83,16 +85,3 @@ def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
 def describe_rounding(arrived: float, changed: float) -> str:
     """The text of the warning: how much of the update is missing in engines, and which setting avoids the loss."""
     return f"{describe_loss(arrived, changed)}. {ROUNDING_REMEDY[0].upper()}{ROUNDING_REMEDY[1:]}"
-
-
-def describe_loss(arrived: float, changed: float) -> str:
-    """A phrase that says how much of the update is missing in engines.
-
-    Args:
-        arrived: `Arrival.arrived`.
-        changed: `Arrival.changed`.
-    """
-    return (
-        f"{arrived:.0%} of RL's change of the weights arrived in the engines, whose number format rounds away the "
-        f"rest: {1 - changed:.0%} of the trained weights are still equal to the start weights there"
-    )

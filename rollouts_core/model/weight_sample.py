@@ -22,6 +22,11 @@ NUM_SAMPLED = 4096
 """Number of sampled elements per tensor, at fixed random positions. Smaller tensors are used completely.
 
 The sampling error of `Arrival.arrived` is below 0.01 for models with at least 10 million weights."""
+FEW_ARRIVED = 0.9
+"""Smallest share of an update that may arrive in engines without a warning."""
+ROUNDING_REMEDY = 'set rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
+ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
+"""The names of the metrics of a publication to engines that round weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +80,16 @@ def _pick(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=256)
 def _places(num_numbers: int) -> Tensor:
     return torch.randint(num_numbers, (NUM_SAMPLED,), generator=torch.Generator().manual_seed(num_numbers))
+
+
+def describe_loss(arrived: float, changed: float) -> str:
+    """A phrase that says how much of the update is missing in engines.
+
+    Args:
+        arrived: `Arrival.arrived`.
+        changed: `Arrival.changed`.
+    """
+    return (
+        f"{arrived:.0%} of RL's change of the weights arrived in the engines, whose number format rounds away the "
+        f"rest: {1 - changed:.0%} of the trained weights are still equal to the start weights there"
+    )

@@ -305,7 +305,7 @@ def test_a_tracker_that_is_not_installed_or_has_no_key_is_named_before_anything_
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     check_trackers(["wandb"])
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.company.example")
-    with pytest.raises(ConfigError, match="has no key"):
+    with pytest.raises(ConfigError, match="has no API key"):
         check_trackers(["wandb"])
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r'tensorboard is not installed here: pip install "rollouts\[tensorboard\]"$'):

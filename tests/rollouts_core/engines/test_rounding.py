@@ -28,8 +28,6 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.rounding import (
-    ARRIVED,
-    CHANGED,
     RoundingWatch,
     common_dtype,
     describe_last_rounding,
@@ -37,7 +35,7 @@ from rollouts_core.engines.rounding import (
 from rollouts_core.jobs.rl_job import describe_formats
 from rollouts_core.model import weight_sample
 from rollouts_core.model.lora import base_weights
-from rollouts_core.model.weight_sample import NUM_SAMPLED, measure_arrival, sample_weights
+from rollouts_core.model.weight_sample import ARRIVED, CHANGED, NUM_SAMPLED, measure_arrival, sample_weights
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from tests.rollouts_core.make import TINY_SIZE
 from tests.rollouts_core.model.test_policy import take_steps
