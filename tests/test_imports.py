@@ -120,7 +120,7 @@ PACKAGES_BESIDE_TORCH = (
 )
 """What a machine with torch and transformers often lacks."""
 NEEDED = {
-    "": "types batch filters comparison metrics checkpoint seeds stopping update data.packing data.data_buffer "
+    "": "types batch filters comparison metrics checkpoint seeds stopping optimizer_step data.packing data.data_buffer "
     "algorithms.mismatch model.attention model.logprobs model.model_shape model.rms_norm model.weight_sample "
     "backends.optim backends.process_group backends.protocol backends.snapshot",
     "pydantic": "config job fingerprint algorithms.advantages algorithms.loss data.dataset model.policy model.varlen "
