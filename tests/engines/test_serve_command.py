@@ -179,7 +179,7 @@ def test_no_process_is_left_after_a_signal(
             command.url()
             assert len(command.processes()) > 2, "the worker runs"
         else:
-            wait_until(lambda: "starts; its log" in command.output.read_text(), what="the start", timeout_s=60.0)
+            wait_until(lambda: "starts; its log" in command.output.read_text(), what="the start", timeout_s=240.0)
         said = command.end(number)
     assert "Traceback" not in said
     assert ("Bearer" in said, "serving " in said) == (False, is_ready)
@@ -192,7 +192,7 @@ def test_a_signal_before_the_engine_starts_leaves_no_process(start: SavedModel, 
     slow.write_text("#!/bin/sh\ntouch $0.asked\nsleep 300\n")
     slow.chmod(0o755)
     with serving(start.directory, tmp_path, "--engine", "vllm", "--engine-python", str(slow)) as command:
-        wait_until((tmp_path / "python.asked").exists, what="the check of the engine", timeout_s=60.0)
+        wait_until((tmp_path / "python.asked").exists, what="the check of the engine", timeout_s=240.0)
         command.end(signal.SIGTERM)
 
 
@@ -219,7 +219,7 @@ def test_a_second_command_at_the_port_of_a_starting_engine_is_refused_and_harms_
     arguments = ("--engine", "vllm", "--engine-python", stand_in, "--port", port)
     with serving(start.directory, tmp_path, *arguments) as command:
         log = tmp_path / f"store/served/vllm-{port}/log.txt"
-        wait_until(log.exists, what="the start", timeout_s=60.0)
+        wait_until(log.exists, what="the start", timeout_s=240.0)
         os.kill(command.process.pid, signal.SIGSTOP)  # it still holds the port when the second one comes
         for engine in [pid for pid in command.processes() if pid != command.process.pid]:
             os.kill(engine, signal.SIGKILL)  # an engine that does not listen yet
