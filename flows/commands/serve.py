@@ -161,7 +161,7 @@ def chat(
     The input is a terminal or a pipe. Answers go to standard output, all other text goes to standard error. /help shows
     the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    folders = {given: find_checkpoint(given, store) for given in (model, other) if given or given is model}
+    folders = {given: find_checkpoint(given, store) for given in (model, *([other] if other else []))}
     for given, folder in folders.items():
         if not (folder / "tokenizer.json").is_file():
             raise InputError(f"{given} has no tokenizer.json, which a chat needs: add it to {folder}")

@@ -145,7 +145,7 @@ class RecoveringEngine:
                 await self._recover()
             served = self._served
             try:
-                answers = await self._ask_later(ask)
+                answers = await self._ask_with_backoff(ask)
                 self.watch.note_sign()
             except EngineBusyError as error:
                 raise EngineUnavailableError(
@@ -165,7 +165,7 @@ class RecoveringEngine:
             f"{self.server.name} did not serve {expected} in {MAX_ATTEMPTS} attempts: {problem}"
         )
 
-    async def _ask_later(self, ask: Callable[[], Awaitable[list[AnswerT]]]) -> list[AnswerT]:
+    async def _ask_with_backoff(self, ask: Callable[[], Awaitable[list[AnswerT]]]) -> list[AnswerT]:
         """The answers to a call. An overloaded server is called again after longer and longer pauses."""
         for attempt in range(1, MAX_BUSY_ATTEMPTS):
             try:
