@@ -18,7 +18,7 @@ import pytest
 
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import sandbox
-from rollouts_core.environments.sandbox import SandboxResult, run_in_sandbox
+from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
 from rollouts_core.errors import RewardError
 from rollouts_core.system import private_files
 from rollouts_core.system.private_files import keep_private
@@ -34,7 +34,8 @@ PROJECTS = [
 
 
 def run(code: str) -> SandboxResult:
-    return asyncio.run(run_in_sandbox(code))
+    # A walk over all files that the sandbox shows takes longer than the default limits if the disk is busy.
+    return asyncio.run(run_in_sandbox(code, limits=SandboxLimits(wall_s=120, cpu_s=60)))
 
 
 @pytest.fixture

@@ -18,13 +18,12 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.test_cancel import run_that_holds
 from tests.kit.commands import Rollouts
-from tests.kit.runs import LONG, assert_goes_on, assert_nothing_is_left, paused, run_until
+from tests.kit.runs import ENDLESS, assert_goes_on, assert_nothing_is_left, paused, run_until
 from tests.kit.serving import flows_of, state_of, trigger, up, wait_for_checkpoint
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-LONGER = LONG | {"training__sft__num_steps": 100_000}
 
 
 def call(rollouts: Rollouts, run_id: str, state: str, *, message: str = "said by hand") -> None:
@@ -42,13 +41,15 @@ def wait_until_given_up(rollouts: Rollouts, run_id: str, stage: Path) -> None:
     verify_checkpoint(list_checkpoints(stage / "checkpoints")[-1])
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", "FAILED", pytest.param("COMPLETED", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "state", ["CANCELLED", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("FAILED", "COMPLETED"))]
+)
 def test_a_served_run_that_is_called_ended_ends_and_keeps_that_state(
     state: str,
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
     run_id = trigger(served, "small")
     sft = wait_for_checkpoint(served, "sft")
     call(served, run_id, state)
@@ -59,7 +60,7 @@ def test_a_served_run_that_is_called_ended_ends_and_keeps_that_state(
 
 
 def test_a_run_of_a_terminal_that_is_called_failed_ends(rollouts: Rollouts, tmp_path: Path) -> None:
-    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONGER), "sft")
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS), "sft")
     run_id = run_that_holds(rollouts)
     call(rollouts, run_id, "FAILED")
     assert process.wait(60) == 130, rollouts.said()
@@ -68,13 +69,14 @@ def test_a_run_of_a_terminal_that_is_called_failed_ends(rollouts: Rollouts, tmp_
     assert_nothing_is_left(rollouts)
 
 
-@pytest.mark.parametrize("state", ["FAILED", pytest.param("CRASHED", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("state", ["FAILED", "CRASHED"])
 def test_cancel_ends_a_living_run_whatever_it_is_called(
     state: str,
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
     run_id = trigger(served, "small")
     sft = wait_for_checkpoint(served, "sft")
     serving = find_serving(served.store)
@@ -92,7 +94,7 @@ def test_a_run_that_is_called_crashed_leaves_its_job_and_one_that_was_not_heard_
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
     run_id = trigger(served, "small")
     sft = wait_for_checkpoint(served, "sft")
     call(served, run_id, "CRASHED", message="nothing was heard of its process for 10 minutes; its jobs go on")

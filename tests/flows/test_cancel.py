@@ -28,6 +28,7 @@ from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.errors import InputError
 from tests.kit.commands import ROOT, Rollouts
 from tests.kit.runs import (
+    ENDLESS,
     LONG,
     assert_goes_on,
     assert_nothing_is_left,
@@ -73,8 +74,7 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
 
 def test_pause_changes_nothing_and_delete_on_the_page_of_a_run_cancels_it(rollouts: Rollouts, tmp_path: Path) -> None:
     """Prefect writes down what was pressed, and the process that trains hears nothing of it."""
-    longer = LONG | {"training__sft__num_steps": 100_000}
-    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **longer), "sft")
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS), "sft")
     with Ledger(rollouts.store / LEDGER_FILE) as ledger:
         (lease,) = ledger.leases()
     page = f"/flow_runs/{lease.run_id}"

@@ -41,6 +41,7 @@ def attempts(store: Path, stage: str) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(store.glob(f"stages/{stage}-*/exit-*.json"))]
 
 
+@pytest.mark.matrix
 def test_an_engine_lives_while_the_process_of_rl_loads_for_longer_than_a_lease(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_settings_in_the_store_are_those_of_its_server(prefect_home: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_deployment_trains_the_configuration_of_its_own_store(
     rollouts_alone: Rollouts, tmp_path: Path, prefect_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,12 @@ import pytest
 from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
 from tests.kit.commands import ROOT, Rollouts, clean_environment
-from tests.kit.runs import LONG
+from tests.kit.runs import ENDLESS
 from tests.kit.serving import api, flows_of, state_of, trigger, up, wait_for_checkpoint
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-LONGER = LONG | {"training__sft__num_steps": 100_000}
 WITHIN_S = 240.0
 
 SHORT_LEASES = """
@@ -75,12 +74,13 @@ def message_of(rollouts: Rollouts, run_id: str) -> str:
     return str(api(rollouts, "GET", f"/flow_runs/{run_id}")["state"]["message"] or "")
 
 
+@pytest.mark.matrix
 def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
     """As a retraining on a machine that was suspended."""
-    config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **LONGER)
+    config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **ENDLESS)
     up_with(served, tmp_path / "first", SHORT_LEASES, config)
     deployment = api(served, "GET", "/deployments/name/sft-rl/small")["id"]
     api(served, "PATCH", f"/deployments/{deployment}", {"concurrency_limit": 1})  # that of a retraining
@@ -123,7 +123,7 @@ def test_a_killed_run_whose_deployment_was_deleted_is_crashed_and_says_why(
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
     run_id = trigger(served, "small")
     wait_for_checkpoint(served, "sft")
     api(served, "DELETE", f"/deployments/{api(served, 'GET', '/deployments/name/sft-rl/small')['id']}")

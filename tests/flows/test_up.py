@@ -148,6 +148,7 @@ def test_what_an_interrupted_up_began_is_ended_by_down(served: Rollouts) -> None
     wait_until(lambda: not processes_of(served.store), what="the end of everything", timeout_s=30)
 
 
+@pytest.mark.matrix
 def test_a_port_that_was_asked_for_is_taken_again(served: Rollouts) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

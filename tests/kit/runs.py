@@ -26,6 +26,8 @@ LONG: dict[str, Any] = {  # Any: settings of every type
     "training__rl__checkpoint_every": 20,
 }
 """Long enough to be hit in the middle, by whoever looks every tenth of a second."""
+ENDLESS = LONG | {"training__sft__num_steps": 100_000}
+"""Trains until something ends it. Once its checkpoint is seen, it leaves the processors to other tests."""
 GONE_S = 15.0
 """After a run that stopped its jobs, all processes are gone within this time: less than any lease."""
 
@@ -41,7 +43,19 @@ def run_until(
 
     wait_until(lambda: is_there() or process.poll() is not None, what=f"the event {event!r} of {stage}")
     assert process.poll() is None, f"the run ended too early:\n{rollouts.said()}"
-    return process, run_dir(rollouts, stage)
+    directory = run_dir(rollouts, stage)
+    give_way(directory)
+    return process, directory
+
+
+def give_way(directory: Path) -> None:
+    """Lower the priority of a job whose training does not end by itself, so that other tests get the processor."""
+    training = json.loads((directory / "job.json").read_text()).get("training", {})
+    if training.get("num_steps", 0) <= NUM_STEPS:
+        return
+    for thread in Path(f"/proc/{program_of(directory)}/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
 
 
 def end_flow(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -13,7 +13,7 @@ from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.own_server.lend import ServerAddress, running_server
 from rollouts.flows.prefect_api import ask
 from tests.kit.commands import Rollouts
-from tests.kit.runs import events_of, run_dir
+from tests.kit.runs import events_of, give_way, run_dir
 from tests.kit.waiting import wait_until
 
 RUN_LINK = re.compile(r"/runs/flow-run/([0-9a-f-]{36})")
@@ -84,7 +84,9 @@ def wait_for_checkpoint(rollouts: Rollouts, stage: str) -> Path:
         lambda: any(events_of(path, "checkpoint") for path in rollouts.store.glob(f"stages/{stage}-*")),
         what=f"a checkpoint of {stage}",
     )
-    return run_dir(rollouts, stage)
+    directory = run_dir(rollouts, stage)
+    give_way(directory)
+    return directory
 
 
 def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
