@@ -23,7 +23,8 @@ class EvaluateConfig(Record):
     sft-<fingerprint>/checkpoints/step_000100), `base` for the configuration's base model, a folder (./folder next to
     the configuration), or a URL."""
     against: str = ""
-    """A second model to compare with on the same rows, named like `model`. Empty: no comparison."""
+    """A second model, scored on the same rows for a comparison. Takes the same values as `model`. Empty: no
+    comparison."""
     data: str = ""
     """File or URL with the rows to score on. Empty: data.heldout."""
 

@@ -81,8 +81,8 @@ NO_DEPLOYMENT = (
     "the same settings attaches to them"
 )
 UNREPORTED_S = 90.0
-"""Seconds after which this module reports a final state that a run's process saved. By then, Prefect's client in that
-process has ended its retries."""
+"""A run's process saves its final state in a file and reports it to the server. If the server does not have the state
+after this many seconds, this module reports it. By then, Prefect's client in that process has ended its retries."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:

@@ -72,7 +72,7 @@ class Cloud(Protocol):
 
         Raises:
             OfferGoneError, ProviderUnavailableError: nothing was created. Another offer may work.
-            UnclearAnswerError: a machine may have been created. A search for the machine could not rule this out.
+            UnclearAnswerError: it is unknown whether a machine was created. A search for it did not answer this.
         """
         ...
 

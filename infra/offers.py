@@ -318,6 +318,8 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """Return the name in lower case, with a space between word and number but none within a size: rtx 6000 ada 48gb,
-    h100, 4090d."""
+    """Return the name in lower case, with a space between a series and its number, and none within a memory size.
+
+    "RTX6000 Ada 48 GB" becomes "rtx 6000 ada 48gb"; "h100" and "4090d" stay as they are.
+    """
     return _LETTERS_AND_NUMBER.sub(" ", _SIZE.sub("", name.lower()))

@@ -222,7 +222,9 @@ def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | Non
 
 
 def forget_model(ledger: Ledger, model: Model) -> None:
-    """Remove a model from the registry, so that its stages can be pruned. The model's number is not used again.
+    """Remove a model from the registry, so that the stages which made it can be pruned.
+
+    The model's number is not used again.
 
     Raises:
         PermanentInfraError: the model is the candidate, is in production, or a rollback could restore it.

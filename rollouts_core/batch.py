@@ -254,7 +254,7 @@ def build_batch(
         share_prompts: neighbouring samples of one group share their prompt. The loss stays the same, and the forward
             pass needs less computation.
 
-    The totals count only this batch. If a step has several batches, `with_step_totals` replaces them.
+    The totals count only this batch. If a step has several batches, `with_step_totals` sets the totals of the step.
     """
     layouts = [place_samples(row, share_prompts=share_prompts) for row in rows]
     laid_out = [_lay_out(row, layout) for row, layout in zip(rows, layouts, strict=True)]

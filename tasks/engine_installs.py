@@ -111,7 +111,9 @@ def with_engine(
     gpu_ranks: Sequence[int],
     say: Callable[[str], None],
 ) -> Node:
-    """Install the inference engine on the node if it is missing. Returns the node with the engine's interpreter.
+    """Install the inference engine on the node if it is missing.
+
+    Returns the node, changed to use the engine's interpreter.
 
     After an installation, the engine must complete a prompt with a tiny model.
 

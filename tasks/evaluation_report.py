@@ -58,7 +58,7 @@ def find_inputs(
 
 
 def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
-    """Convert the models to inputs of `plan_evaluation`, which need the digests of the models."""
+    """Convert the models to inputs of `plan_evaluation`, with the digests of the models."""
     return {
         name: InputModel(name=name, model=each.model, digest=digest_model(each.model)) for name, each in found.items()
     }

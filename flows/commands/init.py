@@ -28,7 +28,7 @@ QUESTIONS: Mapping[DataName, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitOptions:
-    """The options of the command. On a terminal, the command asks for empty options."""
+    """The options of the command. On a terminal, the command asks for the options that are not given."""
 
     config: Path
     model: str

@@ -58,7 +58,7 @@ PORT_FILE = "port"
 START_TIMEOUT_S = 180.0
 """Timeout of a server's start. Creating a database takes 6 s on one core, and more than a minute on a busy machine."""
 BUSY_SERVER_S = 10.0
-"""Timeout of a health check if the keeper is known to live."""
+"""Timeout in seconds of a health check, if the process that keeps the server is known to live."""
 JOIN_TIMEOUT_S = 120.0
 """Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts, which take a minute
 on a busy machine."""
@@ -366,7 +366,7 @@ def _shared_server(
 
 
 def _join_users(users_lock: int) -> None:
-    """Take the shared lock that keeps the server running while it is open. Call this with start.lock held."""
+    """Take a shared lock. The server keeps running while a process holds one. Call this with start.lock held."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
     # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
     assert is_taken, "users.lock held exclusively by a process without start.lock"

@@ -231,10 +231,11 @@ def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
 
 
 def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
-    """Look up a machine whose creation is unconfirmed, by its name. Returns the row with the found id, not yet stored.
+    """Look up a machine whose creation is unconfirmed, by its name.
 
     Returns:
-        None if the machine does not appear.
+        The machine's row, completed with the found id. The ledger does not have the id yet. None if the machine does
+        not appear.
 
     Raises:
         ProviderUnavailableError: the provider does not answer.

@@ -81,7 +81,7 @@ class SSHSession:
 
     @property
     def host_key_evidence(self) -> HostKeyEvidence:
-        """The evidence for accepting the host's key. Connects first if needed."""
+        """Why the host's key was accepted, such as an entry of known_hosts. Connects first if needed."""
         return self.agents.connection("control").host_key_evidence
 
     def run(
@@ -222,7 +222,7 @@ class SSHSession:
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        # Use several connections to a distant node, because the window of each connection limits its speed.
+        # A distant node gets the chunks over several connections, because the window of each one limits its speed.
         purposes: Sequence[Purpose] = PIECES if self.agents.connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
             lambda number, request: self.agents.ask(purposes[number], request),

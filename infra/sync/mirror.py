@@ -251,7 +251,7 @@ def _fetch(
     """Fetch files with one call. Returns the names of damaged files.
 
     Args:
-        names: size and modification time of each file, as listed.
+        names: for each file's name its size and modification time, as the node listed them.
         held: temporary paths of complete new files that must not appear yet. They belong to checkpoints of which this
             machine has an old version. The old version stays until all new files have arrived.
     """
@@ -486,7 +486,7 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
-    # In a growing file, the lines below cut off everything after a differing chunk.
+    # If a chunk of a growing file differs, the code below cuts the file off at that chunk.
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes

@@ -1,6 +1,6 @@
 """Create process groups, besides torch.distributed's default group, that send weights from a trainer to engines.
 
-The groups are compatible with those of torch.distributed and SGLang. This file imports only torch, because vLLM's
+Processes that use torch.distributed or SGLang can join the same groups. This file imports only torch, because vLLM's
 workers load it by its path.
 """
 
@@ -62,8 +62,11 @@ def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, i
 def join_store(address: str, port: int, *, size: int) -> TCPStore:
     """Connect to the trainer's store, through which the members of a group find each other.
 
-    The connection counts as one member, as in `torch.distributed.rendezvous`. A trainer that opened its store with
-    rendezvous waits for `size` members; this function does not wait. Raises RuntimeError if the store is unreachable.
+    The connection raises the store's count of members by one, as `torch.distributed.rendezvous` does. A trainer that
+    opened its store with rendezvous waits for `size` members; this function does not wait.
+
+    Raises:
+        RuntimeError: the store is unreachable.
     """
     return TCPStore(address, port, world_size=size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 

@@ -109,9 +109,9 @@ class MismatchConfig(Record):
     """Treatment of a weight outside its limits. clamp: it is set to the limit (truncated importance sampling). zero:
     it is set to 0 (IcePop)."""
     mask: Literal["none", "token", "geometric", "product"] = "none"
-    """Tokens or completions that are left out of the loss. token: each token whose w is outside mask_low and mask_high.
-    geometric, product: each completion for which the geometric mean or the product of w over its tokens is outside
-    these limits."""
+    """Which tokens or completions the loss leaves out. none: nothing. token: each token whose w is outside mask_low
+    and mask_high. geometric, product: each completion for which the geometric mean or the product of w over its tokens
+    is outside these limits."""
     mask_low: Annotated[Finite, Field(ge=0)] = 0.0
     """Lower limit of the mask; a smaller value is masked."""
     mask_high: Annotated[Finite, Field(ge=0)] = 0.0

@@ -34,9 +34,11 @@ separators."""
 COMMIT_NAME = re.compile(r"revision|rev|commit|sha|ref")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USER_SCHEMES = ("ssh", "sftp")
-"""Ends of schemes whose addresses may contain a login name but no password, such as git+ssh://git@host."""
+"""Last parts of schemes, such as ssh in git+ssh. Addresses like git+ssh://git@host may contain a login name, but no
+password."""
 WEB_SCHEMES = ("http", "https")
-"""Ends of schemes of web services. In other schemes, the path is a name that the owner of a bucket or folder chose."""
+"""Last parts of the schemes of web services. In other schemes, the path is a name that the owner of a bucket or folder
+chose."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
 """Matches an address without a scheme that contains a user and a password."""
 WEBHOOK = re.compile(

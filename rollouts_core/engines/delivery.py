@@ -165,7 +165,7 @@ class WeightDelivery:
             raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
         except (OSError, CheckpointError) as error:
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
-        except TrainingError:  # the trainer failed to compute a canary's log-probs
+        except TrainingError:  # the trainer failed to compute log-probs of a canary, a text that tests the delivery
             raise
         except Exception as error:  # errors of torch (memory, ports) and safetensors have no common base
             problem = f"{type(error).__name__}: {first_line(error)}"

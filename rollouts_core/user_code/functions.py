@@ -64,8 +64,9 @@ def find_foreign_home(found: object, module: ModuleType) -> str:
     """The module that defines an object, if that module belongs to another package than `module`, else "".
 
     Without this check, trusting a package would mean trusting everything that the package imports, such as `os.abort`.
-    An object or inner function that another package's code created for this package counts as this package's own,
-    unless the other package also has a name for it. In this project, modules are trusted one by one.
+    Some objects of a package are made by another package's code, such as functions that a decorator returned. They
+    count as the package's own, unless the other package has a name for them, too. In this project,
+    modules are trusted one by one.
 
     Args:
         module: the module through which the object was found.
