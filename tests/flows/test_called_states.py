@@ -90,6 +90,7 @@ def test_cancel_ends_a_living_run_whatever_it_is_called(
     assert state_of(served, run_id) == "CANCELLED"
 
 
+@pytest.mark.matrix
 def test_a_run_that_is_called_crashed_leaves_its_job_and_one_that_was_not_heard_of_goes_on(
     served: Rollouts,
     tmp_path: Path,

@@ -67,7 +67,11 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
     local_config = write_small_pipeline(tmp_path / "small", **SHORTER)
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
-    # An evaluation is on the machine that leads alone, which need not have the GPUs of the engines.
+
+@pytest.mark.matrix
+def test_an_evaluation_needs_the_machine_that_leads_and_no_gpu_of_the_engines(
+    rollouts: Rollouts, cluster: Cluster, tmp_path: Path
+) -> None:
     own = {"deployment__engine_gpu_ranks": [0], "evaluation__seed": 1, "node": cluster.settings("engine_nodes")}
     config = write_small_pipeline(tmp_path / "small", **own, **SHORTER)
     code, output = rollouts.run("evaluate", str(config), str(tmp_path / "small" / "base_model"))

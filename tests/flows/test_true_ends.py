@@ -102,7 +102,8 @@ def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
     wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end", timeout_s=90.0)
 
 
-@pytest.mark.parametrize("is_vanishing", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_vanishing", [False, True])
 def test_a_run_that_could_not_report_its_end_gets_the_state_in_which_it_ended(
     is_vanishing: bool,
     served: Rollouts,
