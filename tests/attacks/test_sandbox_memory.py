@@ -270,7 +270,7 @@ def test_where_a_cgroup_can_be_made_the_kernel_ends_what_holds_too_much(name: st
         raise ExcusedSkip("no cgroup here has a limit of memory: run as root outside containers, or with Delegate=yes")
     assert (parent := find_group_parent()), "the system lets cgroups with a limit of memory be made"
     code = ATTACKS[name][0] if name in ATTACKS else OWN_PAGES
-    result = run(f"{BEGIN}WANTED = 1 << 40\n{code}", memory_mb=MEMORY_MB, wall_s=8)
+    result = run(f"{BEGIN}WANTED = 1 << 40\n{code}", memory_mb=MEMORY_MB, wall_s=60, cpu_s=30)
     assert result.outcome is Outcome.TOOL_ERROR
     assert f"all processes together used more than {MEMORY_MB} MB" in result.stderr
     assert not list(Path(parent).glob(NAME)), "its cgroup is left behind"
