@@ -216,19 +216,7 @@ POSSIBLE = [
     if is_possible(case := Case(place=place, way=way, node=node, again=again))
 ]
 FEW = cover(POSSIBLE, pairs_by_job)
-FIRST = next(case for case in FEW if case.node == "local" and case.way == "job" and case.again == "command")
 REST = cover(POSSIBLE, pairs_of, known=FEW)
-
-
-def marked(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[Any]:  # Any: pytest's own
-    return [pytest.param(case, id=case.name, marks=marks) for case in cases]
-
-
-CASES = [
-    *marked([FIRST]),
-    *marked([case for case in FEW if case != FIRST], pytest.mark.matrix),
-    *marked(REST, pytest.mark.matrix),
-]
 
 
 def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_way() -> None:
@@ -241,8 +229,9 @@ def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_w
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in (*FEW, *REST)])
 def test_a_run_that_broke_is_completed_by_asking_again(
     case: Case, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from tests.kit.serving import api, flows_of, state_of, trigger, up, wait_for_che
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 WITHIN_S = 240.0
 
 SHORT_LEASES = """
@@ -74,7 +74,6 @@ def message_of(rollouts: Rollouts, run_id: str) -> str:
     return str(api(rollouts, "GET", f"/flow_runs/{run_id}")["state"]["message"] or "")
 
 
-@pytest.mark.matrix
 def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
     served: Rollouts,
     tmp_path: Path,
@@ -102,7 +101,6 @@ def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
     wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end", timeout_s=90.0)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("is_vanishing", [False, True])
 def test_a_run_that_could_not_report_its_end_gets_the_state_in_which_it_ended(
     is_vanishing: bool,

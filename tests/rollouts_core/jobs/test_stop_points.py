@@ -275,6 +275,7 @@ def test_rl_stopped_and_killed_five_times_is_the_run_that_was_not(straight_rl: P
     assert_same_run(straight_rl, ended)
 
 
+@pytest.mark.matrix
 def test_a_publication_that_outlasts_the_grace_period_is_done_when_the_run_goes_on(
     base: InputModel,
     quickstart_dir: Path,
@@ -305,7 +306,8 @@ def test_a_publication_that_outlasts_the_grace_period_is_done_when_the_run_goes_
     assert_same_run(straight, stopped)
 
 
-@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("max_staleness", [0, 2])
 def test_completions_that_outlast_the_grace_period_are_given_up_and_sampled_again(
     base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path, max_staleness: int
 ) -> None:
