@@ -69,8 +69,10 @@ class Command:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, *arguments: str) -> Iterator[Command]:
+def serving(model: Path, folder: Path, *arguments: str, hangup: signal.Handlers = signal.SIG_DFL) -> Iterator[Command]:
+    """Start the command. It inherits `hangup`, whether the tests themselves run under nohup or not."""
     output = folder / "output.txt"
+    before = signal.signal(signal.SIGHUP, hangup)
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollouts.flows.cli", "serve", str(model), "--port", "0", *arguments],
@@ -80,6 +82,7 @@ def serving(model: Path, folder: Path, *arguments: str) -> Iterator[Command]:
             env={**clean_environment(), MARK: str(folder), "ROLLOUTS_STORE": str(folder / "store")},
             start_new_session=True,
         )
+    signal.signal(signal.SIGHUP, before)
     command = Command(process, folder, output)
     try:
         yield command
@@ -198,16 +201,13 @@ def test_a_signal_before_the_engine_starts_leaves_no_process(start: SavedModel, 
 
 @pytest.mark.slow
 def test_nohup_keeps_the_server(stand_in: str, start: SavedModel, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the command
-    try:
-        with serving(start.directory, tmp_path, "--engine", "vllm", "--engine-python", stand_in) as command:
-            command.url()
-            command.process.send_signal(signal.SIGHUP)
-            with pytest.raises(subprocess.TimeoutExpired):
-                command.process.wait(3)
-            command.end(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    arguments = ("--engine", "vllm", "--engine-python", stand_in)
+    with serving(start.directory, tmp_path, *arguments, hangup=signal.SIG_IGN) as command:
+        command.url()
+        command.process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            command.process.wait(3)
+        command.end(signal.SIGTERM)
 
 
 @pytest.mark.slow
