@@ -62,6 +62,7 @@ def soft_gate() -> RLTrainingConfig:
     return RLTrainingConfig.model_validate({"loss": {"objective": "soft_gate"}})
 
 
+@pytest.mark.matrix
 def test_a_run_on_another_machine_uses_an_installed_package_and_its_edit_is_another_stage(
     site: Path, tmp_path: Path
 ) -> None:

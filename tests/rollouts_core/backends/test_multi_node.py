@@ -268,6 +268,7 @@ def test_a_process_of_another_machine_that_is_killed_ends_the_job_and_its_machin
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_when_another_machines_gpu_is_full_the_leader_lowers_a_setting_for_both(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

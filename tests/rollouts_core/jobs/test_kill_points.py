@@ -219,6 +219,7 @@ def with_dropout(base: InputModel, directory: Path) -> InputModel:
     return InputModel(name="base", model=model, digest=digest_model(model))
 
 
+@pytest.mark.matrix
 def test_sft_killed_eight_times_is_the_run_that_was_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
     path = quickstart_dir / "sft.jsonl"
     data = InputDataset(path=str(path), digest=digest_path(path))

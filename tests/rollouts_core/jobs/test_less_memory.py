@@ -134,6 +134,7 @@ def test_a_training_goes_on_with_smaller_micro_batches_and_computes_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_activations_are_recomputed_where_one_row_is_too_much_and_a_killed_run_keeps_that(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_where_nothing_is_left_to_lower_the_user_is_told_what_was_tried_and_what
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_two_ranks_lower_the_same_though_only_the_follower_is_full(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

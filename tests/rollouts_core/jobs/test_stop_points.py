@@ -218,6 +218,7 @@ def is_at(directory: Path, *, step: int, num_resumed: int) -> bool:
     return last_step(directory) == step and len(events_of(directory, "resumed")) == num_resumed
 
 
+@pytest.mark.matrix
 def test_an_evaluation_that_outlasts_the_grace_period_is_done_when_the_run_goes_on(
     base: InputModel,
     quickstart_dir: Path,

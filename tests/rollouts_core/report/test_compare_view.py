@@ -124,7 +124,7 @@ def test_no_text_of_models_data_or_users_becomes_markup(open_view: Open) -> None
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 900, 1400])
+@pytest.mark.parametrize("width", [390, pytest.param(900, marks=pytest.mark.matrix), 1400])
 def test_axe_finds_nothing_and_nothing_is_wider_than_the_window(open_view: Open, width: int, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     found = {}
