@@ -24,7 +24,7 @@ from tests.flows.test_notify import make_run, set_state
 from tests.infra.ssh_server import make_key
 from tests.kit.chromium import chromium
 from tests.kit.commands import Rollouts
-from tests.kit.runs import LONG, exits_of, program_of, run_dir
+from tests.kit.runs import LONG, events_of, exits_of, program_of, run_dir
 from tests.kit.serving import address_of, api, state_of, trigger, up, wait_for_checkpoint, wait_for_state
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
@@ -248,6 +248,7 @@ def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reus
     page.get_by_role("alertdialog").get_by_role("button", name="Retry").click()
     wait_until(lambda: state_of(served, run_id) != "FAILED", what="the retry")
     # Its RL is long enough to be looked at and killed amid it; nobody waits for the rest.
+    wait_until(lambda: events_of(rl, "resumed"), what="RL that goes on")
     wait_until(lambda: served.run("finish", "small")[0] == 0, what="RL that can be asked to finish")
     wait_for_state(served, run_id, "COMPLETED")
     page.goto(f"{address_of(served).ui_url}/runs/flow-run/{run_id}?tab=TaskRuns", wait_until="domcontentloaded")

@@ -306,23 +306,31 @@ def check_logprobs(run: Run, backend: PyTorchTrainingBackend, samples: Sequence[
 
 
 class Uneven(SGLangEngine):
-    """Ends completions of the first three prompts after three tokens, and begins none of the seventh and later ones
-    before it is told to end what is under way."""
+    """Ends completions of the first three prompts after twenty tokens, and begins none of the seventh and later ones
+    before it is told to end what is under way.
+
+    The first three begin last, so that the fourth to sixth have some tokens when the first three end.
+    """
 
     def __init__(self, client: SGLangEngine, prompts: Sequence[list[int]] = ()) -> None:
         vars(self).update(vars(client))
         self.prompts = [*prompts]
         """In the order in which they were asked for."""
         self.is_ending = asyncio.Event()
+        self.are_six_known = asyncio.Event()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         prompt = next((known for known in self.prompts if requests[0].prompt_tokens[: len(known)] == known), None)
         if prompt is None:
             self.prompts.append(prompt := requests[0].prompt_tokens)
         place = self.prompts.index(prompt)
+        if len(self.prompts) >= 6:
+            self.are_six_known.set()
         if place >= 6:
             await self.is_ending.wait()
-        sampling = requests[0].sampling.model_copy(update={"max_new_tokens": 3})
+        if place < 3:
+            await self.are_six_known.wait()
+        sampling = requests[0].sampling.model_copy(update={"max_new_tokens": 20})
         return await super().generate([replace(each, sampling=sampling) if place < 3 else each for each in requests])
 
     async def abort_running(self) -> None:
