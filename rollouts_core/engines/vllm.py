@@ -168,16 +168,22 @@ class VLLMEngine(EngineClient):
         """Request log-probs once: one call per request, and a second call for its `token_ids`.
 
         Raises:
-            EngineError: the server returns fewer of the most likely tokens than a request wants.
+            EngineError: the server returns fewer of the most likely tokens than a request wants, or serves an adapter.
         """
         await self._check_num_top(max((request.num_top for request in requests), default=0))
         named = [request for request in requests if request.token_ids]
-        answers, version = await self._sample_all(
-            lambda adapter: [
-                *(_render_scoring(each, adapter) for each in requests),
-                *(_render_named(each, adapter) for each in named),
-            ]
-        )
+
+        def render(adapter: str) -> list[dict[str, Any]]:  # Any: JSON
+            # vLLM 0.32 applies the adapters of the sampled positions to all positions of a prompt, and ends: on a CPU
+            # with "einsum(): subscript b has size 3 for operand 1 which does not broadcast".
+            if adapter:
+                raise EngineError(
+                    f"{self.name} is vLLM and serves the adapter {adapter}, with which it cannot compute log-probs of "
+                    "given tokens: use SGLang or the embedded engine, or serve a checkpoint with merged adapters"
+                )
+            return [*map(_render_scoring, requests), *map(_render_named, named)]
+
+        answers, version = await self._sample_all(render)
         named_answers = iter(answers[len(requests) :])
         return [
             _parse_scored_tokens(
@@ -430,20 +436,18 @@ def _parse_completion(
     )
 
 
-def _render_scoring(request: ScoringRequest, adapter: str) -> dict[str, Any]:  # Any: JSON
+def _render_scoring(request: ScoringRequest) -> dict[str, Any]:  # Any: JSON
     return {
-        **({"model": adapter} if adapter else {}),
         "prompt": request.tokens,
         "max_tokens": 1,  # the smallest number that vLLM accepts
         "prompt_logprobs": request.num_top,
     }
 
 
-def _render_named(request: ScoringRequest, adapter: str) -> dict[str, Any]:  # Any: JSON
+def _render_named(request: ScoringRequest) -> dict[str, Any]:  # Any: JSON
     """The body of a call with one prompt per position, because vLLM returns log-probs of named tokens only when it
     samples."""
     return {
-        **({"model": adapter} if adapter else {}),
         "prompt": [request.tokens[:position] for position in range(request.start, len(request.tokens))],
         "max_tokens": 1,
         "temperature": 1.0,
