@@ -1,5 +1,5 @@
 # make quickstart    run the whole pipeline on this machine with a model and data that it creates
-# make test          fast tests and one slow test per promise of the product, ten to twelve minutes
+# make test          fast tests and one slow test per promise of the product, ten to fifteen minutes
 # make test-fast     tests that start no servers, jobs or pipelines
 # make test-ci       every test but those of real engines and `make test-nightly`
 # make test-nightly  more seeds, machines and ways to break a run than `make test-ci` samples, three hours
