@@ -149,13 +149,18 @@ async def sampled_gap(engine: SGLangEngine | VLLMEngine, backend: PyTorchTrainin
     if isinstance(engine, VLLMEngine):
         with pytest.raises(EngineError, match="serves the adapter run-"):
             await engine.score(given)
-    scored = [] if isinstance(engine, VLLMEngine) else await engine.score(given)
+        scored = []
+    else:
+        scored = await engine.score(given)
     exact = merge_published(published(backend.model))
+    computed = [(each.versions, each.logprobs) for each in completions] + [
+        (each.versions, each.logprobs) for each in scored
+    ]
     gaps = []
-    for request, found in zip([*given, *given[: len(scored)]], [*completions, *scored], strict=True):
-        assert found.versions == {await engine.weight_version()}
-        expected = logprobs_of(backend, exact, request.tokens)[-len(found.logprobs) :]
-        gaps.append((torch.tensor(found.logprobs) - expected).abs().max())
+    for request, (versions, logprobs) in zip([*given, *given[: len(scored)]], computed, strict=True):
+        assert versions == {await engine.weight_version()}
+        expected = logprobs_of(backend, exact, request.tokens)[-len(logprobs) :]
+        gaps.append((torch.tensor(logprobs) - expected).abs().max())
     return float(max(gaps))
 
 
