@@ -21,6 +21,7 @@ __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another fol
 
 
 @pytest.mark.engine
+@pytest.mark.matrix
 @pytest.mark.timeout(2400)
 def test_a_run_installs_vllm_for_the_cpu_and_trains_with_it(
     rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
