@@ -65,8 +65,8 @@ def find_foreign_home(found: object, module: ModuleType) -> str:
 
     Without this check, trusting a package would mean trusting everything that the package imports, such as `os.abort`.
     Some objects of a package are made by another package's code, such as functions that a decorator returned. They
-    count as the package's own, unless the other package has a name for them, too. In this project,
-    modules are trusted one by one.
+    count as the package's own, unless the other package has a name for them, too. In this project, modules are
+    trusted one by one.
 
     Args:
         module: the module through which the object was found.

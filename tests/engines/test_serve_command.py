@@ -73,16 +73,18 @@ def serving(model: Path, folder: Path, *arguments: str, hangup: signal.Handlers 
     """Start the command. It inherits `hangup`, whether the tests themselves run under nohup or not."""
     output = folder / "output.txt"
     before = signal.signal(signal.SIGHUP, hangup)
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollouts.flows.cli", "serve", str(model), "--port", "0", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**clean_environment(), MARK: str(folder), "ROLLOUTS_STORE": str(folder / "store")},
-            start_new_session=True,
-        )
-    signal.signal(signal.SIGHUP, before)
+    try:
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rollouts.flows.cli", "serve", str(model), "--port", "0", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**clean_environment(), MARK: str(folder), "ROLLOUTS_STORE": str(folder / "store")},
+                start_new_session=True,
+            )
+    finally:
+        signal.signal(signal.SIGHUP, before)
     command = Command(process, folder, output)
     try:
         yield command

@@ -31,7 +31,7 @@ from rollouts_core.errors import ConfigError
 from tests.flows.shared_server import SharedServer, shared_server
 from tests.kit.commands import Rollouts, pids_of, processes_of
 from tests.kit.processes import dies_with_us
-from tests.kit.runs import LONG, assert_goes_on, events_of, exits_of, paused, program_of
+from tests.kit.runs import ENDLESS, LONG, assert_goes_on, events_of, exits_of, paused, program_of
 from tests.kit.serving import ASK_S
 from tests.kit.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
 from tests.kit.waiting import wait_until
@@ -54,7 +54,7 @@ def test_a_worker_runs_what_was_deployed_a_retry_attaches_and_cancel_ends_its_jo
     server: SharedServer, tmp_path: Path
 ) -> None:
     """Its rewards are those of a module beside the configuration, which the deployment tells the workers of."""
-    settings = {**LONG, "training__sft__num_steps": 100_000, "rollout__reward_fn": OWN_REWARD}
+    settings = {**ENDLESS, "rollout__reward_fn": OWN_REWARD}
     config = write_small_pipeline(tmp_path / "small", mode="sft", **settings)
     write_own_reward(tmp_path / "small")
     store = tmp_path / "store"
@@ -113,7 +113,7 @@ def test_cancel_ends_a_run_whose_worker_stopped_looking_while_the_server_was_awa
     server: SharedServer, tmp_path: Path
 ) -> None:
     """A worker of Prefect 3.8 whose server refuses connections for some seconds never cancels its run again."""
-    config = write_small_pipeline(tmp_path / "small", mode="sft", **{**LONG, "training__sft__num_steps": 100_000})
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)
     store = tmp_path / "store"
     config = config.rename(config.with_name("outage.toml"))
     code, text = Rollouts(store, tmp_path / "prefect.yaml").run("prefect-yaml", str(config), "--pool", POOL)
@@ -202,8 +202,7 @@ def test_stores_with_deployments_of_one_name_do_their_own_runs_and_cannot_cancel
     stores = [tmp_path / "ada", tmp_path / "ben"]
     try:
         for store in stores:
-            longer = LONG | {"training__sft__num_steps": 100_000}
-            config = write_small_pipeline(tmp_path / f"of-{store.name}", mode="sft", **longer)
+            config = write_small_pipeline(tmp_path / f"of-{store.name}", mode="sft", **ENDLESS)
             assert rollouts_command(server, store, "up", str(config)) == 0
         assert rollouts_command(server, stores[0], "run", "--deployment", "small", "run.name=mine") == 0
         sft = wait_for_sft(stores[0])

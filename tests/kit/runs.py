@@ -51,10 +51,10 @@ def run_until(
 def give_way(directory: Path) -> None:
     """Lower the priority of a job whose training does not end by itself, so that other tests get the processor."""
     training = json.loads((directory / "job.json").read_text()).get("training", {})
-    if training.get("num_steps", 0) <= NUM_STEPS:
+    if training.get("num_steps") != ENDLESS["training__sft__num_steps"]:
         return
-    for thread in Path(f"/proc/{program_of(directory)}/task").iterdir():
-        with suppress(ProcessLookupError):
+    with suppress(OSError):  # a thread has just ended
+        for thread in Path(f"/proc/{program_of(directory)}/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
 
 
