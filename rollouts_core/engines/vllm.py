@@ -168,22 +168,14 @@ class VLLMEngine(EngineClient):
         """Request log-probs once: one call per request, and a second call for its `token_ids`.
 
         Raises:
-            EngineError: the server returns fewer of the most likely tokens than a request wants, or serves an adapter.
+            EngineError: the server returns fewer of the most likely tokens than a request wants, or was started for
+                adapters.
         """
-        await self._check_num_top(max((request.num_top for request in requests), default=0))
+        await self._check_scoring(max((request.num_top for request in requests), default=0))
         named = [request for request in requests if request.token_ids]
-
-        def render(adapter: str) -> list[dict[str, Any]]:  # Any: JSON
-            # vLLM 0.32 applies the adapters of the sampled positions to all positions of a prompt, and ends: on a CPU
-            # with "einsum(): subscript b has size 3 for operand 1 which does not broadcast".
-            if adapter:
-                raise EngineError(
-                    f"{self.name} is vLLM and serves the adapter {adapter}, with which it cannot compute log-probs of "
-                    "given tokens: use SGLang or the embedded engine, or serve a checkpoint with merged adapters"
-                )
-            return [*map(_render_scoring, requests), *map(_render_named, named)]
-
-        answers, version = await self._sample_all(render)
+        answers, version = await self._sample_all(
+            lambda _: [*map(_render_scoring, requests), *map(_render_named, named)]
+        )
         named_answers = iter(answers[len(requests) :])
         return [
             _parse_scored_tokens(
@@ -192,11 +184,17 @@ class VLLMEngine(EngineClient):
             for answer, request in zip(answers[: len(requests)], requests, strict=True)
         ]
 
-    async def _check_num_top(self, num_top: int) -> None:
-        """Raise EngineError if the server returns fewer of the most likely tokens than a request wants."""
-        if num_top <= DEFAULT_MAX_LOGPROBS:
-            return
-        limit = (await self._model_config()).get("max_logprobs", DEFAULT_MAX_LOGPROBS)
+    async def _check_scoring(self, num_top: int) -> None:
+        """Raise EngineError if the server cannot compute the log-probs that requests want."""
+        config = self._field(await self._server_info(), "vllm_config")
+        # vLLM 0.32 applies the adapters of the sampled positions, or none, to the logits of all positions of a prompt.
+        # On a CPU its process ends: "einsum(): subscript b has size 3 for operand 1 which does not broadcast".
+        if config.get("lora_config"):
+            raise EngineError(
+                f"{self.name} is vLLM, which was started with --enable-lora and can end at a request for log-probs of "
+                "given tokens: start it without adapters, or use SGLang or the embedded engine"
+            )
+        limit = self._field(config, "model_config").get("max_logprobs", DEFAULT_MAX_LOGPROBS)
         if 0 <= limit < num_top:
             raise EngineError(
                 f"{self.name} is vLLM, which was started to return at most {limit} of the most likely tokens, not "

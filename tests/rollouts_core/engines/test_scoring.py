@@ -153,7 +153,9 @@ def vllm_answer(body: dict[str, Any], **changed: Any) -> Any:
     return {"choices": prompts[::-1]}
 
 
-def scripted(client: type[SGLangEngine] | type[VLLMEngine], **changed: Any) -> tuple[Any, list[dict[str, Any]]]:
+def scripted(
+    client: type[SGLangEngine] | type[VLLMEngine], *, lora_config: dict[str, Any] | None = None, **changed: Any
+) -> tuple[Any, list[dict[str, Any]]]:
     """A client of a server that answers `REQUEST`, and the bodies that it sends."""
     bodies: list[dict[str, Any]] = []
     answer: Callable[..., Any] = sglang_answer if client is SGLangEngine else vllm_answer
@@ -162,7 +164,7 @@ def scripted(client: type[SGLangEngine] | type[VLLMEngine], **changed: Any) -> t
         if request.url.path in ("/generate", "/v1/completions"):
             bodies.append(json.loads(request.content))
             return httpx.Response(200, json=answer(bodies[-1], **changed))
-        config = {"vllm_config": {"model_config": {"max_logprobs": 30}}}
+        config = {"vllm_config": {"model_config": {"max_logprobs": 30}, "lora_config": lora_config}}
         return httpx.Response(200, json={"weight_version": "default", **config})
 
     return client("http://engine", transport=httpx.MockTransport(respond), restart_timeout_s=0.5), bodies
@@ -198,6 +200,16 @@ def test_vllm_that_was_started_to_return_fewer_likely_tokens_is_told_how_to_star
         EngineError, match=r"http://engine .* at most 30 .*, not 31: lower num_top, .*--max-logprobs 31"
     ):
         score(engine, ScoringRequest(tokens=[4, 8], num_top=31))
+    assert bodies == []
+
+
+def test_vllm_that_was_started_for_adapters_is_not_asked() -> None:
+    """tests/engines/test_adapters.py: the real one ends."""
+    engine, bodies = scripted(VLLMEngine, lora_config={"max_lora_rank": 16})
+    with pytest.raises(
+        EngineError, match=r"http://engine .*--enable-lora .*: start it without adapters, or use SGLang"
+    ):
+        score(engine, REQUEST)
     assert bodies == []
 
 
