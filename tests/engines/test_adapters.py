@@ -73,6 +73,7 @@ def test_vllm_samples_from_the_trained_policy_also_after_a_restart(start: SavedM
         server.kill()
 
 
+@pytest.mark.matrix
 def test_sglang_samples_from_the_trained_policy(start: SavedModel, tmp_path: Path) -> None:
     model = ModelConfig(path=str(start.directory))
     backend, target = trained_backend(model, POLICY), target_of(model, tmp_path)

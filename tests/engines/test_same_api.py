@@ -212,6 +212,7 @@ STOPS: list[dict[str, Any]] = [  # Any: JSON
 ]
 
 
+@pytest.mark.matrix
 def test_stops_in_text_and_shortest_lengths_are_those_of_sglang(with_text: str, start: SavedModel) -> None:
     model = Decoder(start.directory, num_slots=4)
     with Scheduler(model, model_dir=start.directory) as scheduler:

@@ -97,7 +97,7 @@ def serving(model: Path, folder: Path, *arguments: str, hangup: signal.Handlers 
 
 @pytest.mark.engine
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("kind", ["sglang", pytest.param("vllm", marks=pytest.mark.matrix)])
 def test_a_model_is_served_by_an_engine_as_by_ours(kind: EngineKind, start: SavedModel, tmp_path: Path) -> None:
     arguments = ("--engine", kind, "--engine-python", str(engine_python(kind)), "--api-key", KEY)
     with serving(start.directory, tmp_path, *arguments) as command:

@@ -66,10 +66,12 @@ def log_in(page: Page, password: str) -> None:
     from playwright.sync_api import TimeoutError as PageTimeoutError  # where Chromium is missing, Playwright may be too
 
     field = page.locator("input[type=password]")
-    try:
-        field.wait_for(timeout=PAGE_TIMEOUT_MS / 4)
-    except PageTimeoutError:  # Prefect's UI stays empty if its first request fails, as on a busy machine
-        page.reload()
+    for _ in range(10):
+        try:
+            field.wait_for(timeout=PAGE_TIMEOUT_MS / 6)
+            break
+        except PageTimeoutError:  # Prefect's UI stays empty if its first request fails, as on a busy machine
+            page.reload()
     field.fill(password)
     page.keyboard.press("Enter")
     field.wait_for(state="detached")

@@ -41,9 +41,8 @@ def wait_until_given_up(rollouts: Rollouts, run_id: str, stage: Path) -> None:
     verify_checkpoint(list_checkpoints(stage / "checkpoints")[-1])
 
 
-@pytest.mark.parametrize(
-    "state", ["CANCELLED", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("FAILED", "COMPLETED"))]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "COMPLETED"])
 def test_a_served_run_that_is_called_ended_ends_and_keeps_that_state(
     state: str,
     served: Rollouts,

@@ -18,6 +18,7 @@ from tests.rollouts_core.small_gpu import FOLDER, lowered_in
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.matrix
 def test_a_run_whose_gpu_is_full_lowers_its_micro_batches_and_completes(
     rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,8 @@ def proxy(port: int, tls: ssl.SSLContext) -> Iterator[int]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("trust", ["authority", pytest.param("no check", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("trust", ["authority", "no check"])
 def test_every_command_passes_a_private_authority_a_proxy_and_tokens_against_forgery(
     trust: str, guarded: Guarded
 ) -> None:

@@ -102,7 +102,8 @@ def set_state(address: ServerAddress, run_id: str, state: str, message: str = ""
     ask(address, "POST", f"/flow_runs/{run_id}/set_state", {"state": asked, "force": True})
 
 
-@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_killed", [True, False])
 def test_a_run_that_is_tried_again_at_a_new_server_is_told_of_within_a_minute_and_once(
     is_killed: bool, rollouts_alone: Rollouts, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

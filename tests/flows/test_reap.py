@@ -46,6 +46,7 @@ def expire(path: Path, rental: Rental) -> None:
         change_rental(ledger, rental, expires_at=time.time() - 1)
 
 
+@pytest.mark.matrix
 def test_what_nobody_wants_is_ended_and_the_table_says_what_stays_and_why(
     served: Rollouts,
     monkeypatch: pytest.MonkeyPatch,

@@ -49,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
         yield running
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_worker_runs_what_was_deployed_a_retry_attaches_and_cancel_ends_its_job(
     server: SharedServer, tmp_path: Path

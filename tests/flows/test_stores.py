@@ -26,6 +26,7 @@ def content_of(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_run_publishes_its_results_and_the_next_one_begins_with_them(
     rollouts: Rollouts, bucket: str, s3_server: S3Server, tmp_path: Path

@@ -64,6 +64,7 @@ def test_the_form_offers_the_stage_its_mode_and_its_settings(code: Path) -> None
     assert "num_rows" in form["PolishConfig"]["properties"]
 
 
+@pytest.mark.matrix
 def test_the_stage_is_checked_interrupted_resumed_reused_and_reported(
     rollouts: Rollouts, tmp_path: Path, code: Path
 ) -> None:

@@ -222,6 +222,7 @@ def trained(folder: Path) -> Reader:
         return follow("your_model.md", folder, patch)
 
 
+@pytest.mark.matrix
 def test_your_model_data_and_reward(trained: Reader) -> None:
     rows, checked, run, shown = trained.said
     assert '"completion": ' in rows and '"answer": ' in rows
