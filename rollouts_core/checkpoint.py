@@ -7,8 +7,8 @@
       model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it directly
       trainer/state.json trainer/tensors.safetensors     to resume; no pickles
       adapter/                                           with LoRA: the folder that PEFT loads
-      manifest.json                                      written last: step, score, fingerprint of the settings, and
-                                                         size and sha256 of every other file
+      manifest.json                                      written last: step, fingerprint of the settings, size and
+                                                         sha256 of every other file
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -65,8 +64,6 @@ class Manifest:
     """Every file except the manifest, by its path inside the directory."""
     created_at: float
     """Time of writing, seconds since 1970."""
-    score: float | None = None
-    """Quality of the policy during the steps before the checkpoint, higher is better; None if it was not measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     """Settings and inputs of the training, by name (`run_checkpoints.describe_settings`)."""
     is_early: bool = False
@@ -105,7 +102,6 @@ def new_checkpoint(
     path: Path,
     *,
     step: int,
-    score: float | None = None,
     settings: Mapping[str, Any] | None = None,  # Any: JSON
     is_early: bool = False,
 ) -> Iterator[Path]:
@@ -120,7 +116,6 @@ def new_checkpoint(
             step=step,
             files=files,
             created_at=time.time(),
-            score=score,
             settings=dict(settings or {}),
             is_early=is_early,
         )
@@ -141,7 +136,6 @@ def load_manifest(path: Path) -> Manifest:
             step=_of_kind(raw["step"], int),
             files={name: _entry_of(name, entry) for name, entry in raw["files"].items()},
             created_at=_of_kind(raw["created_at"], float, int),
-            score=_of_kind(raw.get("score"), float, int, type(None)),
             settings=_of_kind(raw.get("settings", {}), dict),
             is_early=_of_kind(raw.get("is_early", False), bool),
         )
@@ -279,22 +273,12 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     return path
 
 
-def prune_checkpoints(
-    parent: Path,
-    *,
-    newest: Path,
-    keep: int,
-    keep_best: int = 0,
-    is_comparable: Callable[[Mapping[str, Any]], bool] = lambda settings: True,  # Any: JSON
-) -> None:
-    """Delete all checkpoints except `newest`, the `keep` last, and the `keep_best` checkpoints with the highest scores.
+def prune_checkpoints(parent: Path, *, newest: Path, keep: int, best: Iterable[int] = ()) -> None:
+    """Delete all checkpoints except `newest`, the `keep` last, and those of the steps in `best`.
 
     Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. A checkpoint that was
     written because the user stopped the run does not count as one of the `keep` last. Such a checkpoint is deleted when
     a newer checkpoint exists, so that the result equals the result of a run that was never stopped.
-
-    Args:
-        is_comparable: takes the settings of a checkpoint. False excludes the checkpoint from the `keep_best` ones.
     """
     checkpoints = list_checkpoints(parent)
     if _is_early(newest):
@@ -303,22 +287,10 @@ def prune_checkpoints(
                 remove_directory(path)
         return
     regular = [path for path in checkpoints[: checkpoints.index(newest)] if not _is_early(path)] + [newest]
-    kept = {*regular[-keep:], *_best_of(regular, keep_best, is_comparable)}
+    kept = {*regular[-keep:], *({step_directory(parent, step) for step in best} & set(regular))}
     for path in checkpoints:
         if path not in kept:
             remove_directory(path)
-
-
-def _best_of(
-    checkpoints: list[Path], num_best: int, is_comparable: Callable[[Mapping[str, Any]], bool]
-) -> list[Path]:  # Any: JSON
-    """The checkpoints with the highest scores.
-
-    If scores are equal, the earlier checkpoint comes first. Checkpoints without a score are left out.
-    """
-    found = [(_score_of(path, is_comparable), path) for path in checkpoints if num_best]
-    scored = [(score, path) for score, path in found if score is not None]
-    return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]
 
 
 def _is_early(path: Path) -> bool:
@@ -326,16 +298,6 @@ def _is_early(path: Path) -> bool:
         return load_manifest(path).is_early
     except CheckpointError:  # a damaged checkpoint is kept or deleted by its step, as a regular checkpoint
         return False
-
-
-def _score_of(path: Path, is_comparable: Callable[[Mapping[str, Any]], bool]) -> float | None:  # Any: JSON
-    try:
-        manifest = load_manifest(path)
-        is_number = manifest.score is not None and math.isfinite(manifest.score)  # NaN cannot be sorted
-        return manifest.score if is_number and is_comparable(manifest.settings) else None
-    except CheckpointError as error:
-        logger.warning("a damaged checkpoint has no score: %s", error)
-        return None
 
 
 def _file_names(root: Path) -> list[str]:

@@ -30,11 +30,12 @@ from rollouts_core.backends.training_state import SERVED_WEIGHTS
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.checks.loss_checks import reads_rollout_logprobs
 from rollouts_core.config import RLTrainingConfig, name_of_function
+from rollouts_core.config.rl import describe_unranked
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
 from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.environments.protocol import Outcome
-from rollouts_core.errors import DataError, RewardError
+from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, keep_logged, read_json_lines
 from rollouts_core.optimizer_step import SkipCounter, update_policy
 from rollouts_core.rl_batch import is_reinforced, places_to_score, plan_rows, prepare_updates
@@ -93,6 +94,7 @@ async def run_rl_training(
         is_end_asked: called after every step. True saves a checkpoint and ends the training.
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
     Raises:
+        ConfigError: `keep_best` would compare rewards of completions that other weights sampled.
         CheckpointError: the checkpoint has other settings or inputs.
         WeightSyncError: an engine does not take the weights.
         RewardError: a sample has no reward, and the settings do not exclude such samples.
@@ -104,6 +106,8 @@ async def run_rl_training(
         StoppedError: a stop was requested with `stop`.
     """
     rollout = rollout_manager.config
+    if problem := describe_unranked(config, rollout, is_recorded=data_buffer is None):
+        raise ConfigError(problem)
     history: list[Metrics] = []
     async with (
         open_target(target, backend, inference_engines, rollout, checkpoint_dir=checkpoint_dir) as own_target,
@@ -192,20 +196,19 @@ async def resume(
     data_buffer: DataBuffer | None,
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
 ) -> tuple[TrainingState, SkipCounter, SignalWatch]:
-    """Load the newest checkpoint and return its state and counters. Without a checkpoint the state is step 0.
-    Load the newest checkpoint and return its state and its counters. Without a checkpoint, the state is step 0.
+    """Load the newest checkpoint and return its state and its counters. Without a checkpoint, the state is step 0.
 
     `allow_changed` can permit changed settings. Three rules then apply:
 
     - If the data changed, the weights are kept and the data start at their beginning. The old position in the data and
-    the unfinished groups have no meaning in the new data.
+      the unfinished groups have no meaning in the new data.
     - If settings outside `FREE_INPUTS` changed, finished groups are graded again, because their rewards may have
-    changed.
+      changed.
     - If the task changed, the count of steps without signal restarts, because rewards of different tasks are not
-    comparable. The logged schedules of the earlier attempt are ignored.
+      comparable. The logged schedules of the earlier attempt are ignored.
 
     Raises:
-    NoSignalError: the training ended earlier because it had no learning signal, and the limit was not raised.
+        NoSignalError: the training ended earlier because it had no learning signal, and the limit was not raised.
     """
     config = checkpoints.config
     assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from rollouts_core.system.files import remove_partial_directories
 
 logger = logging.getLogger(__name__)
 
-ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
+ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss"]
 """Metric that ranks the checkpoints of a run. All checkpoints of the run use the same metric."""
 
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
@@ -68,6 +69,8 @@ class _Save(NamedTuple):
     future: TrainFuture[None]
     began_at: float
     """Start of the save, seconds since 1970."""
+    scores: Mapping[int, float]
+    """Scores of checkpoints by step, as known when the save began."""
 
 
 class RunCheckpoints:
@@ -79,8 +82,7 @@ class RunCheckpoints:
     Args:
         directory: folder of the checkpoints. None disables saving and resuming.
         settings: the result of `describe_settings`. A checkpoint with other settings is refused.
-        scored_by: metric from which `score_steps` computes a checkpoint's score. The checkpoint has no score if none of
-            its steps has the metric.
+        scored_by: metric that is a checkpoint's score (`score_of_weights`). A checkpoint without it has no score.
         is_end_asked: called after every step. True saves a checkpoint and ends the training.
         before_save: called after the steps of a checkpoint were logged, before the checkpoint is written.
         write_served: called in a thread before a save. If the engines serve weights of an earlier step, the function
@@ -95,7 +97,7 @@ class RunCheckpoints:
         config: SFTTrainingConfig | RLTrainingConfig,
         *,
         settings: Mapping[str, Any],  # Any: JSON
-        scored_by: ScoredBy = "loss",
+        scored_by: ScoredBy = "eval_loss",
         events: EventLog | None = None,
         is_end_asked: Callable[[], bool] = lambda: False,
         before_save: Callable[[], None] = lambda: None,
@@ -118,7 +120,7 @@ class RunCheckpoints:
         self.resumed_from: Path | None = None
         """The checkpoint that `resume` loaded."""
         self._saving: _Save | None = None
-        self._window: list[Metrics] = []
+        self._scores: dict[int, float] = {}
         self._step_began = perf_counter()
 
     async def __aenter__(self) -> Self:
@@ -172,7 +174,13 @@ class RunCheckpoints:
         check_step(manifest.step, self.config.num_steps, checkpoint=checkpoint)
         state = await self.backend.load_checkpoint(checkpoint).result()
         self.resumed_from = checkpoint
-        self._window = list(state["window"]) if is_same_task(self.changed) else []
+        if is_same_task(self.changed):
+            on_disk = list_checkpoints(self.directory)
+            self._scores = {
+                step: score
+                for step, score in state.get("scores", ())
+                if step_directory(self.directory, step) in on_disk
+            }
         details = {"changed": self.changed} if self.changed else {}
         self._write_event("resumed", step=manifest.step, checkpoint=checkpoint.name, **details)
         self._tell_of_extension(manifest.step, state["num_steps"])
@@ -182,7 +190,7 @@ class RunCheckpoints:
         """Return True if a checkpoint is to be written after this step."""
         if self.directory is None:
             return False
-        return step % self.config.checkpoint_every == 0 or step == self.config.num_steps
+        return step > 0 and (step % self.config.checkpoint_every == 0 or step == self.config.num_steps)
 
     def note_trained(self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
         """Note that a step's weights are final, although its publication or evaluation may still take long.
@@ -192,8 +200,8 @@ class RunCheckpoints:
         """
         if not self.stop.is_watched or self.directory is None:
             return
-        state = self._state_of(step, self._window, cursors())
-        self._let_go(step, {**state, "is_early": True, "score": None, "pending": dict(metrics)})
+        state = self._state_of(step, cursors())
+        self._let_go(step, {**state, "is_early": True, "pending": dict(metrics)})
 
     async def after_step(
         self,
@@ -227,14 +235,14 @@ class RunCheckpoints:
             if self.stop.is_asked:
                 raise StoppedError(0)
             return ends_here
-        self._window.append({name: value for name, value in metrics.items() if name == self.scored_by})
+        self._note_score(step, metrics)
         is_saved = ends_here or self.is_due(step)
         if is_saved:
             await self._begin_save(step, cursors)
         if self.stop.is_asked and not ends_here and not is_last:
             await self._stop_here(step, cursors, is_saved=is_saved)
         if self.stop.is_watched:
-            self._let_go(step, self._state_of(step, self._window, cursors()))
+            self._let_go(step, self._state_of(step, cursors()))
         self._step_began = perf_counter()
         return ends_here
 
@@ -245,10 +253,7 @@ class RunCheckpoints:
         began_at = time()
         self.before_save()
         served = await in_short_thread(self.write_served)
-        window = list(self._window)
-        if step % self.config.checkpoint_every == 0:
-            self._window = []
-        state = {**self._state_of(step, window, cursors()), "window": list(self._window)}
+        state = self._state_of(step, cursors())
         self._saving = self._save(self.backend, step, state, served=served, began_at=began_at)
 
     def _save(
@@ -258,18 +263,25 @@ class RunCheckpoints:
         assert self.directory is not None, "saving needs a directory"
         path = step_directory(self.directory, step)
         whole_state = {**state, SERVED_FILE: str(served)} if served else state
-        return _Save(path, step, backend.save_checkpoint(path, whole_state), began_at)
+        return _Save(path, step, backend.save_checkpoint(path, whole_state), began_at, dict(self._scores))
 
-    def _state_of(
-        self, step: int, window: Sequence[Metrics], cursors: Mapping[str, Any]
-    ) -> dict[str, Any]:  # Any: JSON
+    def _note_score(self, step: int, metrics: Metrics) -> None:
+        """Note the score that a step's metrics contain, and forget scores of checkpoints that are never kept again."""
+        scored = score_of_weights(step, metrics, self.scored_by)
+        if not self.config.keep_best or scored is None or not self.is_due(scored.step):
+            return
+        self._scores[scored.step] = scored.score
+        newest = sorted(self._scores)[-self.config.keep_checkpoints :]
+        best = rank_steps(self._scores)[: self.config.keep_best]
+        self._scores = {each: self._scores[each] for each in sorted({*newest, *best})}
+
+    def _state_of(self, step: int, cursors: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
         """The state that a checkpoint contains besides the weights."""
         return {
             "step": step,
             "num_steps": self.config.num_steps,
-            "score": score_steps(window, self.scored_by),
+            "scores": list(self._scores.items()),
             "settings": dict(self.settings),
-            "window": list(window),
             **({"is_early": True} if not self.is_due(step) else {}),
             **cursors,
         }
@@ -360,14 +372,9 @@ class RunCheckpoints:
             saving.path.parent,
             newest=saving.path,
             keep=self.config.keep_checkpoints,
-            keep_best=self.config.keep_best,
-            is_comparable=self._is_comparable,
+            best=rank_steps(saving.scores)[: self.config.keep_best],
         )
         self._note_saved(saving)
-
-    def _is_comparable(self, settings: Mapping[str, Any]) -> bool:  # Any: JSON
-        """Return True if scores under `settings` are comparable with scores under the current settings."""
-        return is_same_task(changed_settings(self._with_later_inputs(settings), self.settings))
 
     def _with_later_inputs(self, settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
         unnamed = {name: value for name, value in self.settings.items() if name in LATER_INPUTS}
@@ -456,20 +463,28 @@ def _names(allowed: str, setting: str) -> bool:
     return setting == allowed or setting.startswith(f"{allowed}.")
 
 
-def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
-    """Quality of the policy over some steps; higher is better. `keep_best` ranks checkpoints by it.
+class ScoredWeights(NamedTuple):
+    """The score of the weights after a step; higher is better."""
 
-    The score is the mean reward, minus the mean training loss, or minus the evaluation loss after the last step. The
-    score is None if no step has the metric, or if the last step was not evaluated, because an earlier evaluation loss
-    belongs to other weights.
+    step: int
+    score: float
+
+
+def score_of_weights(step: int, metrics: Metrics, scored_by: ScoredBy) -> ScoredWeights | None:
+    """The score in the metrics of a step, and the step whose weights have that score.
+
+    The evaluation loss is of the weights after the step. The reward is of the weights after the step before, which
+    sampled the step's completions. The result is None if the metrics have no finite score.
     """
-    values = [metrics[scored_by] for metrics in window if scored_by in metrics]
-    if not values:
+    value = metrics.get(scored_by, math.nan)
+    if not math.isfinite(value):
         return None
-    if scored_by == "eval_loss":
-        return -window[-1][scored_by] if scored_by in window[-1] else None
-    mean = sum(values) / len(values)
-    return -mean if scored_by == "loss" else mean
+    return ScoredWeights(step, -value) if scored_by == "eval_loss" else ScoredWeights(step - 1, value)
+
+
+def rank_steps(scores: Mapping[int, float]) -> list[int]:
+    """The steps in order of their scores, the best first. Of equal scores, the earlier step comes first."""
+    return sorted(scores, key=lambda step: (-scores[step], step))
 
 
 def _show(settings: Mapping[str, Any], name: str) -> str:  # Any: JSON

@@ -20,7 +20,7 @@ from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.data.packing import pack_rows
 from rollouts_core.data.steps import Cursor, Samples, iterate_sft_steps
-from rollouts_core.errors import DataError
+from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.metrics import EventLog, MetricsLogger, keep_logged
 from rollouts_core.optimizer_step import SkipCounter, update_policy
 from rollouts_core.run_checkpoints import RunCheckpoints, describe_settings
@@ -57,6 +57,7 @@ async def run_sft_training(
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
 
     Raises:
+        ConfigError: `keep_best` is set without `eval_samples`.
         CheckpointError: the checkpoint has other settings, samples or inputs.
         DataError: a stream ended before the last step.
         NonFiniteError: a loss or gradient is NaN or infinite and `on_nonfinite` is "stop", or too many updates in a row
@@ -64,18 +65,18 @@ async def run_sft_training(
         StoppedByRuleError: a rule in `config.stop_on` raised its warning. The step is saved.
         StoppedError: a stop was requested with `stop`.
     """
-    known_inputs = dict(inputs or {})
-    if checkpoint_dir and isinstance(samples, Sequence):
-        known_inputs["samples"] = digest_samples(samples)
-    if checkpoint_dir:
-        known_inputs["eval_samples"] = digest_samples(eval_samples)
+    if config.keep_best and not eval_samples:
+        raise ConfigError(
+            f"keep_best {config.keep_best} compares checkpoints by eval_loss: give eval_samples, or set it to 0"
+        )
+    known_inputs = with_digests(inputs or {}, samples, eval_samples) if checkpoint_dir else {}
     history: list[Metrics] = []
     async with RunCheckpoints(
         backend,
         checkpoint_dir,
         config,
         settings=describe_settings(config, known_inputs),
-        scored_by="eval_loss" if eval_samples else "loss",
+        scored_by="eval_loss",
         events=events,
         is_end_asked=is_end_asked,
         before_save=partial(keep_logged, metrics_logger),
@@ -132,6 +133,12 @@ def digest_samples(samples: Sequence[Sample]) -> str:
         total.update(array("q", sample.tokens).tobytes())
         total.update(array("d", sample.loss_mask).tobytes())
     return total.hexdigest()
+
+
+def with_digests(inputs: Mapping[str, str], samples: Samples, eval_samples: Sequence[Sample]) -> dict[str, str]:
+    """Add the digests of demonstrations to those of other inputs. A stream has no digest."""
+    of_samples = {"samples": digest_samples(samples)} if isinstance(samples, Sequence) else {}
+    return {**inputs, **of_samples, "eval_samples": digest_samples(eval_samples)}
 
 
 async def compute_eval_loss(

@@ -121,7 +121,6 @@ def write_training_checkpoint(
     with new_checkpoint(
         path,
         step=int(state["step"]),
-        score=state.get("score"),
         settings=state.get("settings"),
         is_early=state.get("is_early", False),
     ) as directory:

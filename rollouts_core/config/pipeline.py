@@ -18,7 +18,7 @@ from rollouts_core.config.hub import HubConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.record import Record
 from rollouts_core.config.report import ReportConfig
-from rollouts_core.config.rl import RLTrainingConfig
+from rollouts_core.config.rl import RLTrainingConfig, describe_unranked
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
 from rollouts_core.engine_kinds import EngineSpec
@@ -175,8 +175,13 @@ def _what_belongs_in(name: str) -> str:
 def sft_rules(config: Config) -> Iterator[str]:
     """Yield a sentence if `keep_best` would compare checkpoints some of which have no evaluation loss."""
     sft = config.training.sft
-    is_compared = config.data.sft_eval and sft.keep_best
-    if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
+    if sft.keep_best and not config.data.sft_eval:
+        yield (
+            f"training.sft.keep_best {sft.keep_best} compares checkpoints by their loss on data.sft_eval, which is not "
+            "set: set data.sft_eval; or set training.sft.keep_best to 0, and keep_checkpoints to the number of "
+            "checkpoints that selection evaluates"
+        )
+    if not sft.keep_best or not config.data.sft_eval or sft.checkpoint_every % sft.eval_every == 0:
         return
     below = sft.checkpoint_every // sft.eval_every * sft.eval_every
     multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
@@ -204,6 +209,8 @@ def rl_rules(config: Config) -> Iterator[str]:
             "needs rollout.n_samples_per_prompt of 2 or more, found 1"
         )
     yield from _batch_rules(config)
+    if problem := describe_unranked(config.training.rl, config.rollout, is_recorded=not config.samples_for_training):
+        yield f"training.rl.{problem}"
     yield from _colocated_rules(config)
 
 

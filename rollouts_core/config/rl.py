@@ -13,6 +13,7 @@ from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, Mismatch
 from rollouts_core.config.optim import RLOptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, FunctionName, Record, name_of_function
+from rollouts_core.config.rollout import RolloutConfig
 
 StopRule = Literal[
     "reward_halved",
@@ -81,8 +82,9 @@ class RLTrainingConfig(Record):
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Number of newest checkpoints that are kept on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints that are kept besides the newest ones. They are ranked by the mean reward since the
-    previous checkpoint, including groups that a filter dropped."""
+    """Number of best checkpoints that are kept besides the newest ones. They are ranked by the mean reward of the step
+    after the checkpoint, whose completions the checkpoint's weights sampled, including groups that a filter dropped.
+    Needs `rollout.max_staleness` 0, `rollout.max_partial_staleness` 0 and prompts, not recorded completions."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings from which to resume, for example with a larger num_steps. The
     value is the checkpoint's folder, or the folder of its stage for the newest checkpoint."""
@@ -199,6 +201,23 @@ class RLTrainingConfig(Record):
     def _broken_rules(self) -> Iterator[str]:
         if self.with_values and not self.loss.value_coef:
             yield 'advantage.estimator "gae" needs loss.value_coef above 0: otherwise its value head does not learn'
+
+
+def describe_unranked(training: RLTrainingConfig, rollout: RolloutConfig, *, is_recorded: bool) -> str:
+    """Why `keep_best` cannot rank the checkpoints of a training; empty if it can.
+
+    Args:
+        is_recorded: the completions are recorded, so no checkpoint samples any.
+    """
+    if not training.keep_best or not (is_recorded or rollout.max_token_age):
+        return ""
+    older = "max_staleness" if rollout.max_staleness else "max_partial_staleness"
+    found = "recorded completions" if is_recorded else f"rollout.{older} {rollout.max_token_age}"
+    return (
+        f"keep_best {training.keep_best} compares checkpoints by the reward of the completions that each one sampled, "
+        f"but with {found} other weights sample too: set keep_best to 0, and keep_checkpoints to the number of "
+        "checkpoints that selection evaluates"
+    )
 
 
 def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type

@@ -54,8 +54,7 @@ class SFTTrainingConfig(Record):
     """Number of newest checkpoints that are kept on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
     """Number of best checkpoints that are kept besides the newest ones. They are ranked by their loss on
-    `data.sft_eval`; without such rows, by the training loss since the previous checkpoint. With `data.sft_eval`,
-    `eval_every` must divide `checkpoint_every`."""
+    `data.sft_eval`. Needs these rows, and an `eval_every` that divides `checkpoint_every`."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings from which to resume, for example with a larger num_steps. The
     value is the checkpoint's folder, or the folder of its stage for the newest checkpoint."""

@@ -168,13 +168,8 @@ def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, An
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
-    """Name, step, digest and score of every checkpoint in a run directory, in order of steps."""
+    """Name, step and digest of every checkpoint in a run directory, in order of steps."""
     return [
-        {
-            "name": path.name,
-            "step": (manifest := load_manifest(path)).step,
-            "digest": manifest.digest,
-            "score": manifest.score,
-        }
+        {"name": path.name, "step": (manifest := load_manifest(path)).step, "digest": manifest.digest}
         for path in list_checkpoints(directory.checkpoints)
     ]

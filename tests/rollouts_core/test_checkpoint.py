@@ -28,12 +28,10 @@ from rollouts_core.checkpoint import (
 from rollouts_core.errors import CheckpointError
 
 
-def write_checkpoint(
-    parent: Path, step: int, weights: str = "weights", trainer: str = "state", score: float | None = None
-) -> Path:
+def write_checkpoint(parent: Path, step: int, weights: str = "weights", trainer: str = "state") -> Path:
     """A checkpoint of two small files."""
     path = step_directory(parent, step)
-    with new_checkpoint(path, step=step, score=score) as directory:
+    with new_checkpoint(path, step=step) as directory:
         (directory / "model.safetensors").write_text(weights)
         (directory / "trainer").mkdir()
         (directory / "trainer" / "state.json").write_text(trainer)
@@ -164,29 +162,14 @@ def test_pruning_keeps_the_newest(tmp_path: Path, keep: int, kept: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("keep", "keep_best", "kept"),
-    [
-        (1, 0, [6]),
-        (1, 1, [3, 6]),
-        (1, 2, [2, 3, 6]),
-        (2, 2, [2, 3, 5, 6]),
-        (1, 9, [1, 2, 3, 5, 6]),
-        (3, 1, [3, 4, 5, 6]),
-    ],
+    ("keep", "best", "kept"),
+    [(1, [], [6]), (1, [3], [3, 6]), (2, [3, 2], [2, 3, 5, 6]), (3, [6], [4, 5, 6]), (1, [7], [6])],
 )
-def test_pruning_keeps_the_best_besides_the_newest(tmp_path: Path, keep: int, keep_best: int, kept: list[int]) -> None:
-    scores = {1: -3.0, 2: 0.5, 3: 0.9, 4: None, 5: 0.1, 6: 0.5}  # 2 and 6 are equal: the earlier one counts as better
-    for step, score in scores.items():
-        write_checkpoint(tmp_path, step, score=score)
-    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 6), keep=keep, keep_best=keep_best)
+def test_pruning_keeps_the_best_besides_the_newest(tmp_path: Path, keep: int, best: list[int], kept: list[int]) -> None:
+    for step in range(1, 7):
+        write_checkpoint(tmp_path, step)
+    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 6), keep=keep, best=best)
     assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == kept
-
-
-def test_a_score_that_is_no_number_does_not_push_the_best_out(tmp_path: Path) -> None:
-    for step, score in enumerate((float("nan"), -3.0, -0.5, float("-inf"), -1.0), start=1):
-        write_checkpoint(tmp_path, step, score=score)
-    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 5), keep=1, keep_best=1)
-    assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == [3, 5]
 
 
 def test_a_kill_while_pruning_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,11 +263,11 @@ def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(tmp_path: Path) -> Non
 
 
 def test_an_adopted_checkpoint_is_the_runs_own(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "first", 7, score=0.5)
+    source = write_checkpoint(tmp_path / "first", 7)
     adopted = adopt_checkpoint(source, tmp_path / "second")
     shutil.rmtree(tmp_path / "first")
     assert adopted == step_directory(tmp_path / "second", 7)
-    assert verify_checkpoint(adopted).score == 0.5
+    assert verify_checkpoint(adopted).step == 7
 
 
 def test_a_checkpoint_of_links_is_adopted_with_the_files_that_they_lead_to(tmp_path: Path) -> None:

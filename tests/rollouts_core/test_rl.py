@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core.algorithms.loss import LossFn, LossMetrics, Metrics, TokenScores, create_policy_loss, policy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch
-from rollouts_core.checkpoint import load_manifest, step_directory
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, step_directory
 from rollouts_core.config import (
     ModelConfig,
     MultiTurnConfig,
@@ -129,15 +129,19 @@ def test_a_run_that_was_stopped_equals_one_that_was_not_bit_for_bit(
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_checkpoints_are_scored_by_the_reward_before_the_filter(
-    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+@pytest.mark.parametrize("filter_fn", ["", "reward_nonzero_std"])
+def test_checkpoints_are_ranked_by_what_their_weights_sampled_before_the_filter(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, filter_fn: str
 ) -> None:
     """Of the groups that are left where solved ones are dropped, the mean reward falls as the policy gets better."""
-    rollout = ROLLOUT.model_copy(update={"filter_fn": "reward_nonzero_std"})
-    for name, settings, metric in (("all", ROLLOUT, "reward"), ("some", rollout, "reward_unfiltered")):
-        _, history, _ = train(base_model, tokenizer, tmp_path / name, num_steps=2, rollout=settings)
-        manifest = load_manifest(step_directory(tmp_path / name / "checkpoints", 2))
-        assert manifest.score == sum(metrics[metric] for metrics in history) / 2
+    training = TRAINING.model_copy(update={"checkpoint_every": 1, "keep_checkpoints": 1, "keep_best": 1})
+    rollout = ROLLOUT.model_copy(update={"filter_fn": filter_fn})
+    _, history, _ = train(base_model, tokenizer, tmp_path, num_steps=5, training=training, rollout=rollout)
+    metric = "reward_unfiltered" if filter_fn else "reward"
+    of_checkpoints = {step: metrics[metric] for step, metrics in enumerate(history) if step}
+    best = max(of_checkpoints, key=lambda step: (of_checkpoints[step], -step))
+    kept = [load_manifest(path).step for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == [best, 5]
 
 
 class TwoTurns:

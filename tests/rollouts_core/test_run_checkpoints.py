@@ -5,6 +5,7 @@ last one is half on disk.
 """
 
 import asyncio
+import json
 import logging
 import os
 import threading
@@ -28,13 +29,13 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.errors import CheckpointError
+from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.jobs.rl_job import write_rollouts
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.rollout_batch import convert_to_batch
-from rollouts_core.run_checkpoints import RunCheckpoints, ScoredBy, check_same_settings, describe_settings, score_steps
+from rollouts_core.run_checkpoints import RunCheckpoints, ScoredBy, check_same_settings, describe_settings
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.stopping import TrainingStop
@@ -66,18 +67,15 @@ class SlowDiskBackend:
         return ThreadTrainFuture(lambda: self._write(path, state))
 
     def load_checkpoint(self, path: Path) -> ImmediateTrainFuture[Mapping[str, Any]]:
-        return ImmediateTrainFuture({"step": load_manifest(path).step, "num_steps": CONFIG.num_steps, "window": []})
+        return ImmediateTrainFuture(json.loads((path / "state.json").read_text()))
 
     def _write(self, path: Path, state: Mapping[str, Any]) -> None:
         assert self.may_write.wait(10)
         with new_checkpoint(
-            path,
-            step=state["step"],
-            score=state["score"],
-            settings=state["settings"],
-            is_early=state.get("is_early", False),
+            path, step=state["step"], settings=state["settings"], is_early=state.get("is_early", False)
         ) as directory:
             (directory / "model.safetensors").write_text("weights")
+            (directory / "state.json").write_text(json.dumps(state))
         self.num_in_flight -= 1
 
 
@@ -212,17 +210,6 @@ def test_an_error_of_the_writer_ends_the_loop_at_the_next_step(tmp_path: Path) -
     assert reached == [1, 2, 3]
 
 
-def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
-    backend = SlowDiskBackend()
-    backend.may_write.set()
-    run_steps(backend, tmp_path, CONFIG.model_copy(update={"keep_best": 1}))
-    # the loss rises, so the first checkpoint is the best: minus the mean of 1 and 2
-    assert {path.name: load_manifest(path).score for path in list_checkpoints(tmp_path)} == {
-        "step_000002": -1.5,
-        "step_000008": -7.5,
-    }
-
-
 def train_scored(
     directory: Path,
     config: SFTTrainingConfig,
@@ -238,11 +225,43 @@ def train_scored(
         async with RunCheckpoints(
             backend.as_backend, directory, config, settings=settings, scored_by=metric
         ) as checkpoints:
-            await checkpoints.resume()
-            for step, value in values.items():
-                await checkpoints.after_step(step, {metric: value})
+            state = await checkpoints.resume() or {"step": 0}
+            for step in range(state["step"] + 1, max(values) + 1):
+                await checkpoints.after_step(step, {metric: values[step]})
 
     asyncio.run(train())
+
+
+def names_in(directory: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(directory)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best"),
+    [
+        # The completions of step 5 are of the weights after step 4, which are the best, whatever step 4 sampled.
+        ("reward", {1: 0.9, 2: 0.9, 3: 0.1, 4: 0.9, 5: 0.8, 6: 0.9, 7: 0.7, 8: 0.0}, "step_000004"),
+        ("eval_loss", {1: 0.1, 2: 3.0, 3: 0.1, 4: 2.0, 5: 0.1, 6: 2.5, 7: 0.1, 8: 9.0}, "step_000004"),
+        ("eval_loss", {2: 3.0, 4: 2.0, 6: 2.0, 8: 2.0}, "step_000004"),  # of equal scores, the earlier step
+        ("reward", {3: float("nan"), 5: 0.1, 7: float("-inf")}, "step_000004"),
+    ],
+)
+def test_a_checkpoint_is_ranked_by_the_score_of_its_own_weights(
+    tmp_path: Path, metric: ScoredBy, values: dict[int, float], best: str
+) -> None:
+    config = CONFIG.model_copy(update={"keep_best": 1})
+    train_scored(tmp_path, config, {}, metric, {step: values.get(step, float("nan")) for step in range(1, 9)})
+    assert names_in(tmp_path) == [best, "step_000008"]
+
+
+@pytest.mark.parametrize("ends", [[2], [3], [4], [5], [2, 3, 4, 5, 6, 7]])
+def test_scores_outlive_the_process_that_noted_them(tmp_path: Path, ends: list[int]) -> None:
+    """Also where a training ends between a checkpoint and the step that scores it."""
+    config = CONFIG.model_copy(update={"keep_best": 2})
+    values = {1: 0.0, 2: 0.0, 3: 0.8, 4: 0.1, 5: 0.2, 6: 0.1, 7: 0.5, 8: 0.0}
+    for end in [*ends, 8]:
+        train_scored(tmp_path, config, {}, "reward", {step: values[step] for step in range(1, end + 1)})
+    assert names_in(tmp_path) == ["step_000002", "step_000006", "step_000008"]
 
 
 @pytest.mark.parametrize(
@@ -254,9 +273,9 @@ def test_scores_of_another_task_are_not_compared_with_those_after_it(
 ) -> None:
     """Rewards of up to 10 would keep a checkpoint for ever, where those to come are 1 at most."""
     config = CONFIG.model_copy(update={"keep_best": 1, "allow_changed": tuple(changed)})
-    train_scored(tmp_path, config, {"lr": 1}, "reward", {1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0})
-    train_scored(tmp_path, config, {"lr": 1, **changed}, "reward", {5: 0.5, 6: 0.5, 7: 0.1, 8: 0.1})
-    assert [path.name for path in list_checkpoints(tmp_path)] == kept
+    train_scored(tmp_path, config, {"lr": 1}, "reward", {1: 9.0, 2: 9.0, 3: 9.0, 4: 5.0})
+    train_scored(tmp_path, config, {"lr": 1, **changed}, "reward", {5: 0.4, 6: 0.5, 7: 0.5, 8: 0.1})
+    assert names_in(tmp_path) == kept
 
 
 @pytest.mark.parametrize(
@@ -270,49 +289,17 @@ def test_scores_of_another_task_are_not_compared_with_those_after_it(
 def test_losses_of_other_evaluation_rows_are_not_compared_and_are_no_reason_to_refuse(
     tmp_path: Path, before: dict[str, str], kept: list[str]
 ) -> None:
-    """Easier rows, or the training loss where there were none, would keep a checkpoint for ever."""
+    """Easier rows would keep a checkpoint for ever."""
     config = CONFIG.model_copy(update={"keep_best": 1})
     train_scored(tmp_path, config, before, "eval_loss", {1: 0.1, 2: 0.1, 3: 0.2, 4: 0.2})
     train_scored(tmp_path, config, {"eval_samples": "these"}, "eval_loss", {5: 3.0, 6: 3.0, 7: 4.0, 8: 4.0})
-    assert [path.name for path in list_checkpoints(tmp_path)] == kept
+    assert names_in(tmp_path) == kept
 
 
-def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have_one(tmp_path: Path) -> None:
-    """The training loss of packed rows is mostly below that of held-out ones, and would always win."""
-    backend = SlowDiskBackend()
-    backend.may_write.set()
-    evaluated = {4: {"eval_loss": 30.0}, 8: {"eval_loss": 40.0}}
-
-    async def loop() -> None:
-        config = CONFIG.model_copy(update={"keep_best": 1})
-        async with RunCheckpoints(
-            backend.as_backend, tmp_path, config, settings={}, scored_by="eval_loss"
-        ) as checkpoints:
-            for step in range(1, config.num_steps + 1):
-                await checkpoints.after_step(step, {"loss": 1.0, **evaluated.get(step, {})})
-
-    asyncio.run(loop())
-    assert {path.name: load_manifest(path).score for path in list_checkpoints(tmp_path)} == {
-        "step_000004": -30.0,
-        "step_000008": -40.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("window", "scored_by", "score"),
-    [
-        ([{"reward": 0.5, "loss": 9.0}, {"loss": 1.0}, {"reward": 1.0}], "reward", 0.75),
-        ([{"reward": 0.5, "reward_unfiltered": 0.25}], "reward_unfiltered", 0.25),
-        ([{"loss": 2.0}], "reward", None),
-        ([{"loss": 2.0}, {"loss": 4.0}], "loss", -3.0),
-        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}], "eval_loss", -1.0),
-        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 9.0}], "eval_loss", None),  # the loss of other weights
-        ([{"loss": 2.0}], "eval_loss", None),
-        ([], "loss", None),
-    ],
-)
-def test_a_score_is_higher_for_a_better_policy(window: list[Metrics], scored_by: ScoredBy, score: float | None) -> None:
-    assert score_steps(window, scored_by) == score
+def test_without_evaluation_rows_no_checkpoint_is_the_best(base_model: ModelConfig, tmp_path: Path) -> None:
+    """The loss of one batch says nothing of the loss on another."""
+    with pytest.raises(ConfigError, match="keep_best 1 compares checkpoints by eval_loss: give eval_samples"):
+        train(base_model, tmp_path, keep_best=1)
 
 
 def reward_nothing(sample: Sample) -> float:
@@ -448,8 +435,10 @@ def test_a_checkpoint_of_an_earlier_version_that_names_no_data_goes_on(base_mode
 
 
 def test_what_decides_only_about_checkpoints_may_change(base_model: ModelConfig, tmp_path: Path) -> None:
-    train(base_model, tmp_path, num_steps=2)
-    history = train(base_model, tmp_path, checkpoint_every=3, keep_checkpoints=7, keep_best=2, log_every=5)
+    rows = SAMPLES[:2]
+    train(base_model, tmp_path, eval_samples=rows, num_steps=2)
+    kept: dict[str, Any] = {"checkpoint_every": 3, "keep_checkpoints": 7, "keep_best": 2}
+    history = train(base_model, tmp_path, eval_samples=rows, log_every=5, **kept)
     assert len(history) == 2
     assert [event["step"] for event in events_of(tmp_path, "checkpoint")] == [2, 3, 4]
 
@@ -469,7 +458,6 @@ def test_a_finished_run_of_a_constant_schedule_is_extended_bit_for_bit(base_mode
     assert without_times([*first, *second]) == without_times(straight)
     ends = [verify_checkpoint(tmp_path / name / "checkpoints" / "step_000006") for name in ("straight", "extended")]
     assert ends[0].files == ends[1].files
-    assert ends[0].score == ends[1].score
     assert events_of(tmp_path / "extended", "extended")[0]["exact"] is True
 
 
@@ -485,26 +473,13 @@ def test_extending_another_schedule_is_told_to_be_inexact(
     assert [metrics["lr"] for metrics in history] == pytest.approx([0.005, 0.0025, 0.0])  # steps 3 to 5 of 5
 
 
-def test_where_sft_evaluates_its_checkpoints_are_scored_by_that_alone(base_model: ModelConfig, tmp_path: Path) -> None:
-    config = TRAINING.model_copy(update={"checkpoint_every": 2, "eval_every": 4})
-    backend = create_pytorch_backend(
-        base_model, config.optim, create_cross_entropy_loss(), num_steps=config.num_steps, device="cpu"
-    )
-    history = asyncio.run(run_sft_training(backend, SAMPLES, config, checkpoint_dir=tmp_path, eval_samples=SAMPLES[:2]))
-    scores = [load_manifest(path).score for path in list_checkpoints(tmp_path)]
-    assert scores == [None, -history[-1]["eval_loss"]]
-
-
 def test_a_checkpoint_does_not_have_the_evaluation_loss_of_an_earlier_step(
     base_model: ModelConfig, tmp_path: Path
 ) -> None:
-    config = TRAINING.model_copy(
-        update={"num_steps": 12, "checkpoint_every": 3, "eval_every": 4, "keep_checkpoints": 1, "keep_best": 1}
-    )
-    backend = create_pytorch_backend(base_model, config.optim, create_cross_entropy_loss(), num_steps=12, device="cpu")
-    history = asyncio.run(run_sft_training(backend, SAMPLES, config, checkpoint_dir=tmp_path, eval_samples=SAMPLES[:2]))
-    scores = {path.name: load_manifest(path).score for path in list_checkpoints(tmp_path)}
-    assert scores == {"step_000012": -history[-1]["eval_loss"]}  # those of steps 3, 6 and 9 were not evaluated
+    changes: dict[str, Any] = {"num_steps": 12, "checkpoint_every": 3, "eval_every": 4, "keep_checkpoints": 1}
+    train(base_model, tmp_path, eval_samples=SAMPLES[:2], keep_best=1, **changes)
+    # only the last one was evaluated: those of steps 3, 6 and 9 have no score
+    assert names_in(tmp_path / "checkpoints") == ["step_000012"]
 
 
 def test_a_training_goes_on_with_other_evaluation_rows_and_says_so(base_model: ModelConfig, tmp_path: Path) -> None:

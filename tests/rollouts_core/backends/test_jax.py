@@ -276,9 +276,9 @@ def test_a_checkpoint_loads_as_a_hugging_face_model_with_the_same_logprobs(
 ) -> None:
     backend = create(models[name])
     take_steps(backend, range(2))
-    asyncio.run(backend.save_checkpoint(tmp_path / "step_000002", {"step": 2, "score": -0.5}).result())
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000002", {"step": 2}).result())
     manifest = verify_checkpoint(tmp_path / "step_000002")
-    assert (manifest.step, manifest.score) == (2, -0.5)
+    assert manifest.step == 2
     assert {"config.json", "model.safetensors", "tokenizer.json", "trainer/state.json"} <= manifest.files.keys()
     model = load_hf_model(ModelConfig(path=str(tmp_path / "step_000002")))
     assert_equal_tensors({name: p.detach() for name, p in model.named_parameters()}, copy_weights(backend))

@@ -311,12 +311,9 @@ def test_a_trained_value_head_is_in_the_checkpoint(base_model: ModelConfig, tmp_
     AutoModelForCausalLM.from_pretrained(tmp_path / "step_000001")
 
 
-def test_score_and_settings_are_in_the_manifest(base_model: ModelConfig, tmp_path: Path) -> None:
-    save(
-        create_backend(base_model), tmp_path / "step_000001", {"step": 1, "score": -0.5, "settings": {"batch_size": 4}}
-    )
-    manifest = load_manifest(tmp_path / "step_000001")
-    assert (manifest.score, manifest.settings) == (-0.5, {"batch_size": 4})
+def test_settings_are_in_the_manifest(base_model: ModelConfig, tmp_path: Path) -> None:
+    save(create_backend(base_model), tmp_path / "step_000001", {"step": 1, "settings": {"batch_size": 4}})
+    assert load_manifest(tmp_path / "step_000001").settings == {"batch_size": 4}
 
 
 def test_the_schedule_of_a_longer_training_goes_on_at_the_saved_step(base_model: ModelConfig, tmp_path: Path) -> None:

@@ -212,7 +212,22 @@ def test_the_best_are_kept_only_if_each_checkpoint_is_evaluated(
     else:
         parse(settings)
     parse({**settings, "training": {"sft": {**sft, "keep_best": 0}}})
-    parse({**MINIMAL, "training": {"sft": sft}})  # without evaluation rows the training loss decides
+    with pytest.raises(ConfigError, match=r"their loss on data\.sft_eval, which is not set: set data\.sft_eval; or"):
+        parse({**MINIMAL, "training": {"sft": {**sft, "eval_every": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "found"),
+    [
+        ({"max_staleness": 2}, r"rollout\.max_staleness 2"),
+        ({"max_partial_staleness": 1, "over_sampling_factor": 2.0}, r"rollout\.max_partial_staleness 1"),
+    ],
+)
+def test_the_best_of_rl_are_kept_only_if_each_checkpoint_samples_alone(rollout: dict[str, Any], found: str) -> None:
+    settings = {**MINIMAL, "rollout": rollout, "training": {"rl": {"keep_best": 1}}}
+    with pytest.raises(ConfigError, match=rf"training\.rl\.keep_best 1 .* with {found} other weights sample too: set"):
+        parse(settings)
+    parse({**settings, "training": {"rl": {"keep_best": 0}}})
 
 
 def test_completions_without_another_to_compare_with_are_refused() -> None:

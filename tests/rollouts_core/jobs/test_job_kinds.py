@@ -431,7 +431,6 @@ def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
     ends = [tmp_path / name / "checkpoints/step_000006" for name in ("straight", "second")]
     assert load_manifest(ends[0]).files == load_manifest(ends[1]).files
     assert [entry["name"] for entry in result["checkpoints"]] == ["step_000004", "step_000006"]
-    assert all(entry["score"] < 0 for entry in result["checkpoints"])  # minus a loss
 
 
 def test_sft_leaves_rows_as_it_sees_them_and_says_on_which_machine(
@@ -474,15 +473,16 @@ def test_settings_of_the_policy_reach_the_training(base: InputModel, quickstart_
     assert changed == {name for name in before if name.endswith("q_proj.weight")}
 
 
-def test_the_loss_of_evaluation_demonstrations_is_logged_and_scores_checkpoints(
+def test_the_loss_of_evaluation_demonstrations_is_logged_and_decides_which_checkpoints_stay(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:
-    job = sft_job(base, quickstart_dir, eval_every=2).model_copy(update={"eval_data": rows(quickstart_dir, "sft")})
-    result = do(job, tmp_path / "run")
+    kept = {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_best": 1}
+    job = sft_job(base, quickstart_dir, eval_every=1, **kept)
+    result = do(job.model_copy(update={"eval_data": rows(quickstart_dir, "sft")}), tmp_path / "run")
     metrics = read_metrics(tmp_path / "run/metrics.jsonl")
     losses = {row["step"]: row["eval_loss"] for row in metrics if row.get("eval_loss")}
-    assert list(losses) == [2, 4]
-    assert [entry["score"] for entry in result["checkpoints"]] == [-losses[2], -losses[4]]
+    assert list(losses) == [1, 2, 3, 4]
+    assert [entry["step"] for entry in result["checkpoints"]] == sorted({min(losses, key=losses.__getitem__), 4})
 
 
 @pytest.mark.slow

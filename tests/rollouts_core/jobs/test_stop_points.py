@@ -63,6 +63,7 @@ SFT_TRAINING = SFTTrainingConfig(
     max_length=64,
     log_every=1,
     checkpoint_every=20,
+    eval_every=20,
     keep_checkpoints=2,
     keep_best=1,
     optim=OptimConfig(lr=1e-3, num_warmup_steps=5),
@@ -137,7 +138,8 @@ def stop_or_kill_often(directory: Path, *, seed: int, max_steps: int) -> None:
 def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:
     path = quickstart_dir / "sft.jsonl"
     data = InputDataset(path=str(path), digest=digest_path(path))
-    return SFTJob(model=base, data=(data,), training=SFT_TRAINING.model_copy(update=training), deployment=ONE_THREAD)
+    changed = SFT_TRAINING.model_copy(update=training)
+    return SFTJob(model=base, data=(data,), eval_data=input_file(path), training=changed, deployment=ONE_THREAD)
 
 
 @pytest.fixture(scope="module")
