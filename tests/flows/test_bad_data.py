@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from rollouts.flows.cli import app
 from rollouts.flows.form import load_pipeline
 from rollouts_core.checkpoint import new_checkpoint
+from rollouts_core.checks import validate
 from rollouts_core.run_checkpoints import describe_settings
 from rollouts_core.stages.planning import base_model, sft_job
 from tests.flows.refusals import (
@@ -376,9 +378,28 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(folder: Path) ->
         assert [line.startswith(words) for line, words in zip(said, checked, strict=True)] == [True] * len(checked)
 
 
-def test_a_module_beside_the_configuration_is_imported_and_tried_although_rows_do_not_fit(folder: Path) -> None:
-    name = f"own_{folder.parent.name}"
-    (folder / f"{name}.py").write_text("def f(sample):\n    raise ValueError('tried')\n")
+@pytest.mark.parametrize("is_beside", [True, False], ids=["the configuration's folder", "the current folder"])
+def test_a_module_beside_the_configuration_or_the_user_is_tried_before_the_rows_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
+) -> None:
+    here = folder.parent / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    name, tried = f"own_{folder.parent.name}_{'beside' if is_beside else 'here'}", folder / "tried"
+    own = f"import pathlib\n\ndef f(sample):\n    pathlib.Path({str(tried)!r}).touch()\n    raise ValueError('tried')\n"
+    ((folder if is_beside else here) / f"{name}.py").write_text(own)
     write_rows(folder / "sft.jsonl", [GOOD_ROW, {"no": "row"}])
+    for read in ("check_demonstrations", "_load_checked_prompts"):
+        monkeypatch.setattr(validate, read, after(tried, getattr(validate, read)))
     said = refusal(write_config(folder, rollout__reward_fn=f"{name}:f", rollout__environment="")).splitlines()
     assert "data.sft: " in said[0] and "tried" in said[1]  # the order of the file
+
+
+def after(marker: Path, read: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which must not be called before a file is there."""
+
+    def read_later(*arguments: Any, **options: Any) -> Any:
+        assert marker.exists(), "all rows are read before the reward is tried"
+        return read(*arguments, **options)
+
+    return read_later

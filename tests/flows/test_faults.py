@@ -25,6 +25,7 @@ from tests.kit.runs import (
     LONG,
     NUM_STEPS,
     assert_goes_on,
+    assert_last_step_is_saved,
     assert_nothing_is_left,
     assert_resumed,
     digests_of,
@@ -195,7 +196,7 @@ def test_cancel_in_prefect_ends_a_run_of_a_terminal_as_ctrl_c_does(rollouts: Rol
             wait_until((sft / ".job/cancel-1").exists, what=f"the cancel request of {sft}")
         assert process.wait(60) == 130, rollouts.said()
         assert ask(address, "GET", f"/flow_runs/{run_id}")["state_type"] == "CANCELLED"
-    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+    assert_last_step_is_saved(sft)
     assert_nothing_is_left(rollouts)
 
 

@@ -29,16 +29,17 @@ from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.kit.commands import Rollouts, pids_of
-from tests.kit.runs import events_of, paused, program_of
+from tests.kit.runs import assert_last_step_is_saved, events_of, paused, program_of
 from tests.kit.serving import logs_of, set_state, state_of, trigger, up, wait_for_state
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LONG = {"mode": "sft", "training__sft__num_steps": 100_000, "training__sft__checkpoint_every": 10}
+SFT = {"mode": "sft", "training__sft__checkpoint_every": 10, "training__sft__log_every": 1}
+LONG = SFT | {"training__sft__num_steps": 100_000}
 OF_RENTING = ("query", "max_usd")
-SHORT = {"mode": "sft", "training__sft__num_steps": 20, "training__sft__checkpoint_every": 10}
+SHORT = SFT | {"training__sft__num_steps": 20}
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130, rollouts.said()
     assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
-    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+    assert_last_step_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
 
 
 @pytest.mark.matrix
@@ -199,7 +200,7 @@ def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_mach
         change_rental(ledger, rental, expires_at=time.time() + 15)
     assert process.wait(120) == 2, rollouts.said()
     assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
-    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+    assert_last_step_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
     last_line = rollouts.said().strip().splitlines()[-1]
     assert last_line.startswith(f"rollouts: the work on {rental.name} was ended, because its hours (node.max_hours)")
 
@@ -227,7 +228,7 @@ def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_with_t
     code, said = rollouts.run("cancel", "small")
     assert code == 0, said
     assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
-    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=said)
+    assert_last_step_is_here(rollouts, tmp_path / "machine", said=said)
     code, said = rollouts.run("cancel", lease.run_id)
     assert code == 2 and "is Cancelled and holds no jobs or machines" in said
     assert len(fake.machines) == 1, "nothing is rented for this"
@@ -249,6 +250,12 @@ def assert_last_checkpoint_is_here(rollouts: Rollouts, machine: Path, *, said: s
     assert list_checkpoints(here)[-1].name == last.name
     verify_checkpoint(here / last.name)
     assert f"{last.name} is the last checkpoint in {here.parent}" in said
+
+
+def assert_last_step_is_here(rollouts: Rollouts, machine: Path, *, said: str) -> None:
+    assert_last_checkpoint_is_here(rollouts, machine, said=said)
+    [there] = machine.glob("stages/sft-*")
+    assert_last_step_is_saved(there)
 
 
 def kill_the_job(machine: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
-from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.metrics import read_json_lines, read_metrics
 from tests.kit.commands import Rollouts, processes_of
 from tests.kit.waiting import wait_until
@@ -134,6 +134,14 @@ def assert_resumed(directory: Path, *, attempt: int) -> None:
     saved = [event["step"] for event in events_of(directory, "checkpoint") if event["attempt"] < attempt]
     assert (resumed["attempt"], resumed["step"]) == (attempt, saved[-1])
     assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
+
+
+def assert_last_step_is_saved(directory: Path) -> None:
+    """The job was stopped, and saved the last step that it did: not the last one at which a checkpoint was due."""
+    ended = json.loads((directory / exits_of(directory)[-1]).read_text())
+    last = read_metrics(directory / "metrics.jsonl")[-1]["step"]
+    assert ended["cancelled"] and ended["saved_step"] == last > 0
+    assert verify_checkpoint(list_checkpoints(directory / "checkpoints")[-1]).step == last
 
 
 def assert_nothing_is_left(rollouts: Rollouts) -> None:
