@@ -58,6 +58,7 @@ def test_a_served_run_that_is_called_ended_ends_and_keeps_that_state(
         assert ask(address, "GET", f"/flow_runs/{run_id}")["state"]["message"] == "said by hand"
 
 
+@pytest.mark.matrix
 def test_a_run_of_a_terminal_that_is_called_failed_ends(rollouts: Rollouts, tmp_path: Path) -> None:
     process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS), "sft")
     run_id = run_that_holds(rollouts)

@@ -35,6 +35,7 @@ def num_scorings(rollouts: Rollouts) -> int:
     return len(list(rollouts.store.glob("stages/evaluate-*/exit-*.json")))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     served: Rollouts,

@@ -232,6 +232,7 @@ def test_a_decision_that_waits_is_told_with_the_link_of_its_page(
     assert rollouts.run("notify", "team", "--remove")[0] == 0
 
 
+@pytest.mark.matrix
 def test_a_promotion_and_a_rollback_by_hand_are_told(
     rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_promotion_and_a_rollback_by_hand_are_told(
     assert rollouts.run("notify", "team", "--remove")[0] == 0
 
 
+@pytest.mark.matrix
 def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer) -> None:
     program = (
         "import sys; from prefect.blocks.notifications import MattermostWebhook as Block;"
@@ -279,6 +281,7 @@ def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, we
     assert "night" in [each["name"] for each in blocks], "it is not ours to delete"
 
 
+@pytest.mark.matrix
 def test_an_address_of_another_kind_takes_the_place_of_the_old_one(
     rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

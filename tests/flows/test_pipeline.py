@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from rollouts.flows.own_server.lend import local_server
+from rollouts.flows.prefect_api import ask
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.kit.commands import Rollouts
 from tests.kit.small_pipeline import small_settings, write_small_pipeline
@@ -44,6 +46,7 @@ def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stag
     assert len(list((rollouts.store / "stages").glob("*/exit-1.json"))) == 6  # five stages and the engine, once each
 
 
+@pytest.mark.matrix
 def test_stages_of_earlier_code_are_reused_whatever_prefect_remembers_their_record_by(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:
@@ -99,6 +102,10 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
     assert what_next.endswith("evaluation.max_p_value = 1.")
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()
+    with local_server(rollouts.store) as address:
+        [told] = ask(address, "POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "small-"}}})
+    assert (told["state_type"], told["state_name"]) == ("FAILED", "NoImprovement")
+    assert told["state"]["message"].startswith("RL did not improve"), told["state"]
 
     # What Retry, or the same command, would do: take the finished stages, and come to the same end.
     code, output = rollouts.run("run", str(config))

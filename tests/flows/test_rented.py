@@ -113,6 +113,7 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     assert len(fake.machines) == 1
 
 
+@pytest.mark.matrix
 def test_a_rented_machine_whose_gpus_torch_cannot_use_is_given_back_before_anything_is_trained(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_each_line_of_a_pipe_is_answered(story_dir: Path) -> None:
     assert "/what is not a command" in said.stderr and "started a new conversation" in said.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_models_answer_the_same(story_dir: Path, tmp_path: Path) -> None:
     other = write_scripted_model(tmp_path / "other", [*THOUGHTS, " it is."])

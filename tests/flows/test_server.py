@@ -162,6 +162,7 @@ def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_server_starts_where_assertions_are_left_out(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
@@ -250,6 +251,7 @@ def test_what_a_server_said_before_it_ended_is_there_when_another_one_has_taken_
             assert "the disk burns" not in (store / "prefect/server.log").read_text()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -445,6 +447,7 @@ def test_a_fastapi_that_is_too_new_is_named_as_the_reason(tmp_path: Path, monkey
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_full_disk_of_temporary_files_is_not_taken_for_that_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

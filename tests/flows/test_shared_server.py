@@ -364,6 +364,7 @@ def test_a_retraining_keeps_its_schedule_and_runs_one_at_a_time(
     assert found["entrypoint"] == "rollouts.flows.retrain.retrain_model"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_prefect_accepts_schedules_and_limits_as_they_are_written(server: SharedServer, tmp_path: Path) -> None:
     schedules = {

@@ -56,6 +56,7 @@ def test_ctrl_c_saves_the_last_step_and_the_next_run_goes_on_there(
     )
 
 
+@pytest.mark.matrix
 def test_a_second_ctrl_c_stops_the_waiting_and_the_step_is_saved_all_the_same(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:
