@@ -1,7 +1,10 @@
-"""Describe the plan of a run before it begins: its stages in order, and which of them are reused from earlier runs.
+"""Describe the plan of a run before it begins: its stages in order, which of them are reused from earlier runs, and how
+long the others take if they are as fast as in the last run of the configuration.
 
     plan: 1 of 5, sft: reused from sft-1f0c9a7d5b3e2468, finished before by run small-5793d50a
     plan: 3 of 5, rl: 40 steps, trains all weights, on this machine; unlike rl-...: training.rl.num_steps was 20, is 40
+    plan: 4 of 5, select-rl: score the checkpoints of a training ..., on this machine; about 50 s, as in small-5793d50a
+    plan: about 14 min in all
     plan: GPU 0, trainer: about 24.6 of 79.6 GiB
     plan: GPU 1 to 3, 3 engines: about 5.1 of 79.6 GiB on each
 
@@ -10,9 +13,11 @@ Not here: planning a stage (tasks/stage_order.py), checking that its files are i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from rollouts.flows.form import Pipeline
 from rollouts.infra.gpu_state import GpuState
@@ -21,6 +26,7 @@ from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, no_machine
 from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.stage_order import run_stages
+from rollouts.tasks.store_paths import RUN_FILE
 from rollouts_core.checkpoint import newest_step
 from rollouts_core.checks.needed_part import GIB
 from rollouts_core.checks.placement_plan import placed_work
@@ -34,6 +40,24 @@ from rollouts_core.stages import STAGES, kind_of, stages_of
 
 MIN_TIMED_STEPS = 2
 """Minimum number of logged steps to estimate the duration of a training."""
+MAX_RUNS_READ = 20
+"""Number of newest runs whose stages give estimates."""
+
+
+class TimedStage(NamedTuple):
+    """The time that a stage took in an earlier run."""
+
+    run: str
+    seconds: float
+    num_steps: int | None
+    """Number of steps of a training; None for other stages."""
+
+
+class Estimate(NamedTuple):
+    """The expected time of a stage."""
+
+    seconds: float
+    reason: str
 
 
 class _UnfinishedError(Exception):
@@ -50,15 +74,22 @@ def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequenc
     """
     names = [name for name, _ in stages_of(config.mode)]
     planned = {stage.name: stage for stage in _plan_stages(pipeline, config, store)}
+    timed = read_stage_times(store, pipeline.run.name)
+    unfinished = [stage for stage in planned.values() if not _is_finished(stage)]
+    left = [name for name in names if name not in planned or planned[name] in unfinished]
+    estimates = {name: _estimate(name, config, timed.get(name), planned.get(name)) for name in left}
     lines: list[str] = []
     for number, name in enumerate(names, start=1):
+        estimate = estimates.get(name)
         told = (
-            _describe_stage(planned[name], pipeline, config, store)
+            _describe_stage(planned[name], pipeline, config, store, estimate)
             if name in planned
-            else _describe_work(name, config, pipeline.node)
+            else _with_estimate(_describe_work(name, config, pipeline.node), estimate)
         )
         lines.append(f"plan: {number} of {len(names)}, {name}: {told}")
-    unfinished = [stage for stage in planned.values() if not _is_finished(stage)]
+    if len(estimates) > 1 and all(estimates.values()):
+        total = sum(estimate.seconds for estimate in estimates.values() if estimate)
+        lines.append(f"plan: about {_duration(total)} in all")
     lines += _describe_gpus(config, gpus)
     return [*lines, *(warning for stage in unfinished for warning in _warn_of_finished(stage))]
 
@@ -101,7 +132,7 @@ def _is_finished(stage: Stage) -> bool:
     return RunDirectory(Path(stage.run_dir)).result.is_file()
 
 
-def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Path) -> str:
+def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Path, estimate: Estimate | None) -> str:
     """Describe whether a stage is reused, resumed or run, and why."""
     directory = RunDirectory(Path(stage.run_dir))
     if _is_finished(stage):
@@ -115,8 +146,11 @@ def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Pat
     if step := newest_step(directory.checkpoints):
         return f"{work}; resumes from step {step} of {directory.root.name}"
     why = "requested by run.fresh" if stage.name in pipeline.run.fresh else describe_difference(stage)
-    took = _estimate(stage) if stage.trains else ""
-    return "; ".join(filter(None, (work, took, why)))
+    return "; ".join(filter(None, (_with_estimate(work, estimate), why)))
+
+
+def _with_estimate(work: str, estimate: Estimate | None) -> str:
+    return f"{work}; about {_duration(estimate.seconds)} {estimate.reason}" if estimate else work
 
 
 def _describe_work(name: str, config: Config, node: NodeSettings) -> str:
@@ -138,16 +172,49 @@ def _describe_place(node: NodeSettings) -> str:
     return str(getattr(node, "host", "") or getattr(node, "instance", ""))
 
 
-def _estimate(stage: Stage) -> str:
-    """Estimate the duration of a training from a finished training with fewer steps ("" without such a training)."""
+def read_stage_times(store: Path, run_name: str) -> dict[str, TimedStage]:
+    """The time that each stage took when a run of this name ran it last, by the name of the stage."""
+    files = sorted(store.glob(f"runs/*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    found: dict[str, TimedStage] = {}
+    for path in files[:MAX_RUNS_READ]:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # written by another version, or damaged
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["run_name"] != run_name:
+                continue
+            trainings = Config.model_validate(record["config"]).trainings
+            for entry in record["stages"]:
+                name, seconds = entry["stage"], float(entry["seconds"])
+                if entry["how"] == "ran" and not entry["finished_early"]:
+                    num_steps = trainings[name].num_steps if name in trainings else None
+                    found.setdefault(name, TimedStage(path.parent.name, seconds, num_steps))
+    return found
+
+
+def _estimate(name: str, config: Config, timed: TimedStage | None, stage: Stage | None) -> Estimate | None:
+    """Estimate the time of a stage from a finished training with fewer steps, or from the last run of the
+    configuration. None if neither exists, or if the stage has a checkpoint to resume from."""
+    if stage is not None and newest_step(RunDirectory(Path(stage.run_dir)).checkpoints):
+        return None
+    if stage is not None and stage.trains and (estimate := _estimate_by_shorter(stage)):
+        return estimate
+    if timed is None:
+        return None
+    if name not in config.trainings or not timed.num_steps:
+        return Estimate(timed.seconds, f"as in {timed.run}")
+    seconds = timed.seconds / timed.num_steps * config.trainings[name].num_steps
+    return Estimate(seconds, f"at the pace of {timed.run}")
+
+
+def _estimate_by_shorter(stage: Stage) -> Estimate | None:
+    """Estimate the time of a training from a finished training with the same settings and fewer steps."""
     shorter = find_shorter(stage)
     if not shorter:
-        return ""
+        return None
     lines = read_metrics(RunDirectory(Path(stage.run_dir).parent / shorter).metrics)
     if len(lines) < MIN_TIMED_STEPS or lines[-1]["step"] <= lines[0]["step"]:
-        return ""
+        return None
     pace = (lines[-1]["time"] - lines[0]["time"]) / (lines[-1]["step"] - lines[0]["step"])
-    return f"about {_duration(pace * stage.num_steps)} at the pace of {shorter}"
+    return Estimate(pace * stage.num_steps, f"at the pace of {shorter}")
 
 
 def _duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ Without it a run could train for days what is finished, and a raised num_steps b
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,43 @@ def test_the_time_of_one_logged_step_is_no_pace(config_path: Path, finished: tup
         metrics.log({"loss": 0.5}, 40)
     lines, _ = plan(load_pipeline(config_path, ["training.sft.num_steps=80"]), store)
     assert "at the pace of" not in lines[0]
+
+
+def write_run(store: Path, pipeline: Pipeline, name: str, seconds: dict[str, float], **changes: Any) -> None:
+    """The record of a run that ran these stages."""
+    folder = store / "runs" / name
+    folder.mkdir(parents=True)
+    stages = [
+        {"stage": stage, "how": "ran" if took else "reused", "seconds": took, "finished_early": None}
+        for stage, took in seconds.items()
+    ]
+    record = {"run_name": "small", "config": pipeline.config.model_dump(mode="json"), "stages": stages, **changes}
+    (folder / "run.json").write_text(json.dumps(record))
+
+
+def test_stages_are_estimated_by_the_last_run_of_the_configuration(config_path: Path, tmp_path: Path) -> None:
+    pipeline = load_pipeline(config_path)
+    times = {"sft": 100.0, "select-sft": 30.0, "rl": 200.0, "select-rl": 40.0, "evaluate": 50.0}
+    write_run(tmp_path, pipeline, "small-1", times)
+    write_run(tmp_path, pipeline, "other-2", dict.fromkeys(times, 9000.0), run_name="other")
+    write_run(tmp_path, pipeline, "small-3", {**times, "sft": 0.0, "rl": 60.0})
+    (tmp_path / "runs" / "small-4").mkdir()
+    (tmp_path / "runs" / "small-4" / "run.json").write_text('{"run_name": "small"}')
+    for number, name in enumerate(("small-1", "small-3", "other-2", "small-4")):  # whatever the disk's clock resolves
+        os.utime(tmp_path / "runs" / name / "run.json", (number, number))
+    lines, _ = plan(load_pipeline(config_path, ["training.sft.num_steps=80", "training.rl.num_steps=8"]), tmp_path)
+    assert [line.partition("on this machine")[2] for line in lines[:5]] == [
+        "; about 3 min at the pace of small-1",
+        "; about 30 s as in small-3",
+        "; about 2 min at the pace of small-3",
+        "; about 40 s as in small-3",
+        "; about 50 s as in small-3",
+    ]
+    assert lines[5] == "plan: about 7 min in all"
+
+
+def test_without_a_time_for_each_stage_there_is_no_total(config_path: Path, tmp_path: Path) -> None:
+    pipeline = load_pipeline(config_path)
+    write_run(tmp_path, pipeline, "small-1", {"sft": 100.0})
+    lines, _ = plan(pipeline, tmp_path)
+    assert lines[0].endswith("; about 100 s at the pace of small-1") and len(lines) == 5
