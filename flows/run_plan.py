@@ -24,6 +24,7 @@ from rollouts.infra.gpu_state import GpuState
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, no_machine
 from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
+from rollouts.tasks.progress import format_roughly
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.stage_order import run_stages
 from rollouts.tasks.store_paths import RUN_FILE
@@ -89,7 +90,7 @@ def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequenc
         lines.append(f"plan: {number} of {len(names)}, {name}: {told}")
     if len(estimates) > 1 and all(estimates.values()):
         total = sum(estimate.seconds for estimate in estimates.values() if estimate)
-        lines.append(f"plan: about {_duration(total)} in all")
+        lines.append(f"plan: about {format_roughly(total)} in all")
     lines += _describe_gpus(config, gpus)
     return [*lines, *(warning for stage in unfinished for warning in _warn_of_finished(stage))]
 
@@ -150,7 +151,7 @@ def _describe_stage(stage: Stage, pipeline: Pipeline, config: Config, store: Pat
 
 
 def _with_estimate(work: str, estimate: Estimate | None) -> str:
-    return f"{work}; about {_duration(estimate.seconds)} {estimate.reason}" if estimate else work
+    return f"{work}; about {format_roughly(estimate.seconds)} {estimate.reason}" if estimate else work
 
 
 def _describe_work(name: str, config: Config, node: NodeSettings) -> str:
@@ -215,11 +216,6 @@ def _estimate_by_shorter(stage: Stage) -> Estimate | None:
         return None
     pace = (lines[-1]["time"] - lines[0]["time"]) / (lines[-1]["step"] - lines[0]["step"])
     return Estimate(pace * stage.num_steps, f"at the pace of {shorter}")
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def _warn_of_finished(stage: Stage) -> Iterator[Caution]:

@@ -12,13 +12,16 @@ from typing import Any, Self
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from rollouts.infra.foreign_text import shown_lines
 from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0
 """At least this many seconds pass between two progress lines in Prefect and on an output without a bar."""
+PACE_PERIOD_S = 3600.0
+"""The time left is estimated from the steps of this last period. rich's 30 s have no two steps of a slow training."""
 
 SHOWN_METRICS = {
     "loss": "loss {:z.3f}",
@@ -26,6 +29,23 @@ SHOWN_METRICS = {
     "response_tokens": "{:.0f} tokens",
     "tokens_per_s": "{:,.0f} tokens/s",
 }
+
+
+def format_roughly(seconds: float) -> str:
+    """An estimated duration: 50 s, 11 min, 2.5 h."""
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+class TimesColumn(ProgressColumn):
+    """The elapsed time and the time left, in words that cannot be mistaken for each other."""
+
+    max_refresh = 1.0  # seconds: the numbers change once per second
+
+    def render(self, task: Task) -> Text:
+        elapsed, left = int(task.elapsed or 0), task.time_remaining
+        about = f", about {format_roughly(left)} left" if left and not task.finished else ""
+        return Text(f"{elapsed // 60}:{elapsed % 60:02d}{about}")
 
 
 class StageProgress:
@@ -45,11 +65,10 @@ class StageProgress:
             TextColumn("{task.description:<14}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimesColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
+            speed_estimate_period=PACE_PERIOD_S,
             disable=not self.console.is_terminal or num_steps == 0,
         )
         self._row = self._bar.add_task(stage, total=num_steps, numbers="")

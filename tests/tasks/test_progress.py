@@ -10,8 +10,9 @@ import os
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
-from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.progress import PACE_PERIOD_S, StageProgress, TimesColumn
 
 
 def lines_of(*steps: int, num_steps: int, is_terminal: bool = False) -> list[str]:
@@ -51,6 +52,29 @@ def test_a_terminal_gets_a_bar_instead_of_lines() -> None:
     assert "\x1b[" in text
     assert "40/40" in text
     assert "step 40 of 40" not in text
+
+
+def test_the_time_left_cannot_be_mistaken_for_the_time_that_has_passed() -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    with Progress(
+        TimesColumn(),
+        console=console,
+        auto_refresh=False,
+        get_time=lambda: now[0],
+        speed_estimate_period=PACE_PERIOD_S,
+    ) as progress:
+        row = progress.add_task("sft", total=200)
+        [task] = progress.tasks
+        assert TimesColumn().render(task).plain == "0:00"
+        for step in (1, 2, 3):
+            now[0] = 49.0 * step
+            progress.update(row, completed=step)
+        assert TimesColumn().render(task).plain == "2:27, about 2.7 h left"
+        progress.update(row, completed=190)
+        assert TimesColumn().render(task).plain.startswith("2:27, about ")
+        progress.update(row, completed=200)
+        assert TimesColumn().render(task).plain == "2:27"
 
 
 def test_brackets_in_a_message_are_printed_as_they_are() -> None:
