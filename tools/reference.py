@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -356,15 +357,25 @@ def docstring_of(value: object) -> str:
 
 
 def errors_page() -> str:
-    """The sentences of every error that a user can mend, by package and module."""
+    """The classes of errors with their meanings, and the sentences of each error by package and module."""
     head = """
         # Errors
 
-        The errors that name a next step, as the code words them. A word in ‹› stands for the value found. `ConfigError`
-        and `InputError` are mistakes in settings, data or files. A `PermanentInfraError` stays until something about a
-        machine is changed. A `TransientInfraError` may pass, so the stage is retried first.
+        The errors of runs and commands, as the code words them. A word in ‹› stands for the value found. A
+        `TransientInfraError` may pass by itself, so a run retries the stage first.
+
+        ## Classes
+
+        A class inherits the meaning of the class in its second column.
+
+        | error | kind of | meaning |
+        |---|---|---|
     """
-    parts = [textwrap.dedent(head).strip()]
+    rows = [
+        f"| `{kind.name}` | `{ast.unparse(kind.bases[0])}` | {in_cell(meaning_of(kind))} |"
+        for kind in error_classes().values()
+    ]
+    parts = ["\n".join([textwrap.dedent(head).strip(), *rows])]
     for package in PACKAGES:
         parts.append(f"## {package}")
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -375,7 +386,20 @@ def errors_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-USER_ERRORS = ("ConfigError", "InputError", "PermanentInfraError", "TransientInfraError")
+ERROR_FILES = ("rollouts_core/errors.py", "infra/errors.py")
+
+
+@cache
+def error_classes() -> dict[str, ast.ClassDef]:
+    """The classes of errors that end a command or a stage, by name."""
+    trees = [ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in ERROR_FILES]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {node.name: node for node in classes if node.name.endswith("Error")}
+
+
+def meaning_of(kind: ast.ClassDef) -> str:
+    """The docstring of a class without its section of arguments."""
+    return (ast.get_docstring(kind) or "").partition("\n\nArgs:")[0]
 
 
 RULES = "rollouts_core/config"
@@ -389,10 +413,10 @@ def errors_of(path: Path) -> Iterator[tuple[str, str]]:
         kind, said = "", None
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             kind = node.exc.func.id if isinstance(node.exc.func, ast.Name) else ""
-            said = node.exc.args[0]
+            said = max(node.exc.args, key=lambda arg: len(sentence_of(arg)))
         elif isinstance(node, ast.Yield) and has_rules:
             kind, said = "ConfigError", node.value
-        sentence = sentence_of(said) if said and kind in USER_ERRORS else ""
+        sentence = sentence_of(said) if said and kind in error_classes() else ""
         if len(re.sub("‹[^›]*›", "", sentence).split()) > 1:
             yield kind, sentence
 
