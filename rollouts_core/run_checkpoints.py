@@ -483,7 +483,7 @@ def score_of_weights(step: int, metrics: Metrics, scored_by: ScoredBy) -> Scored
 
 
 def rank_steps(scores: Mapping[int, float]) -> list[int]:
-    """The steps in order of their scores, the best first. Of equal scores, the earlier step comes first."""
+    """The steps in order of their scores, the best first. If scores are equal, the earlier step comes first."""
     return sorted(scores, key=lambda step: (-scores[step], step))
 
 

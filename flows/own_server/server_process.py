@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import cast
 
 from rollouts.flows.own_server.https import HOST, accept_both, server_context
+from rollouts.flows.own_server.new_database import copy_template, is_database_missing, keep_template, template_path
 from rollouts.flows.own_server.scheduler_watchdog import SchedulerWatchdog
 from rollouts.infra.locks import open_lock, try_lock
 from rollouts_core.system.files import write_json
@@ -77,16 +78,24 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
     cores = _stay_on_one_core()
     gc.disable()  # saves 0.3 s of 3 s for the imports, and 1 s of 6 s for the migration of a new database
     import uvicorn
+    from prefect import __version__
     from prefect.server.api.server import create_app
     from prefect.server.events.ordering import memory
+    from prefect.settings import get_current_settings
 
     from rollouts.flows.own_server.middleware import asked_again_when_busy, with_browser_policy
 
     tls = server_context(home)
+    database_url = get_current_settings().server.database.connection_url
+    is_new = is_database_missing(home, database_url.get_secret_value() if database_url else "")
+    template = template_path(__version__) if is_new else None
+    is_copy = template is not None and copy_template(template, home)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup([])  # without sockets: uvicorn itself accepts only one protocol
+            if template is not None and not is_copy:
+                keep_template(home, template)
             self._accepting = asyncio.create_task(accept_both(listener, self._make_protocol, tls))
             gc.collect()
             gc.freeze()

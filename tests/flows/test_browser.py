@@ -20,11 +20,21 @@ import pytest
 from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
 from rollouts.infra.ssh.login_keys import read_public_key
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from tests.flows.test_notify import make_run, set_state
 from tests.infra.ssh_server import make_key
 from tests.kit.chromium import chromium
 from tests.kit.commands import Rollouts
-from tests.kit.runs import LONG, events_of, exits_of, program_of, run_dir
+from tests.kit.runs import (
+    ENDLESS,
+    LONG,
+    assert_last_step_is_saved,
+    events_of,
+    exits_of,
+    give_way,
+    program_of,
+    run_dir,
+)
 from tests.kit.serving import address_of, api, state_of, trigger, up, wait_for_checkpoint, wait_for_state
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
@@ -258,3 +268,28 @@ def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reus
     keep_picture(page, "run retried, SFT cached")
     assert exits_of(run_dir(served, "sft")) == ["exit-1.json"]
     assert exits_of(rl) == ["exit-1.json", "exit-2.json"]
+
+
+@pytest.mark.matrix
+def test_a_run_that_is_cancelled_in_the_ui_saves_its_last_step_and_its_live_page_says_so(
+    served: Rollouts,
+    page: Page,
+    tmp_path: Path,
+) -> None:
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
+    run_id = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    give_way(sft)
+    with live_page(page, served, run_id) as visitor:
+        state = visitor.locator("article[id^=stage-sft] > p").first
+        assert " left" in state.inner_text()
+        open_page(page, served, f"/runs/flow-run/{run_id}")
+        page.get_by_role("button", name="Open menu").click()
+        page.get_by_role("menuitem", name="Cancel").click()
+        page.get_by_role("alertdialog").get_by_role("button", name="Cancel Flow Run").click()
+        wait_for_state(served, run_id, "CANCELLED")
+        assert_last_step_is_saved(sft)
+        saved = load_manifest(list_checkpoints(sft / "checkpoints")[-1]).step
+        state.get_by_text(f"step {saved} is saved").wait_for()
+        assert "cancelled" in state.inner_text() and " left" not in state.inner_text()
+        keep_picture(visitor, "live page of a cancelled run")
