@@ -81,7 +81,7 @@ class Rental:
     host_key: str = ""
     """Fingerprint of the machine's host key. Empty before the first login."""
     note: str = ""
-    """The latest event, as text for users."""
+    """Text for users about the machine's latest event."""
     vram_gb: float = 0.0
     """Offered memory of each GPU in GB; 0 if unknown."""
     host: str = ""
@@ -105,8 +105,8 @@ class Rental:
 
     @property
     def taken_until(self) -> float:
-        """Time until which another run may take the machine over. After this time, a dead run's machine is not
-        needed."""
+        """Time until which another run may take the machine over. After this time, the reaper ends a dead run's
+        machine."""
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
@@ -122,7 +122,8 @@ class Rental:
 
 
 def too_late_s(whole_s: float) -> float:
-    """Return the number of remaining seconds that is too small for another run, given the machine's whole time."""
+    """Return the number of remaining seconds below which no other run takes the machine over, given its whole rental
+    time."""
     return min(_TOO_LATE_S, _TOO_LATE_SHARE * whole_s)
 
 
@@ -196,7 +197,7 @@ def open_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Return machines that never appeared and were given up after the time `since`. Such a machine may still appear."""
+    """Return machines that never appeared and were given up after the time `since`. These machines may still appear."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
