@@ -50,9 +50,8 @@ from rollouts.infra.ssh.proxy_jump import (
 _CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
 HEARTBEAT_LIMIT_S = 30.0
-"""Seconds of silence after a heartbeat until the peer counts as dead. With the interval between heartbeats, a dead peer
-is detected within 45 s. Any received byte counts as a sign of life, because a slow link delays the heartbeat's
-answer."""
+"""Seconds of silence after a heartbeat until the peer counts as dead. Together with HEARTBEAT_INTERVAL_S, a dead peer
+is detected within 45 s. Any received byte ends the silence, because a slow link delays the heartbeat's answer."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 """Ciphers in the order of preference. AES-GCM is 1.5 times as fast as paramiko's first choice."""
@@ -60,10 +59,11 @@ _KEX = "curve25519-sha256"
 """A key exchange that paramiko and every server of the last ten years support."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
-"""Names of the signature algorithms of key types that have other names than their signatures."""
+"""Signature algorithms by key type, for the key types whose name differs from the names of their signature
+algorithms."""
 _REKEY_BYTES = 1 << 35
-"""Amount of data after which the encryption keys are renewed. paramiko's default is 512 MiB, and its renewal often
-hangs. With AES, OpenSSH renews keys every 64 GiB."""
+"""Amount of data after which the encryption keys are renewed. paramiko's default is 512 MiB, and paramiko often hangs
+while it renews keys. With AES, OpenSSH renews keys every 64 GiB."""
 _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Receive windows of a near and of a distant connection. The window limits the speed of a distant connection. A large
@@ -137,7 +137,8 @@ class SSHChannel:
             raise NodeUnreachableError(self._address, describe(error)) from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes. Empty if the channel ended or the connection broke: the two cases look the same.
+        """Return received bytes. Empty if the channel ended or the connection broke, because paramiko reports both
+        alike.
 
         Raises:
             TimeoutError: no byte came in time.
@@ -192,7 +193,7 @@ class SSHConnection:
 
     @property
     def is_alive(self) -> bool:
-        """False once this side has noticed that the connection broke, which may be late."""
+        """False once this side has noticed that the connection broke. A broken connection may be noticed late."""
         return bool(self._transport.is_active())
 
     def open_command(self, command: str) -> SSHChannel:
@@ -270,7 +271,7 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
             if not keys.keys:
                 raise KeyAgentError(access.address, refusal) from error
         except LoginError as error:
-            if refusal:  # the refused key may have been the right one
+            if refusal:  # the key that the agent did not use may be right
                 raise KeyAgentError(access.address, error.problem) from error
             raise
 
@@ -336,7 +337,7 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
         NodeUnreachableError: the server accepted the login and then hangs, for example on the user's home folder.
     """
     round_trip_s = float("inf")
-    for attempt in range(6):  # a single measurement of a near server may include a wait for a processor
+    for attempt in range(6):  # repeat, because one measurement may include a wait for a CPU
         started = time.monotonic()
         _ask_for_sign_of_life(transport)
         if not transport.is_active():
@@ -350,10 +351,10 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKey, HostKeyEvidence]:
     """Open a transport to a host, and check that the host's key is right.
 
-    A host has keys of several types and shows its key of the first type that is requested. A fingerprint does not tell
-    the key's type, so the type is looked up among the stored keys. If no key is stored, further connections request the
-    types that the host has not shown yet. Each wrong type costs a connection without a login, and OpenSSH bans an
-    address after several such connections.
+    A host has keys of several types and shows the key whose type comes first in the request. A pinned fingerprint does
+    not tell the key's type, so the type is looked up among the stored keys. If no key is stored, further connections
+    request the types that the host has not shown yet. Each wrong type costs a connection without a login, and OpenSSH
+    bans an address after several such connections.
     """
     key: HostKey | None = None
     reasons = []
@@ -362,7 +363,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # there is no key of these types, or no common algorithm
+        except paramiko.IncompatiblePeer as error:  # the host has no key of these types, or no algorithm in common
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue

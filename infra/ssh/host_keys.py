@@ -1,6 +1,6 @@
-"""Decide whether a host's key is right. A connection is used only after this decision.
+"""Decide whether a host's key is right, before the connection is used.
 
-The first kind of evidence that applies decides. The kinds, from the strongest to the weakest:
+The strongest kind of evidence that is available decides. The kinds of evidence, from the strongest to the weakest:
 
     pinned            the key's fingerprint is known: from the settings, or stored by an earlier login
       injected        the fingerprint is known because this program put the key on the machine at its creation
@@ -101,7 +101,7 @@ class HostKeyPolicy:
         return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Return the evidence for accepting the key. The key is stored unless a file already has it.
+        """Return the evidence for accepting the key. Stores the key unless a known_hosts file already has it.
 
         Raises:
             HostKeyError: the key is not accepted. The error's text says what to do.
@@ -112,7 +112,7 @@ class HostKeyPolicy:
             if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
                 noted_in = self.pinned_file or self.first_use_file
                 if noted_in is not None and shown not in self.known_keys():
-                    with suppress(OSError):  # if the type is not stored, later logins only need more connections
+                    with suppress(OSError):  # without the stored key, later logins only need more connections
                         self._remember(shown, noted_in)
                 return HostKeyEvidence.PINNED
             raise HostKeyError(
@@ -158,7 +158,7 @@ class HostKeyPolicy:
         line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(descriptor, line.encode())  # a single write keeps the lines of two processes apart
+            os.write(descriptor, line.encode())  # a single write does not mix with lines of other processes
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -182,7 +182,7 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty if the file has no
+    """Return the fingerprint of the latest key in the file where logins store a machine's host key. Empty without a
     key."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""

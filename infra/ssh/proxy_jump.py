@@ -28,8 +28,8 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """A socket that records its first line and the time of its last bytes. The socket takes over another socket's
-    descriptor."""
+    """A socket that records the first received line and the time of the last received bytes. The socket takes over
+    another socket's descriptor."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())
@@ -174,5 +174,6 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs the ProxyCommand."""
+    """Return the command line as a ProxyCommand. Percent signs are doubled, except in `_NEXT`, because OpenSSH expands
+    percent tokens of a ProxyCommand."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)

@@ -3,8 +3,8 @@
     Host box                      box ──> HostName, Port, User, IdentityFile, IdentityAgent, ProxyJump,
         HostName 10.0.0.7                 HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile
 
-The lookup happens at a run's first login to the machine. A ProxyCommand is an error, because the machine is unreachable
-without its proxy. All other settings of OpenSSH are ignored.
+The lookup happens at a run's first login to the machine. A configured ProxyCommand raises an error, because this
+program does not run it and the machine is unreachable without it. All other settings of OpenSSH are ignored.
 """
 
 import getpass
@@ -103,10 +103,10 @@ def _read_agent(named: str) -> str:
 
 
 def _expand(path: str, tokens: Mapping[str, str]) -> str:
-    """Expand the percent signs and ${variables} of a path, which `ssh -G` leaves unexpanded.
+    """Expand the percent tokens (%h, %d, ...) and ${variables} of a path, which `ssh -G` leaves unexpanded.
 
     Args:
-        tokens: values of the percent signs that depend on the machine. This function adds the values for this machine.
+        tokens: values of the tokens for the remote machine. This function adds the tokens for the local machine.
     """
     this_host = socket.gethostname()
     of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}
