@@ -6,13 +6,12 @@
                               program that receives a large new file writes it directly, not through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
                               a new version of a checkpoint replaces the old version when all new files have arrived
-    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted in the mirror,
-    too.
+    checkpoints               only checkpoints with a manifest. Checkpoints that the job deleted are deleted here too.
                               A checkpoint of a later step than the job's newest is kept: another node wrote it, and
                               this may be the only copy
 
 Except for growing files, readers on this machine see only complete files. A file counts as unchanged if its size and
-modification time are equal.
+modification time are the same here and on the node.
 
 A node may be untrusted, so only file names that jobs write are accepted. A file like `json.py` could otherwise be
 imported when a stage resumes in the mirrored folder. The number and size of files are limited.
@@ -56,17 +55,17 @@ JOB_FILES = re.compile(
 """Names of the files in a run directory (docs/run_directory.md)."""
 MAX_FILES = 100_000
 MAX_TEXT_BYTES = 8 << 30
-"""Largest allowed size of a file outside of checkpoints, for example of logs, metrics and samples."""
+"""Largest allowed size in bytes of a file outside of checkpoints, for example of a log or a file of samples."""
 RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
-"""A mirror leaves this many bytes, or this share of the disk if that is less, free on this machine's disk."""
+"""A mirror leaves RESERVED_BYTES or RESERVED_SHARE of this machine's disk free, the smaller of the two."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_NUMBER = 1 << 63
-"""Upper bound of sizes and modification times in all file systems."""
+"""Upper bound of file sizes and modification times in all file systems."""
 
 _READ_BYTES = 256 << 10
-"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
+"""Size of the pieces in which chunks are hashed. A piece of this size fits into the CPU's cache."""
 
 # JSON objects have no better type than Any.
 JsonObject = dict[str, Any]
@@ -81,13 +80,15 @@ def is_job_file(name: str) -> bool:
 def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[str], bool] = is_job_file) -> int:
     """Fetch new files and new content of the run directory `source` on the node. Returns the number of fetched files.
 
-    Only one process at a time mirrors into a directory. If the directory does not exist on the node, nothing changes.
+    Only one process at a time mirrors into a directory. If the directory does not exist on the node, this function
+    changes nothing.
 
     Args:
-        takes: returns whether a file of this name is fetched. Files with other names are listed in a warning.
+        takes: returns whether a file of this name is fetched. A warning names the files that are not fetched.
 
     Raises:
-        TransientInfraError: the connection broke, or a file arrived damaged. The next call continues the transfer.
+        TransientInfraError: the connection broke, or a file arrived damaged. The next call fetches only the missing
+            parts.
         DiskFullError: this machine's disk has no room for the new files. Nothing was fetched, unless a file grew
             meanwhile.
         PermanentInfraError: a file's name or size is refused, or a file on this machine cannot be written.
@@ -103,8 +104,7 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
             damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, digest, held)
-            # Retry once: the first attempt may have reused damaged chunks of another file, and these chunks are gone
-            # now.
+            # Retry once: the first attempt may have reused damaged chunks of this machine's older files.
             damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, digest, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
@@ -133,7 +133,7 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 
 def is_behind(session: Session, source: str, target: Path) -> bool:
-    """Return whether the node's newest complete checkpoint is missing, or of an earlier step than this machine's newest
+    """Return whether the node has no complete checkpoint, or only of earlier steps than this machine's newest
     checkpoint."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
     there, _ = _list(session, source, is_job_file)
@@ -176,7 +176,8 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Warn once about the names of files that are not fetched. Each listing of the node contains them again."""
+    """Warn about files that are not fetched. The cache suppresses repeated warnings, because every listing names the
+    same files."""
     logger.warning(
         "%r on the node: %s is not copied: jobs do not write files of that name, or the file is unreadable",
         source,
@@ -202,8 +203,8 @@ def _step_of(checkpoint: str) -> int:
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
-    """Sort the names. Manifests and result.json confirm that other files are complete, so both come after the
-    confirmed files."""
+    """Sort the names. Manifests and result.json come after other files, because they confirm that the other files are
+    complete."""
     return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
 
 
@@ -230,10 +231,10 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if path.is_symlink() or not path.is_dir():  # a user created it; the link may lead to the user's files
+        if path.is_symlink() or not path.is_dir():  # a user created this path; a link may lead to the user's files
             continue
         checkpoint = f"checkpoints/{path.name}"
-        # Jobs never delete their newest checkpoint. A later checkpoint is from another node, which may have lost it.
+        # Jobs never delete their newest checkpoint. A later checkpoint is from another node and may be the only copy.
         if checkpoint not in kept and _step_of(checkpoint) <= newest:
             # Delete the manifest first, so that the rest of the checkpoint never looks complete.
             (path / MANIFEST).unlink(missing_ok=True)
@@ -252,8 +253,8 @@ def _fetch(
 
     Args:
         names: for each file's name its size and modification time, as the node listed them.
-        held: temporary paths of complete new files that must not appear yet. They belong to checkpoints of which this
-            machine has an old version. The old version stays until all new files have arrived.
+        held: temporary paths of complete files that belong to a new version of a checkpoint. The old version of the
+            checkpoint stays until all new files have arrived.
     """
     if not names:
         return []
@@ -375,7 +376,8 @@ def _are_size_and_time(found: Any) -> bool:  # Any: JSON
 
 
 def _part_of(target: Path, name: str) -> Path:
-    """Return the path at which a file is received: a temporary path, or the final path of a growing file."""
+    """Return the path at which a file is received: the final path for a growing file, a temporary path for other
+    files."""
     if name in APPENDED:
         return target / name
     return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
@@ -389,8 +391,8 @@ class _Part:
     """The part of a file that is already on this machine while the file is fetched."""
 
     def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
-        """Use the part of an earlier attempt. Without such a part, a large file begins as a copy of this machine's
-        older version."""
+        """Use the part of an earlier attempt. If an earlier attempt left no part, start a large file as a copy of this
+        machine's older version."""
         self.path = path
         self.algorithm = algorithm
         self.is_in_place = path == begins_as
@@ -405,10 +407,10 @@ class _Part:
 
 
 def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
-    """Let the receiving program write a new file directly, and check its chunks. The bytes need not pass through this
-    process.
+    """Let the receiving program write a new file directly, so that the bytes do not pass through this process. Checks
+    the file's chunks.
 
-    Returns False if the file is incomplete or a digest differs. The received content is kept.
+    Returns False if the file is incomplete or a digest differs. The received content stays for the next attempt.
     """
     size = head["size"]
     request = {"chunk_bytes": CHUNK_BYTES, "digest": part.algorithm, **head}
@@ -469,7 +471,7 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
         for start in range(0, head["size"], CHUNK_BYTES):
             if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
                 wrong.append(start)
-        # Readers see the file while it grows, so cut off wrong content.
+        # Readers see a growing file during the transfer, so cut off wrong content.
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
@@ -486,7 +488,7 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
-    # If a chunk of a growing file differs, the code below cuts the file off at that chunk.
+    # If a chunk of a growing file differs, the code below truncates the file at the start of this chunk.
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes
@@ -502,7 +504,7 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
 
 
 class _ByteStream:
-    """Reads lines of JSON, and given numbers of bytes, from a stream of pieces of any size."""
+    """Reads JSON lines and raw bytes from a stream that arrives in pieces of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
