@@ -41,7 +41,7 @@ def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
 
 
 def granted_path(run_dir: str, attempt: int) -> Path:
-    """Return the path of the file that tells the program how many seconds it has for saving."""
+    """Return the path of the file with the seconds that the program has for saving."""
     return Path(run_dir, f"stop-{attempt}")
 
 
@@ -54,7 +54,7 @@ def granted_s(run_dir: str, attempt: int) -> float:
 
 
 def parse_object(text: bytes) -> JsonObject | None:
-    """Parse a JSON object. None if the text is anything else."""
+    """Parse a JSON object. None if the text is not a JSON object."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: the text has thousands of nested brackets

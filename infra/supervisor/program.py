@@ -60,7 +60,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",  # programs then behave equally in every locale
-        "SPT_NOENV": "1",  # else setproctitle, which engines use, overwrites the variable that marks our processes
+        "SPT_NOENV": "1",  # keeps setproctitle, which engines use, from overwriting JOB_VARIABLE
         **kept,
         **spec.env,
         JOB_VARIABLE: spec.run_dir,
@@ -69,9 +69,10 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
 
 
 def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the variables that contain paths, resolved against `folder`, for a process with another working directory.
+    """Return the variables that contain paths, with relative paths resolved against `folder`. The result is for a
+    process with another working directory.
 
-    An empty part of PATH or PYTHONPATH means the folder itself. Paths that begin with ~ or $ stay unchanged.
+    An empty part of PATH or PYTHONPATH means `folder` itself. Paths that begin with ~ or $ stay unchanged.
     """
 
     def absolute(path: str) -> str:
@@ -92,7 +93,7 @@ _LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
-    """The log file of a job. After `max_bytes` bytes, only the end of further output is kept.
+    """The log file of a job. The log gets at most about `max_bytes` bytes; of further output, only the end is kept.
 
     On a full disk, output is lost, but the job does not fail.
     """
@@ -108,7 +109,8 @@ class CappedLog:
         self._is_at_line_start = True
 
     def write(self, chunk: bytes) -> None:
-        """Append output of the program. Output beyond the limit is kept only as the log's end."""
+        """Append output of the program. If the output exceeds the limit, only its last bytes are kept, and are written
+        when the log is closed."""
         head, rest = chunk[: self._room], chunk[self._room :]
         self._room -= len(head)
         self._append(head)
@@ -170,7 +172,7 @@ class _ProgramOutput:
 
     def drain(self) -> None:
         """Copy the remaining output after the program's end, then close the pipe."""
-        for _ in range(1024):  # the limit is for a process that survived SIGKILL and may write forever
+        for _ in range(1024):  # limited, because a process that survived SIGKILL may write forever
             if not self.pump(wait_s=0):
                 break
         if self._is_open:
@@ -195,9 +197,10 @@ class StopRequests:
     Time is measured by the monotonic clock, which stops while a machine sleeps. After a laptop wakes up, its jobs
     therefore have as much time left as before.
 
-    Before a job is ended because its time is up, a note is written to a file, so that no client attaches to the job. A
-    client that wants to attach renews the lease first and then looks for the note. This class writes the note first and
-    then checks the lease again. A client that finds no note has therefore renewed the lease in time.
+    Before this class ends a job at its time limit or without a lease, it creates the file ending-<n>, so that no client
+    attaches to the job. A client that wants to attach renews the lease first and then looks for this file. This class
+    creates the file first and then checks the lease again. A client that finds no such file has therefore renewed the
+    lease in time.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
@@ -226,11 +229,11 @@ class StopRequests:
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and tell the program. None if the program requests no
-        time.
+        """Grant the time that the program requests for saving, and write the granted seconds to stop-<n>. None if the
+        program requests no time.
 
-        Later calls never grant more time. A later call may grant less time if another request to end the job has a
-        lower limit.
+        Later calls never grant more time. A later call grants less time if another request to end the job has a lower
+        limit.
         """
         said = read_stop_state(self._spec.run_dir, self._attempt)
         if self._granted is None and not isinstance(said.get("pid"), int):
@@ -312,7 +315,7 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
     """Start the program in a new session. On Linux, the kernel kills the program when this process dies.
 
     Args:
-        gpu_locks: open files that the program inherits.
+        gpu_locks: descriptors of GPU locks, which the program inherits.
 
     Raises:
         OSError: the executable cannot be run.
@@ -326,8 +329,8 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
         if os.getppid() != supervisor_pid:  # the supervisor died before prctl was called
             os._exit(125)
 
-    # The program does not run in the run directory, whose files may come from another machine: Python imports from its
-    # working directory.
+    # Use another working directory than the run directory, because Python imports modules from its working directory
+    # and files of the run directory may come from another machine.
     work_dir = internal_path(spec.run_dir, "work")
     work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()
@@ -356,7 +359,7 @@ def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
     """Copy the program's output to the log until all processes of the program have ended. End the processes if
-    `requests` has a reason.
+    `requests` finds a reason.
 
     Args:
         on_look: called several times per second.
@@ -397,7 +400,7 @@ def watch_program(
 
 
 class _EndSignals:
-    """Ends the processes of a program by SIGTERM, and by SIGKILL when their grace time is over.
+    """Sends SIGTERM to the processes of a program, and SIGKILL when their grace time is over.
 
     If the program has a grant for saving, only its main process gets SIGTERM and then ends the other processes.
     """
@@ -415,7 +418,7 @@ class _EndSignals:
         """Send the signal that is due now, if any.
 
         Args:
-            has_ended: whether the program has ended. `processes` then are its leftovers.
+            has_ended: whether the program has ended. `processes` are then the processes that survived the program.
             is_stopped: whether the end was requested.
         """
         now = time.monotonic()

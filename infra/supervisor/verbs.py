@@ -75,7 +75,8 @@ class CancelRequest(NamedTuple):
     wait_s: float
     """Seconds to wait for the job's end."""
     attempt: int
-    """The attempt to end if it is still running; 0 means the current attempt."""
+    """The number of the attempt to end; 0 means the current attempt. An attempt that has already ended stays
+    unchanged."""
 
     @classmethod
     def parse(cls, parameters: Sequence[str]) -> CancelRequest:
@@ -84,13 +85,13 @@ class CancelRequest(NamedTuple):
 
 
 def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObject:
-    """Request the end of a job and wait for it up to `wait_s` seconds. Returns the job's status.
+    """Request the end of a job and wait up to `wait_s` seconds for the end. Returns the job's status.
 
-    If the job is still running afterwards, `is_ending` is true in the status.
+    If the job is still running after this time, `is_ending` is true in the status.
 
     Args:
-        store: identity of the requesting ledger. A job that runs of other stores follow is not ended. If empty, the job
-            is ended in any case.
+        store: identity of the requesting ledger. A job that runs of other stores follow keeps running. If empty, the
+            job is always ended.
 
     Raises:
         JobError: the job survived SIGKILL.
