@@ -1,5 +1,5 @@
-"""Provision a node from its settings, open sessions on it, and release it. Each kind of node has an entry in this
-module.
+"""Provision a node from its settings, open sessions on the node, and release the node. `NODE_KINDS` has an entry for
+each kind of node.
 
     settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 
