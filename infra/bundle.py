@@ -22,7 +22,7 @@ MIN_PYTHON = (3, 10)
 
 
 class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads modules from their texts."""
+    """Import hook that finds and loads modules from `sources`, a dict of module texts by module name."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
@@ -39,12 +39,13 @@ class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._sources[name], name.replace(".", "/") + ".py", "exec"), module.__dict__)
 
     def get_source(self, name: str) -> str:
-        """Return the text of a module. `traceback` uses it to show source lines."""
+        """Return the text of a module, so that `traceback` can show its source lines."""
         return self._sources[name]
 
 
 def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
-    """Return the function `main` of a module. In an old interpreter, return a function that reports the version."""
+    """Return the function `main` of a module. In an interpreter older than MIN_PYTHON, return a function that reports
+    the version."""
     if sys.version_info < MIN_PYTHON:
         return _refuse_interpreter
     sys.meta_path.insert(0, _BundledModules(sources))

@@ -15,12 +15,13 @@ from rollouts.infra.node_agent import DIGESTS
 CHUNK_BYTES = 8 << 20
 """Size of every chunk except the last one of a file. If any byte differs, the whole chunk is sent again."""
 DIRECT_BYTES = 256 << 20
-"""A new file of at least this size is transferred over an SSH login of its own. The program on the node reads or writes
-the file directly (session.py)."""
+"""A new file of at least this size in bytes is transferred over a separate SSH login. OpenSSH's client on this machine
+then reads or writes the file directly (session.py)."""
 _READ_BYTES = 256 << 10
-"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
+"""Size of the pieces in which chunks are read. A piece of this size is still in the CPU's cache when it is written
+after hashing."""
 SHA256 = "sha256"
-"""The digest algorithm that every Python has. A node may report a faster algorithm (`DIGESTS`)."""
+"""The digest algorithm that every Python supports. A node may report a faster algorithm (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
@@ -45,7 +46,8 @@ class Chunk(NamedTuple):
 
 
 class SourceFile:
-    """A file to copy. Several threads may read it, also more than once. A change of the file is an error."""
+    """A file to copy. Several threads may read the file, also more than once. A change of the file during the copy
+    raises an error."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -64,8 +66,7 @@ class SourceFile:
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
-        """Use this digest algorithm from now on. If the algorithm differs from the one before, known digests are
-        dropped."""
+        """Use this digest algorithm for all chunks. Drops known digests of another algorithm."""
         if algorithm != self._algorithm:
             self._algorithm, self._digests = algorithm, {}
 

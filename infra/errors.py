@@ -57,7 +57,7 @@ class CompletedCommand:
 
 
 class InfraError(Exception):
-    """An error of a machine. Only its two subclasses are raised."""
+    """An error of a machine. The code raises only TransientInfraError, PermanentInfraError and their subclasses."""
 
 
 class TransientInfraError(InfraError):
@@ -81,7 +81,8 @@ class CommandTimeoutError(TransientInfraError):
 
 
 class NodeUnreachableError(TransientInfraError):
-    """A node does not answer, or the connection to the node broke. The node's jobs count as running."""
+    """A node does not answer, or the connection to the node broke. The node's jobs count as running, because they may
+    continue without the connection."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(address, reason)
@@ -135,7 +136,7 @@ class ProviderUnavailableError(TransientInfraError):
 
 
 class OfferGoneError(TransientInfraError):
-    """A provider did not create an offered machine, and nothing was created. Another offer may work."""
+    """A provider refused to create an offered machine. Another offer may work."""
 
 
 class UnclearAnswerError(TransientInfraError):
@@ -168,7 +169,7 @@ class JobLostError(TransientInfraError):
 
 
 class FullGPUError(TransientInfraError):
-    """A training on several machines ran out of GPU memory, and its next attempt needs less."""
+    """A training on several machines ran out of GPU memory. The next attempt of the training needs less GPU memory."""
 
 
 class CommandFailedError(PermanentInfraError):

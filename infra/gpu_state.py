@@ -1,6 +1,6 @@
 """The GPUs of a node according to its driver: name, memory, driver version, and the programs on each GPU.
 
-    nvidia-smi --query-gpu ..., --query-compute-apps ...  ──> GpuState per GPU; none without the driver
+    nvidia-smi --query-gpu ..., --query-compute-apps ...  ──> GpuState per GPU; an empty list without the driver
 
 Not here: whether torch can use the GPUs (node_probe.py), which job holds them (supervisor/gpu_slots.py).
 """
@@ -25,7 +25,8 @@ class GpuProgram:
     pid: int
     name: str
     used_gb: float
-    """Memory in GB. 0 if the driver does not report the memory, for example in a container."""
+    """GPU memory that the program uses, in GB. 0 if the driver does not report this number, for example in a
+    container."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}{f', {self.used_gb:.1f} GB' if self.used_gb else ''})"
@@ -33,7 +34,8 @@ class GpuProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU. The GPU's index in the list is its rank. Sizes are in GB of 10^9 bytes."""
+    """The state of one GPU. The index of this record in the list of `read_gpus` is the GPU's rank. Sizes are in GB of
+    10^9 bytes."""
 
     name: str
     total_gb: float

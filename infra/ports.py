@@ -1,6 +1,7 @@
 """Find free TCP ports on a node, and report ports that are in use.
 
-A free port may be taken a moment later. The process that binds it must therefore handle "address in use".
+Another process may take a free port a moment later. The process that binds the port must therefore handle "address in
+use".
 """
 
 import socket
@@ -16,7 +17,7 @@ with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as
     sys.stdout.write(str(probe.getsockname()[1]))
 """
 
-# Set SO_REUSEADDR like servers do, so that lingering connections of an ended server do not block the port.
+# Set SO_REUSEADDR as servers do, so that a port counts as free although connections of an ended server linger.
 _IS_FREE = """
 import errno, socket, sys
 with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as probe:

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from rollouts.infra.ssh.ssh_session import SSHSession
 
 _SETUP_PYTHON = "/usr/bin/python3"
-"""Interpreter for the setup commands, which run before `python` may exist. All images of the providers that we tested
-have this file."""
+"""Interpreter for the setup commands, which run before `python` may exist. All tested images have this file."""
 _SETUP_TIMEOUT_S = 3600.0
 _REAP_WITHIN_S = 60.0
 """Seconds that a new run waits at most until an old machine is gone."""

@@ -99,7 +99,7 @@ _FOLLOWER_END_S = 3.0
 
 @contextlib.contextmanager
 def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
-    """Hold a lock that shows runs of other stores that a run of this store follows the job.
+    """Hold a lock during the block, so that runs of other stores see that the job is followed.
 
     If the lock file cannot be created (full disk, or no job yet), the job is followed without the lock.
     """

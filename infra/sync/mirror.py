@@ -203,7 +203,7 @@ def _step_of(checkpoint: str) -> int:
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
-    """Sort the names. Manifests and result.json come after other files, because they confirm that the other files are
+    """Sort the names. Manifests and result.json come last, because their existence confirms that all other files are
     complete."""
     return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
 

@@ -121,8 +121,8 @@ def main(argv: list[str]) -> int:
 def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
     """Describe a destination and the leftovers of interrupted copies to it. Files that may be reused are hashed.
 
-    A file with several names (hard links) is listed once. If two names of one file were reused, a change of one reused
-    file would also change the other.
+    A file with several names (hard links) is listed once. If both names were reused, a change through one name would
+    also change the file of the other name.
     """
     algorithm = next(reversed(DIGESTS))
     files: dict[str, int] | None = None
