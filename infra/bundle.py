@@ -22,13 +22,12 @@ MIN_PYTHON = (3, 10)
 
 
 class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that finds and loads modules from `sources`, a dict of module texts by module name."""
+    """Import hook for modules whose texts are in `sources`."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a bundled module. None for any other module."""
         if name not in self._sources:
             return None
         is_package = any(other.startswith(name + ".") for other in self._sources)

@@ -15,8 +15,8 @@ from rollouts.infra.node_agent import DIGESTS
 CHUNK_BYTES = 8 << 20
 """Size of every chunk except the last one of a file. If any byte differs, the whole chunk is sent again."""
 DIRECT_BYTES = 256 << 20
-"""A new file of at least this size in bytes is transferred over a separate SSH login. OpenSSH's client on this machine
-then reads or writes the file directly (session.py)."""
+"""A new file of at least this size in bytes is transferred over a separate SSH login, without a copy through this
+process (session.py)."""
 _READ_BYTES = 256 << 10
 """Size of the pieces in which chunks are read. A piece of this size is still in the CPU's cache when it is written
 after hashing."""
@@ -36,13 +36,10 @@ def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 class Chunk(NamedTuple):
-    """A chunk that is to be sent."""
-
     name: str
     """Path of the chunk's file, relative to the destination directory."""
     number: int
     pieces: Iterable[bytes]
-    """The chunk's content, in order."""
 
 
 class SourceFile:

@@ -45,7 +45,6 @@ def _find_fault(name: CloudName, cloud: CloudType) -> str:
 ALL_CLOUDS: Registry[CloudType] = Registry("rollouts.providers", CLOUDS, _find_fault)
 """Built-in providers and the providers of installed packages."""
 CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
-"""Type of a setting that names a provider."""
 
 
 def cloud_names() -> tuple[CloudName, ...]:

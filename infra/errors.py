@@ -57,7 +57,7 @@ class CompletedCommand:
 
 
 class InfraError(Exception):
-    """An error of a machine. The code raises only TransientInfraError, PermanentInfraError and their subclasses."""
+    """An error of a machine. Only TransientInfraError, PermanentInfraError and their subclasses are raised."""
 
 
 class TransientInfraError(InfraError):
@@ -81,8 +81,7 @@ class CommandTimeoutError(TransientInfraError):
 
 
 class NodeUnreachableError(TransientInfraError):
-    """A node does not answer, or the connection to the node broke. The node's jobs count as running, because they may
-    continue without the connection."""
+    """A node does not answer, or the connection to the node broke. The node's jobs may still be running."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(address, reason)

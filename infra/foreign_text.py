@@ -14,8 +14,8 @@ Direction marks would also reorder our words around the foreign text."""
 
 
 def shown_lines(text: str) -> str:
-    """Return the text as a terminal would show it, without colors and control characters. Of a line with carriage
-    returns (a progress bar), only the last state is kept."""
+    """Return the text as a terminal would show it, without colors and control characters. Only the last state of a
+    progress bar is kept."""
     lines = _ESCAPES.sub("", text).split("\n")
     return "\n".join(_CONTROLS.sub(" ", line.rstrip("\r").rpartition("\r")[2]) for line in lines)
 

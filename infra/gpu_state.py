@@ -20,8 +20,6 @@ FORMAT = "--format=csv,noheader,nounits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProgram:
-    """A program that computes on a GPU."""
-
     pid: int
     name: str
     used_gb: float

@@ -123,8 +123,6 @@ class JobExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """The state of a job at one moment."""
-
     run_dir: str
     state: JobState
     attempt: int
@@ -137,7 +135,6 @@ class JobStatus:
     waits_for: str
     """The GPU for which the job waits, and the job that holds it. Empty if the job does not wait."""
     log_size: int
-    """Size of log.txt in bytes."""
     exit: JobExit | None
     reason: str
     """Why the job is LOST. Empty if the job is not LOST."""
@@ -336,7 +333,6 @@ def raise_failure(
 
 
 def describe_exit(exit_record: JobExit) -> str:
-    """Return one sentence that says how a job ended."""
     if exit_record.cancelled:
         return f"it was cancelled{describe_saved(exit_record)}."
     if exit_record.timeout:

@@ -26,8 +26,8 @@ MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
 """Words in the names of NVIDIA's GPUs that some providers write and other providers omit."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
-"""Allowed relative difference between the memory in a GPU's name and the reported memory. For example, a GPU sold with
-48 GB has 46,068 MiB."""
+"""Allowed relative difference between the memory in a GPU's name and its actual memory, for example 46,068 MiB for 48
+GB."""
 _SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
 _LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
@@ -60,8 +60,8 @@ class GPUQuery(BaseModel):
     """Lowest CUDA version of the machine's driver, for example 12.8. Providers that cannot filter by CUDA version
     ignore this setting."""
     providers: tuple[CloudChoice, ...] = tuple(CLOUDS)
-    """Providers to search. Of offers with the same price, the offer of the provider that comes first in this list wins.
-    A provider that an installed package adds is searched only if this list names it."""
+    """Providers to search. At the same price, the provider that comes first in this list wins. Providers of installed
+    packages are searched only if this list names them."""
 
     @field_validator("providers", mode="before")
     @classmethod
@@ -127,7 +127,7 @@ class InstanceStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A kind of machine that a provider offers at a price. The offer may be gone when the machine is requested."""
+    """A kind of machine at a price. The offer may be gone when the machine is requested."""
 
     provider: CloudName
     id: str
@@ -166,7 +166,6 @@ class Offer:
 
     @property
     def is_sane(self) -> bool:
-        """Whether the offer has GPUs, a plausible price, and printable names."""
         has_price = self.is_unpriced or 0 < self.usd_per_hour <= _MAX_USD_PER_HOUR
         return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
@@ -233,7 +232,6 @@ class Instance:
     proxy_jump: str = ""
     """Name of the jump host in `ssh_config`. Empty for a direct connection."""
     ssh_config: str = ""
-    """OpenSSH's configuration file for `proxy_jump`."""
     private_address: str = ""
     """The machine's IP address in the network of its region. Empty if unknown."""
     region: str = ""

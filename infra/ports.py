@@ -52,7 +52,6 @@ def check_loopback() -> None:
 
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
-    """Return a port that is free on the node now."""
     completed = session.run([session.python, ISOLATED, "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
     return int(last_line(completed))
 

@@ -36,7 +36,6 @@ class ProcessIdentity:
 
 
 def identify(pid: int, *, host: str = "") -> ProcessIdentity:
-    """Return the identity of the process that has this process id now."""
     return ProcessIdentity(
         pid=pid,
         started=read_start(pid),

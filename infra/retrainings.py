@@ -17,8 +17,6 @@ from rollouts.infra.ledger import Ledger
 
 
 class RetrainingState(StrEnum):
-    """The progress of a retraining."""
-
     TRAINING = "training"
     COMPARED = "compared"
     """A candidate has been compared with the production model."""
@@ -45,11 +43,9 @@ class Retraining:
     data: Mapping[str, str]
     """Digests of the watched data files before the training, by path."""
     model_id: int | None = None
-    """Id of the candidate."""
     baseline_id: int | None = None
     """Id of the model with which the candidate was compared. `registry.NOTHING` means the base model."""
     is_better: bool = False
-    """Whether the candidate was better in the comparison."""
     approved: bool | None = None
     """A user's decision about promoting the candidate. None before the decision."""
     approved_by: str = ""

@@ -78,8 +78,7 @@ def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
     """Return the named providers whose API keys are in the environment.
 
     Raises:
-        MissingKeyError: the environment has no API key of these providers. The error's text names the missing
-            environment variables.
+        MissingKeyError: the environment has no API key of these providers. The error's text names the variables.
     """
     known, others = clouds_with_keys(names)
     if not known:
@@ -104,7 +103,7 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """Yield the accounts that can be opened, by provider, and one sentence about each account that cannot be opened."""
+    """Yield the accounts that can be opened, by provider, and one sentence about each failure."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:
@@ -132,8 +131,8 @@ def _other_address_of(endpoint: Endpoint) -> str:
 
 
 def _or_save(variable: str) -> str:
-    """Return a phrase for an error that says how to save a key in this process's set of credentials, or in a new set. A
-    set of credentials is a Prefect block."""
+    """Return a phrase that says how to save a key in this process's credentials (a Prefect block), or in new
+    credentials."""
     if name := credentials_in_use():
         return f"or save it in the credentials {name}, which lack it, by `rollouts credentials {name} {variable}`"
     return (

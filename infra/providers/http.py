@@ -6,9 +6,8 @@
 
 Providers limit the rate of an account's requests, so all connections of a process to one account take turns.
 
-API keys are sent in a header and are never written to disk or shown. Texts from a provider are shortened, and API keys
-in them are replaced by ***, before they are shown. The functions at the end of the file check addresses and ids in
-answers.
+API keys are sent in a header and are never written to disk or shown. A provider's texts are shown shortened, with ***
+in place of API keys. The functions at the end of the file check addresses and ids in answers.
 
 Not here: the requests of each provider (runpod.py and others).
 """
@@ -38,8 +37,7 @@ TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
 MAX_ANSWER_BYTES = 10_000_000
 MAX_ANSWER_S = 120.0
-"""Time limit of a whole answer in seconds. Without this limit, an answer that sends a byte before every read timeout
-would never end."""
+"""Time limit of a whole answer in seconds. Read timeouts alone would allow an endless answer."""
 MAX_SHOWN_CHARACTERS = 300
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
@@ -79,8 +77,8 @@ class Endpoint:
     account_refusal: str = ""
     """Regular expression for error texts that refuse the whole account but have another status than 401, 402 or 403."""
     offer_refusal: str = ""
-    """Regular expression for texts of answers to a request for a machine. A matching answer with status 403 refuses
-    only this offer. If the expression is empty, 403 always refuses the account.
+    """Regular expression for answers with status 403 that refuse only the requested offer. If empty, 403 always refuses
+    the account.
     """
 
     @property
@@ -412,7 +410,7 @@ class Account:
 
 
 def key_blob(public_key: str) -> str:
-    """Return the key's data in base64: the second field of a public key in OpenSSH's format (type, key, comment)."""
+    """Return the second field of a public key in OpenSSH's format (type, key, comment)."""
     return public_key.split()[1]
 
 
@@ -460,7 +458,6 @@ def usable_port(port: int | str | None) -> int:
 
 
 def usable_user(user: str | None, default: str) -> str:
-    """Return the user name for the login, or the default if the name is invalid."""
     return user if user and _USER.fullmatch(user) else default
 
 

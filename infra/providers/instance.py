@@ -111,7 +111,6 @@ def find_instance(name: str) -> Instance:
 
 
 def release_instance(node: Node) -> None:
-    """Change nothing: the machine keeps running."""
     logger.info("%s keeps running", node.name)
 
 

@@ -96,8 +96,6 @@ class _Keys(BaseModel):
 
 
 class Lambda(Account):
-    """An account at Lambda."""
-
     name: ClassVar[CloudName] = "lambda"
     gives_host_key: ClassVar[bool] = True
     is_networked: ClassVar[bool] = True

@@ -63,8 +63,7 @@ class _Prices(BaseModel):
 
 
 class _Part(BaseModel):
-    """Allowed sizes of one part of a machine: of its disk or memory in GB, or the number of its CPUs. Prices are per
-    unit and hour.
+    """Allowed sizes of a machine's disk or memory in GB, or allowed numbers of CPUs. Prices are per unit and hour.
 
     If the size is fixed, all fields are None.
     """
@@ -160,8 +159,6 @@ class _Keys(BaseModel):
 
 
 class Prime(Account):
-    """An account at Prime Intellect."""
-
     name: ClassVar[CloudName] = "prime"
     endpoint = Endpoint(title="Prime Intellect", url="https://api.primeintellect.ai", key_variable="PRIME_API_KEY")
 
@@ -234,8 +231,8 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """Convert a configuration to an offer with a disk of the wanted size. None if the configuration is unavailable, has
-    no GPU, or cannot be rented by the hour at a fixed price in USD."""
+    """Convert a configuration to an offer with a disk of the wanted size. None without stock, without a GPU, or without
+    a fixed hourly price in USD."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1

@@ -189,8 +189,8 @@ def release_rented(node: Node) -> None:
 def keep_rented(node: Node, minutes: float) -> list[str]:
     """Keep the machines of a failed run for a while. Returns sentences for the user.
 
-    Returns an empty list if not all machines can be kept: a machine's hours or the run's money are used up, or another
-    process is ending a machine.
+    Returns an empty list if a machine's hours or the run's money are used up, or if another process is ending a
+    machine.
 
     Raises:
         InfraError: a login failed, so that a kept machine would be useless.
@@ -282,7 +282,6 @@ def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
 
 
 def _end_expired(node: Node) -> bool:
-    """Release the expired machines. Returns whether the release succeeded."""
     logger.warning("%s has used up its hours or the run's money and is given back", node.name)
     try:
         release_rented(node)

@@ -90,8 +90,6 @@ class _GPUs(BaseModel):
 
 
 class RunPod(Account):
-    """An account at RunPod."""
-
     name: ClassVar[CloudName] = "runpod"
     endpoint = Endpoint(
         title="RunPod",

@@ -88,8 +88,6 @@ class _Keys(BaseModel):
 
 
 class Shadeform(Account):
-    """An account at Shadeform."""
-
     name: ClassVar[CloudName] = "shadeform"
     endpoint = Endpoint(
         title="Shadeform",

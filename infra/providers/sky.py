@@ -79,8 +79,6 @@ AnswerT = TypeVar("AnswerT")
 
 
 class _Kind(BaseModel):
-    """An instance type in a region."""
-
     cloud: str
     instance_type: str | None = None
     accelerator_name: str
@@ -263,8 +261,8 @@ def _first_word(gpu_type: str) -> str:
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """Convert an instance type to an offer. None if the GPU memory is unknown, or the price is unknown outside of
-    Kubernetes. On Kubernetes, also None for spot machines."""
+    """Convert an instance type to an offer. None if the GPU memory is unknown, or the price outside of Kubernetes. Also
+    None for spot pods."""
     is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
     said = _MEMORY_IN_NAME.search(kind.accelerator_name)

@@ -120,7 +120,6 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
 
 
 def release_ssh(node: Node) -> None:
-    """Change nothing: the machine is not released."""
     logger.info("kept %s: %s is not rented", node.root, node.name)
 
 

@@ -101,8 +101,6 @@ class _Page(BaseModel):
 
 
 class Vast(Account):
-    """An account at Vast.ai."""
-
     name: ClassVar[CloudName] = "vast"
     endpoint = Endpoint(
         title="Vast.ai",

@@ -47,8 +47,7 @@ PEER_TIMEOUT_S = 240.0
 """Time limit in seconds for importing torch and computing one sum over all GPUs. Importing torch from a cold disk takes
 most of this time."""
 _PEER_ALLOWANCE_S = 30.0
-"""Seconds that this process waits for the peer test's answer in addition to PEER_TIMEOUT_S, which the test itself
-enforces."""
+"""Seconds to wait for the peer test's answer after PEER_TIMEOUT_S, which the test itself enforces."""
 NOT_READY = 802
 """CUDA_ERROR_SYSTEM_NOT_READY: the interconnect between the GPUs of a large machine is still starting."""
 

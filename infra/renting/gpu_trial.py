@@ -23,8 +23,6 @@ _NAME_BYTES = 256
 
 
 class _RefusedCallError(Exception):
-    """A call of the driver returned an error code."""
-
     def __init__(self, call: str, code: int) -> None:
         super().__init__(call, code)
         self.call, self.code = call, code

@@ -248,7 +248,7 @@ class _UnconfirmedError(_OfferFailedError):
 
 def _rent_new(unit: list[Rental], renting: Renting) -> None:
     """Add the missing machines to the unit. If none is available beside the unit, release the unit and rent all
-    machines in another region or of another provider."""
+    machines elsewhere."""
     request = renting.request
     tried: list[str] = []
     offered = search_offers(request.query, renting.clouds)
@@ -406,8 +406,8 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
     """Return the time at which the machine's hours, counted from now, or its share of the run's money are used up.
 
-    The past cost of the machine, also under an earlier run, counts for this run. The cost of the machines in `beside`
-    until they expire is subtracted from the run's money.
+    The machine's past cost counts, also from an earlier run. The cost of the machines in `beside` until they expire is
+    subtracted.
     """
     request = renting.request
     others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]

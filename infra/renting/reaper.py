@@ -59,7 +59,6 @@ class ReapReport:
     kept: list[str] = field(default_factory=list)
     """Machines in use, or spared for the next start."""
     foreign: list[str] = field(default_factory=list)
-    """Machines of other stores."""
     failures: list[str] = field(default_factory=list)
     """Machines that could not be checked or ended."""
 

@@ -31,14 +31,11 @@ NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<
 
 
 class RentalState(StrEnum):
-    """The progress of a machine's rental."""
-
     INTENDED = "intended"
     """The machine was requested, or is about to be requested. The machine may exist."""
     RENTED = "rented"
     """The machine exists and costs money."""
     READY = "ready"
-    """The machine can be used."""
     RELEASING = "releasing"
     """The machine's end was requested. The machine costs money until the provider no longer lists it."""
     GONE = "gone"

@@ -35,25 +35,21 @@ class RentRequest:
     purpose: str
     """Hash of the settings that must be equal for one machine to replace another."""
     credentials: str = ""
-    """Name of the accounts' credentials."""
     max_usd: float
     """Largest cost of all machines of the run together, in USD."""
     max_hours: float
     """Largest number of hours for which a machine is rented."""
     usable_within_s: float = 900.0
     expects_host_key: bool = True
-    """Whether the host key of the first connection must equal the key that this program sets at creation or that the
-    provider reports. Providers that support neither of the two are exempt."""
+    """Whether the first connection must find the host key that this program installed or that the provider reported.
+    Providers that support neither are exempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renting:
-    """The request of one run, with everything that renting needs."""
-
     request: RentRequest
     ledger: Ledger
     clouds: Mapping[CloudName, Cloud]
-    """The accounts that may be used, by provider."""
     check: Check
     say: Say = logger.info
     """Called with progress messages, one sentence each."""

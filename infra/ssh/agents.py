@@ -9,8 +9,8 @@ one round trip. Concurrent requests use further agents on separate channels.
 
 Small urgent requests (commands, jobs, logs) and large files use separate connections. A connection is opened on first
 use and reopened after it broke. If the server allows too few channels per connection, a second connection serves the
-urgent requests. A broken connection often shows only as a missing answer. If the answer to an idempotent request is cut
-off, the request is retried once through a new agent.
+urgent requests. A broken connection often shows only as a missing answer. An idempotent request without an answer is
+retried once through a new agent.
 """
 
 import functools
@@ -79,7 +79,6 @@ class Agents:
         self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
         """OpenSSH's client, and the paramiko connection whose host key the client must find."""
         self._key_type = ""
-        """Type of the host key of the latest connection."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
@@ -180,8 +179,8 @@ class Agents:
         self._idle_agents[purpose].clear()
 
     def forget(self, purposes: Sequence[Purpose]) -> None:
-        """Close the connections and agents of all these purposes after one of the connections broke, because the other
-        connections may have broken unnoticed."""
+        """Close the connections and agents of these purposes after one connection broke, because the others may have
+        broken unnoticed."""
         with self._lock:
             for purpose in purposes:
                 self._end_idle_agents(purpose)

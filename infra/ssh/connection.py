@@ -93,8 +93,6 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
 
 
 class Channel(Protocol):
-    """The input and output of one command on a node."""
-
     @property
     def has_ended(self) -> bool: ...
 

@@ -30,8 +30,6 @@ from rollouts.infra.regular_file import read_text
 
 
 class HostKeyEvidence(StrEnum):
-    """The reason for accepting a host key."""
-
     PINNED = "pinned"
     INJECTED = "injected"
     PROVIDER = "provider"
@@ -41,8 +39,6 @@ class HostKeyEvidence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """The public key of a host."""
-
     type: str
     """The key's type, for example ssh-ed25519."""
     blob: bytes

@@ -1,7 +1,7 @@
 """Find the keys for the login on a machine: in a file, in an environment variable, or in the SSH agent.
 
-paramiko's own agent client is not used, for three reasons: it knows only SSH_AUTH_SOCK, it fails at a key comment that
-is not UTF-8, and for a certificate it signs with a key other than the certified key.
+paramiko's own agent client is not used, for three reasons: it knows only SSH_AUTH_SOCK, fails at a key comment that is
+not UTF-8, and signs with a wrong key for a certificate.
 
 Not here: the login (connection.py), keys of machines (host_keys.py).
 """
@@ -133,8 +133,6 @@ _OPENSSH_MAGIC = b"openssh-key-v1\0"
 
 @dataclass(frozen=True, slots=True)
 class LoginKey:
-    """A key for the login."""
-
     key: Any  # paramiko has no types
     file: str = ""
     """File of the unencrypted private key. Empty for a key of the agent or of an environment variable."""
@@ -149,7 +147,6 @@ class LoginKeys:
     """One sentence for each existing key that is unusable, with the reason."""
 
     def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
-        """Return the keys without `key`, which is unusable for this reason."""
         return LoginKeys(
             keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
         )

@@ -174,6 +174,6 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """Return the command line as a ProxyCommand. Percent signs are doubled, except in `_NEXT`, because OpenSSH expands
-    percent tokens of a ProxyCommand."""
+    """Return the command line as a ProxyCommand. Percent signs except in `_NEXT` are doubled, because OpenSSH expands
+    percent tokens."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)

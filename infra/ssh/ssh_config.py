@@ -30,8 +30,6 @@ _FILES_OF_KEYS = ("userknownhostsfile", "globalknownhostsfile")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredHost:
-    """The SSH settings of one machine."""
-
     host: str
     port: int
     user: str

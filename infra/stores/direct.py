@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPiece:
-    """A piece of a file, and the presigned URL for its upload."""
-
     offset: int
     length: int
     url: str
@@ -55,7 +53,7 @@ def presigned_get(store: ObjectStore, name: str) -> str:
 
 
 class _PresignedUpload:
-    """The upload of one object by another machine. The object exists in the store once `complete` has returned.
+    """The upload of one object by another machine. The object exists once `complete` has returned.
 
     Leaving the block before `complete` aborts the upload, because S3 charges for the parts of incomplete uploads.
     """
@@ -142,8 +140,8 @@ def fetch_on_node(
 def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: Path, source: str) -> int:
     """Let the node upload those files of a checkpoint that the store lacks. Returns the number of uploaded bytes.
 
-    The objects get the same names as in `publish_run`. The manifest is not uploaded here but by a later `publish_run`,
-    because it marks the checkpoint as complete.
+    The objects get the same names as in `publish_run`. The manifest marks a checkpoint as complete, so a later
+    `publish_run` uploads it.
 
     Args:
         checkpoint: folder of the checkpoint's copy on this machine.

@@ -50,12 +50,9 @@ _HASH_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedFile:
-    """A file to download."""
-
     name: str
     """The file's path below the folder."""
     key: str
-    """The object's name in the store."""
     size: int
     sha256: str = ""
     """The file's digest in a manifest. Empty if no manifest lists the file."""
@@ -111,8 +108,7 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
 
 
 def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
-    """List all objects below a URL, and the object at the URL itself. Drivers omit the object at the URL if the URL
-    also has objects below it."""
+    """List all objects below a URL, and the object at the URL itself, which drivers may omit."""
     objects = store.list()
     if objects and "" not in objects and (itself := store.find("")) is not None:
         return {"": itself, **objects}
@@ -143,7 +139,7 @@ def _folders_of(key: str) -> list[str]:
 
 
 def digest_of(wanted: Sequence[WantedFile]) -> str:
-    """Return a digest of the files to download. The digest changes when any of the files changes."""
+    """Return a digest that changes when any of the files changes."""
     parts = [[each.name, each.size, each.sha256 or each.identity] for each in wanted]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -9,8 +9,7 @@ and exits with code 1.
     send DIRECTORY     {"probe_s", "limit_s", "pieces": [{"path", "offset", "length", "url"}]}    {"etags"}, in order
 
 Several pieces are transferred in parallel, each with little memory. A broken transfer is retried; a retried download
-continues after the received bytes. This program does not verify content: receiver.py verifies downloads, and
-publication.py verifies uploads.
+continues after the received bytes. receiver.py verifies downloads, and the publication verifies uploads.
 
 A URL is a secret while it is valid. The program therefore reads URLs from standard input, and its error messages omit
 everything after the "?" of a URL.
@@ -83,7 +82,6 @@ class Limit:
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; see the module's docstring."""
     verb, directory = argv[1], Path(argv[2])
     answer: JsonObject = {}
     try:

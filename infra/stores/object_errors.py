@@ -88,7 +88,6 @@ def sorted_failures(url: str) -> Iterator[None]:
 
 
 def sort_failure(error: Exception, url: str) -> InfraError:
-    """Convert a driver's error about a URL to an InfraError."""
     protocol, _, place = url.partition("://")
     variables = _CREDENTIALS.get(protocol, f"the credentials of {protocol}")
     names = {cls.__name__ for cls in type(error).__mro__}

@@ -44,8 +44,8 @@ MAX_OBJECTS = 10_000
 _MAX_SMALL_BYTES = 16 << 20
 ANSWER_S = 120.0
 """Seconds without progress of an upload until the store counts as unreachable, in addition to the time that
-MIN_BYTES_PER_S allows. The limit exceeds the 80 s of the drivers' own retries. Without the limit, the drivers would
-wait forever for a server that does not read."""
+MIN_BYTES_PER_S allows. Without this limit, the drivers, whose own retries take 80 s, would wait forever for a server
+that does not read."""
 MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install the driver of a protocol."""
@@ -87,10 +87,7 @@ def check_url(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """A store's description of one object."""
-
     size: int
-    """Size in bytes."""
     identity: str
     """A value that changes when the content changes: an entity tag, a generation number, or a modification time."""
     md5: str
@@ -100,8 +97,6 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """Size and digests of a local file."""
-
     size: int
     sha256: str
     md5: str
@@ -291,8 +286,7 @@ class ObjectStore:
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
-        """Convert errors of writing. A driver's error about a missing object becomes an error about a missing bucket,
-        because writing fails in this way only if the bucket is missing."""
+        """Convert errors of writing. A missing object here means a missing bucket, which not every driver names."""
         url = self.url_of(name)
         try:
             with sorted_failures(url):

@@ -47,7 +47,6 @@ CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
 _DIGEST_CHARS = 16
 _MAX_SIZE = (1 << 63) - 1
-"""Largest valid size of a file in bytes."""
 MAX_SHOWN_CHARACTERS = 200
 _NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions that parsing raises if a file is not a manifest or publication."""
@@ -58,10 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentFolder:
-    """A folder that was uploaded to the store."""
-
     folder: str
-    """The folder's name in the store."""
     files: Mapping[str, FileDigest]
     """The folder's files, by their paths below the folder."""
     num_sent_bytes: int
@@ -80,7 +76,6 @@ class Publication:
     files: Mapping[str, tuple[int, str]]
     """Size and sha256 of every file, by its name in the store."""
     published_at: float
-    """Time of the publication, in seconds since 1970."""
 
 
 def check_writable_store(store: ObjectStore) -> None:
@@ -231,8 +226,8 @@ def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    """Convert pairs to a JSON object. Raises ValueError for a repeated name, because JSON readers disagree about the
-    value of a repeated name."""
+    """Convert pairs to a JSON object. Raises ValueError for a repeated name, because JSON readers disagree about its
+    value."""
     named = dict(pairs)
     if len(named) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -266,8 +261,7 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _U
     """Upload the newest checkpoint of a folder to `url` at intervals while the block runs. A failed upload is logged,
     and retried at the next interval.
 
-    At the end of the block, the newest checkpoint is uploaded before this function returns. After an exception, this
-    function returns without the last upload.
+    At the end of the block, the newest checkpoint is uploaded, unless the block raised an exception.
     """
     published = ""
 

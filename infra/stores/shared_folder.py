@@ -59,8 +59,8 @@ class SharedFolder:
             return _describe(_checked_status(folder, name, key))
 
     def copy_mode(self, key: str) -> int:
-        """Return the permissions for a downloaded copy: the original's permissions, without the group or other users if
-        the folders of the store keep them from the original."""
+        """Return the permissions for a downloaded copy. Users who cannot reach the original file through the store's
+        folders get no access."""
         real, top = self._real(key), self._real(str(self._root))
         mode = int(self.info(key)["mode"])
         for folder in real.parents:
@@ -86,7 +86,6 @@ class SharedFolder:
         return b"".join(pieces)
 
     def pipe_file(self, key: str, content: bytes) -> None:
-        """Write or replace a file atomically."""
         with self._replacing(key, READABLE) as file:
             file.write(content)
 

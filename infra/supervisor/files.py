@@ -15,7 +15,6 @@ JsonObject = dict[str, Any]
 
 INTERNAL_DIR = ".job"
 POLL_S = 0.1
-"""Polling interval of the supervisor's modules, in seconds."""
 READ_BYTES = 256 << 10
 
 

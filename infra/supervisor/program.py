@@ -109,8 +109,7 @@ class CappedLog:
         self._is_at_line_start = True
 
     def write(self, chunk: bytes) -> None:
-        """Append output of the program. If the output exceeds the limit, only its last bytes are kept, and are written
-        when the log is closed."""
+        """Append output of the program. Beyond the limit, only the last bytes are kept, until the log is closed."""
         head, rest = chunk[: self._room], chunk[self._room :]
         self._room -= len(head)
         self._append(head)
@@ -287,19 +286,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One start of the program."""
-
     process: subprocess.Popen[bytes]
     output_fd: int
-    """Reading end of the pipe with the program's output."""
     oom_kills_before: int
     """The kernel's count of out-of-memory kills before the start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How one start of the program ended."""
-
     code: int
     """The exit code. 128 + the signal's number if a signal ended the program."""
     signal: int | None
@@ -329,8 +323,8 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
         if os.getppid() != supervisor_pid:  # the supervisor died before prctl was called
             os._exit(125)
 
-    # Use another working directory than the run directory, because Python imports modules from its working directory
-    # and files of the run directory may come from another machine.
+    # Do not run the program in the run directory: Python imports from its working directory, and the files may come
+    # from another machine.
     work_dir = internal_path(spec.run_dir, "work")
     work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()

@@ -23,7 +23,6 @@ class JobSpec:
     """Absolute path of the run directory. The path identifies the job."""
     argv: tuple[str, ...]
     job: Mapping[str, Any]
-    """The content of job.json, without secrets."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     """Variables that are added to a minimal inherited environment. Secrets are passed only in this field and are never
     written to disk."""

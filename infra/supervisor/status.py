@@ -37,7 +37,6 @@ def is_supervised(run_dir: str) -> bool:
 
 
 def read_status(run_dir: str) -> JsonObject:
-    """Return the job's current status. Changes nothing."""
     is_alive = is_supervised(run_dir)  # check first, because no file changes after the supervisor's end
     attempt = latest_attempt(run_dir)
     meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}

@@ -183,8 +183,7 @@ def _write_meta(run_dir: str, meta: JsonObject) -> None:
 
 
 def _update_meta(run_dir: str, meta: JsonObject) -> None:
-    """Write meta-<n>.json. If the file cannot be written, only report the error, because a full disk must not end a
-    healthy program."""
+    """Write meta-<n>.json. A failure is only logged, because a full disk must not end a healthy program."""
     try:
         _write_meta(run_dir, meta)
     except OSError:

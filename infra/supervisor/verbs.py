@@ -39,7 +39,6 @@ from rollouts.infra.supervisor.status import (
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb. Returns the exit code."""
     verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
     if verb == "follow":
         with contextlib.suppress(BrokenPipeError), marked_as_followed(run_dir, *parameters[3:]):
@@ -65,15 +64,11 @@ _CANCEL_MARGIN_S = 15.0
 
 
 class CancelRequest(NamedTuple):
-    """Parameters for ending a job."""
-
     grace_s: float
-    """Seconds between SIGTERM and SIGKILL."""
     max_grace_s: float
     """Largest time in seconds that a program may request for saving. Only the main process of such a program gets
     SIGTERM."""
     wait_s: float
-    """Seconds to wait for the job's end."""
     attempt: int
     """The number of the attempt to end; 0 means the current attempt. An attempt that has already ended stays
     unchanged."""

@@ -176,8 +176,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Warn about files that are not fetched. The cache suppresses repeated warnings, because every listing names the
-    same files."""
+    """Warn about files that are not fetched. The cache suppresses the warnings of later listings."""
     logger.warning(
         "%r on the node: %s is not copied: jobs do not write files of that name, or the file is unreadable",
         source,
@@ -398,7 +397,6 @@ class _Part:
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
         self.is_new = not path.exists() and not begins_as.exists()
-        """Whether this machine has no version of the file."""
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
@@ -407,8 +405,7 @@ class _Part:
 
 
 def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
-    """Let the receiving program write a new file directly, so that the bytes do not pass through this process. Checks
-    the file's chunks.
+    """Let the receiving program write a new file directly, bypassing this process, and check the file's chunks.
 
     Returns False if the file is incomplete or a digest differs. The received content stays for the next attempt.
     """

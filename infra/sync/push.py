@@ -5,9 +5,9 @@
     on the node: the old destination, and interrupted copies ── files and chunks with the same digests are reused
                          all checked ──> old directory renamed, new one in its place, old one deleted
 
-The sending program reads a large new file directly, while this process hashes the file. A source file is read twice
-only if the node may have parts of the file: first to compute the digests that show which parts to send, then to send
-these parts. After a broken connection, the same call or another process continues the interrupted copy.
+The sending program reads a large new file directly, while this process hashes the file. Only if the node may have parts
+of a file, the file is read twice: first to compute the digests that show which parts to send. After a broken
+connection, the same call or another process continues the interrupted copy.
 
 Not here: the node's side (receiver.py), the transport of bytes (session.py).
 """
@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """The result of copying files to a node."""
-
     num_files: int
     num_bytes: int
     num_sent_bytes: int
@@ -375,8 +373,7 @@ def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Map
 
 
 def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
-    """Let the sending program read a file directly, so that the bytes do not pass through this process. Meanwhile, this
-    process hashes the file.
+    """Let the sending program read a file directly, while this process only hashes the file.
 
     Raises:
         NodeUnreachableError: the connection broke.

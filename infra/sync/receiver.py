@@ -79,7 +79,6 @@ class CopyError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; see the module's docstring."""
     verb, parameters = argv[1], argv[2:]
     # Any: JSON
     answer: dict[str, Any] = {}
@@ -231,8 +230,8 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
 def take_files(
     reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
-    """Put reusable content of other directories into `incoming`. Chunks whose file has another size or time than
-    described are reused only if their digests are right.
+    """Put reusable content of other directories into `incoming`. If a file's size or time has changed, its chunks are
+    checked by digest.
 
     A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
     the missing chunks can be written into it. The correct chunks of all other files are copied, because other programs
@@ -274,8 +273,8 @@ def take_files(
 
 
 def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
-    """Rename the directories of interrupted copies, so that late calls of these copies do not find them. Returns a dict
-    from the old to the new paths."""
+    """Rename the directories of interrupted copies, so that late calls do not find them. Returns a dict from the old to
+    the new paths."""
     places = {}
     with _locked_directory(destination.parent):
         for path in _incoming_of(destination):

@@ -54,7 +54,6 @@ with contextlib.suppress(ImportError):
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; see the module's docstring."""
     verb, directory = argv[1], Path(argv[2])
     if verb == "list":
         left_out: list[str] = []
@@ -79,8 +78,8 @@ def main(argv: list[str]) -> int:
 
 
 def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
-    """Return size and modification time of every file to send, by relative path. Adds the names of unreadable folders
-    and of files with unprintable names to `left_out`."""
+    """Return size and modification time of every file to send, by relative path. Adds unreadable folders and files with
+    unprintable names to `left_out`."""
     files = {}
     for path, found in _walk(directory, left_out, is_top=True):
         name = path.relative_to(directory).as_posix()
