@@ -38,7 +38,6 @@ class NodeReport:
     """Hardware and software of a node. Sizes are in GB of 10^9 bytes."""
 
     python: str
-    """Path of the probed interpreter."""
     root: str
     python_version: str
     torch_version: str | None
@@ -229,8 +228,8 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
     """Check that a node can train together with the leader.
 
     Raises:
-        PermanentInfraError: only one of the two nodes has GPUs, or the nodes have different versions of torch, which
-            cannot communicate.
+        PermanentInfraError: only one of the two nodes has GPUs, or the nodes have different versions of torch, whose
+            protocols may differ.
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(

@@ -63,7 +63,7 @@ class SourceFile:
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
-        """Use this digest algorithm for all chunks. Drops known digests of another algorithm."""
+        """Use this digest algorithm. Drops known digests of another algorithm."""
         if algorithm != self._algorithm:
             self._algorithm, self._digests = algorithm, {}
 

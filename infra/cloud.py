@@ -125,7 +125,7 @@ class Pace:
     gone_within_s: float = 600.0
     """Seconds within which a machine must be gone after the request to end it."""
     refused_within_s: float = 60.0
-    """The same for a machine that the provider refuses to end, unless it is ending anyway."""
+    """Seconds after which StillRentedError is raised if the provider refuses to end a machine."""
 
 
 PATIENT = Pace()

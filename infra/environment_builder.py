@@ -21,7 +21,7 @@ from pathlib import Path
 
 _TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
-"""Environment variables for the installers. The last two make uv use the system's certificates, as pip does; older
+"""Environment variables for the installers. UV_SYSTEM_CERTS makes uv use the system's certificates, as pip does. Older
 versions of uv know only UV_NATIVE_TLS."""
 _CACHE = "../../cache/uv"
 """Folder for uv's cache if uv cannot write to the user's home. The path is relative to the run directory, so the folder
@@ -66,8 +66,8 @@ def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 
 def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Create the environment with Python 3.11 or newer and install the packages. If the node has no Python of these
-    versions, uv downloads one."""
+    """Create the environment with Python 3.11 or newer and install the packages. If the node has no such version, uv
+    downloads Python."""
     uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     # pip compares the versions in all indexes. Without this option, uv uses only the first index that has the package.

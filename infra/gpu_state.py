@@ -32,8 +32,7 @@ class GpuProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU. The index of this record in the list of `read_gpus` is the GPU's rank. Sizes are in GB of
-    10^9 bytes."""
+    """The state of one GPU. Its rank is its index in the result of `read_gpus`. Sizes are in GB of 10^9 bytes."""
 
     name: str
     total_gb: float

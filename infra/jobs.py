@@ -141,8 +141,8 @@ class JobStatus:
     orphans: tuple[int, ...]
     """Process ids of processes that a LOST job left behind. The next start or cancel ends these processes."""
     is_ending: bool = False
-    """Whether the job is RUNNING but will end soon, because its end was requested or a limit is reached. The program
-    may still be saving its state."""
+    """Whether the job is RUNNING but will end, because its end was requested or a limit is reached. The program may be
+    saving its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,8 +352,7 @@ def describe_exit(exit_record: JobExit) -> str:
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """Return a phrase about the saved step of an ended job, which ends a sentence about the job. "" if the step is
-    unknown."""
+    """Return a phrase about the saved step, for the end of a sentence about a job. "" if the step is unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""

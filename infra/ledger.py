@@ -39,7 +39,6 @@ class Lease:
     run_dir: str
     run_id: str
     node: str
-    """Name of the node on which the job runs."""
     created_at: float
     """Time of the creation in seconds since 1970, by the clock of the ledger's machine."""
     is_started: bool
@@ -158,7 +157,7 @@ class Ledger(LedgerFile):
     def nodes_left(self, directory_name: str) -> set[str]:
         """Return the nodes on which dead runs started the job with this directory name. The job may still be running
         there."""
-        with self.transaction():  # one process at a time, because of `has_died`
+        with self.transaction():  # one process at a time, because `has_died` takes locks
             started = [lease for lease in self.leases() if lease.is_started]
             of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
             return {lease.node for lease in of_job if self.has_died(lease.run_id)}

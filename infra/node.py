@@ -133,8 +133,8 @@ class FurtherNode(SSHMachine):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A further machine")
 
     address: str = ""
-    """The machine's IP address in the network of the run's machines. The machine's processes listen at this address.
-    Leave this empty if `host` contains this address."""
+    """The machine's IP address in the network of the run's machines, at which its processes listen. Leave this empty if
+    `host` contains this address."""
 
     @property
     def reached_at(self) -> str:
@@ -186,8 +186,7 @@ class SSHNode(SSHMachine):
 
 
 class InstanceNode(PackageSettings):
-    """A machine that you rented yourself. The run asks the machine's provider for the address, and does not end the
-    machine."""
+    """A machine that you rented yourself. The run asks its provider for the address, and does not end the machine."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine that you rented"
@@ -468,8 +467,7 @@ class Node:
         return (*self.trainer_nodes, *self.engine_nodes)
 
     def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":
-        """Return the node on which the engine with this index runs. Engines fill the first engine node, then the
-        next."""
+        """Return the node on which the engine with this index runs. Engines fill one engine node after another."""
         return self.engine_nodes[index // num_per_node] if self.engine_nodes else self
 
     def named(self, name: str) -> "Node":

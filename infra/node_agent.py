@@ -105,7 +105,7 @@ def main(nonce: str) -> None:
             child = os.fork()
             if child == 0:
                 os._exit(_answer_request(request, stream, programs))
-            if os.waitpid(child, 0)[1] != 0:  # it left input unread, so requests have no known start
+            if os.waitpid(child, 0)[1] != 0:  # unread input is left, so the next request has no known start
                 break
     except _BrokenInputError:
         pass
@@ -310,7 +310,7 @@ def run_program(program: types.ModuleType, argv: list[str]) -> None:
     try:
         exit_code = program.main(argv) or 0
         sys.stdout.flush()
-    finally:  # or else the fork would continue as a second agent
+    finally:  # end the fork here, because it must not continue as a second agent
         if exit_code is None:
             traceback.print_exc()
         sys.stderr.flush()

@@ -83,7 +83,7 @@ def probe(root: str) -> "dict[str, Any]":
         document.update(kept, gpus=gpus)
         return document
     found = _ask_torch(document, rows)
-    if found is not None and identity == _describe_environment():  # or else packages are being installed
+    if found is not None and identity == _describe_environment():  # if not, packages are being installed
         kept = {name: document[name] for name in ("torch_version", "torch_build")}
         _keep(root, "torch", identity, dict(kept, gpus=found))
     return document

@@ -39,8 +39,8 @@ class GPUQuery(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gpu_types: tuple[str, ...] = ()
-    """Names of GPUs, for example H100 or RTX 4090. A machine with a GPU of any of these names matches. Leave the list
-    empty for all GPUs of NVIDIA."""
+    """Names of GPUs, for example H100 or RTX 4090. A machine with any of these GPUs matches. Leave the list empty for
+    all GPUs of NVIDIA."""
     gpu_count: int = Field(default=1, ge=1, le=64, strict=True)
     """Number of GPUs of the machine."""
     min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False, strict=True)
@@ -139,7 +139,7 @@ class Offer:
     usd_per_hour: float
     """Price of the whole machine per hour, in US dollars."""
     region: str
-    """The region. Empty if the provider chooses the region."""
+    """Empty if the provider chooses the region."""
     is_secure: bool = True
     """Whether the machine is in a data center."""
     is_spot: bool = False
@@ -161,7 +161,6 @@ class Offer:
 
     @property
     def usd_per_gpu_hour(self) -> float:
-        """Price of one GPU for an hour, in US dollars."""
         return self.usd_per_hour / self.gpu_count
 
     @property
@@ -246,7 +245,7 @@ class Instance:
 
 
 def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
-    """Describe the offer that comes nearest to the query, for a query that no offer matches.
+    """Describe the nearest offer to a query that no offer matches.
 
     If some offers fail only the price condition, the cheapest of them is described. Otherwise, the offer that fails the
     fewest conditions is described.
@@ -295,8 +294,8 @@ def _is_memory(word: str, vram_gb: float | None) -> bool:
 
 
 def _is_within(region: str, wanted: str) -> bool:
-    """Return whether one part of a region's name, or the whole name, begins with `wanted`. RO/EU-RO-1 consists of a
-    region and a data center."""
+    """Return whether a region's name, or a part of the name, begins with `wanted`. RO/EU-RO-1 has the parts RO and
+    EU-RO-1."""
     return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 

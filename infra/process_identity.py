@@ -23,7 +23,6 @@ class ProcessIdentity:
     started: str
     """Start time in the system's own format. Empty if the process does not exist."""
     boot_id: str
-    """Id of the machine's boot during which the process ran."""
     namespace: str
     """The PID namespace (container) to which `pid` belongs. Empty on systems without namespaces."""
     host: str

@@ -26,7 +26,7 @@ from rollouts.infra.ledger import Ledger
 NOTHING = 0
 """Value in place of a model's id that means "no model". Ids begin at 1."""
 _REGISTERED = "registered"
-"""Value of `AliasChange.reason` for a registration, which makes a model the candidate."""
+"""Reason of the alias change that makes a new model the candidate."""
 
 
 class Alias(StrEnum):

@@ -14,8 +14,8 @@ def repeating(
 ) -> Iterator[None]:
     """Call `act` after every interval while the block runs. Calls never overlap.
 
-    At the end of the block, this function waits for a running call. After an exception or an interrupt, it does not
-    wait.
+    At the end of the block, this function waits for a running call. After an exception or an interrupt, this function
+    does not wait.
 
     Args:
         act: the action. An exception of the action is logged and does not stop the calls, because the action may end a

@@ -50,7 +50,6 @@ class Retraining:
     """A user's decision about promoting the candidate. None before the decision."""
     approved_by: str = ""
     note: str = ""
-    """A sentence about the latest change."""
     began_at: float
     """Time of the begin in seconds since 1970, like all times of this record."""
     ended_at: float | None = None

@@ -50,7 +50,7 @@ MAX_OUTPUT_BYTES = 64 << 20
 """Largest output of `Session.run` on another machine, in bytes. Use `stream` for more output."""
 
 _REASON_LINES = 3
-"""Number of last lines of the output that an error quotes to explain why a program did not start."""
+"""Number of last lines of output in the error about a program that did not start."""
 LOOPBACK = "127.0.0.1"
 
 _READ_BYTES = 256 << 10
@@ -99,8 +99,8 @@ class Session(Protocol):
     ) -> CompletedCommand:
         """Run one of the project's Python programs (node_programs.py) like `run`, but faster on a distant node.
 
-        The program runs without Python's environment variables (`ISOLATED`). It may run in a fork of a process that has
-        already loaded its text.
+        The program runs without Python's environment variables (`ISOLATED`), possibly in a fork of a process that has
+        loaded it.
         """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:

@@ -52,7 +52,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
     """Open the account in which a machine was rented.
 
     Raises:
-        MissingKeyError: the machine was rented with other credentials than the credentials of this process.
+        MissingKeyError: the machine was rented with credentials that this process does not use.
     """
     if rental.credentials != credentials_in_use():
         whose = f"the credentials {rental.credentials}" if rental.credentials else "keys of the environment"

@@ -75,7 +75,7 @@ class Endpoint:
     patience_s: float = 60.0
     """Time limit in seconds for retries of requests that read or end machines."""
     account_refusal: str = ""
-    """Regular expression for error texts that refuse the whole account but have another status than 401, 402 or 403."""
+    """Regular expression for answers that refuse the whole account with a status other than 401, 402 and 403."""
     offer_refusal: str = ""
     """Regular expression for answers with status 403 that refuse only the requested offer. If empty, 403 always refuses
     the account.
@@ -95,7 +95,7 @@ class _Answer:
 
 
 class _Turns:
-    """Times of the next allowed requests by kind of request, shared by all connections of this process."""
+    """Times of the next allowed requests, shared by all connections of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,8 +158,7 @@ class ProviderAPI:
         return None if answer.status == 404 else self._parse(answer, shape, f"GET {path}")
 
     def named(self, records: Sequence[Json], prefix: str, shape: type[RecordT], *, key: str = "name") -> list[RecordT]:
-        """Parse and return the records of a list whose names begin with the prefix. Records with other names may have
-        any shape.
+        """Parse the records of a list whose names begin with the prefix. Records with other names may have any shape.
 
         Args:
             key: the JSON key of a record's name.
@@ -174,7 +173,7 @@ class ProviderAPI:
             raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
     def readable(self, records: Sequence[Json], shape: type[RecordT]) -> list[RecordT]:
-        """Parse and return the offers of a list. Offers that do not have the given shape are skipped with a warning.
+        """Parse the offers of a list. Offers that do not have the given shape are skipped with a warning.
 
         Raises:
             ProviderUnavailableError: no offer has the given shape.

@@ -2,9 +2,9 @@
 
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 
-An ACTIVE pod is usable once its installation is FINISHED. Offers with prepaid hours are skipped, because Prime
-Intellect does not refund them when the machine ends. Offers whose price may change are skipped, except spot offers. The
-price of a spot machine is read when it is rented, and the run's limit of money is applied to this price.
+An ACTIVE pod is usable once its installation is FINISHED. Offers with prepaid hours are skipped, because prepaid money
+is not refunded when the machine ends. Offers whose price may change are skipped, except spot offers. The price of a
+spot machine is read when it is rented, and the run's limit of money is applied to this price.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """

@@ -75,7 +75,8 @@ UNFIT_FOR_S = 24 * 3600.0
 _UNSEEN_S = 60.0
 """Seconds after a machine's creation during which the provider may not list the machine yet."""
 _PRICE_TOLERANCE = 1.001
-"""Largest accepted ratio of the actual price to the offered price. Above 1, because providers round their prices."""
+"""Largest accepted ratio of the actual price to the offered price. The ratio is above 1, because providers round
+prices."""
 
 logger = logging.getLogger(__name__)
 
@@ -406,8 +407,8 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
     """Return the time at which the machine's hours, counted from now, or its share of the run's money are used up.
 
-    The machine's past cost counts, also from an earlier run. The cost of the machines in `beside` until they expire is
-    subtracted.
+    The machine's past cost, also from an earlier run, and the future cost of the machines in `beside` are subtracted
+    from the run's money.
     """
     request = renting.request
     others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]

@@ -86,8 +86,7 @@ def release_all(
 def _release_each(
     rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
 ) -> tuple[list[Rental], list[InfraError]]:
-    """Release the machines one after another. Returns the rows of the released machines, and the errors of the other
-    machines."""
+    """Release the machines one after another. Returns the rows of released machines, and the errors of the others."""
     for rental in rentals if len(rentals) > 1 else ():
         try:
             clouds[rental.provider].terminate(rental.instance_id)
@@ -175,7 +174,7 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
     """End the machine, and any other machine of the same name. A proxy in front of an API may have sent the creation
-    request twice, so that a second machine exists."""
+    request twice."""
     _end_one(rental, cloud, pace)
     try:
         listed = cloud.list_named(rental.name)

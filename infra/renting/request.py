@@ -38,7 +38,6 @@ class RentRequest:
     max_usd: float
     """Largest cost of all machines of the run together, in USD."""
     max_hours: float
-    """Largest number of hours for which a machine is rented."""
     usable_within_s: float = 900.0
     expects_host_key: bool = True
     """Whether the first connection must find the host key that this program installed or that the provider reported.

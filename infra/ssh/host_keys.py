@@ -178,8 +178,7 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key in the file where logins store a machine's host key. Empty without a
-    key."""
+    """Return the fingerprint of the latest key in a machine's known_hosts file. Empty if the file has no key."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 

@@ -28,8 +28,8 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """A socket that records the first received line and the time of the last received bytes. The socket takes over
-    another socket's descriptor."""
+    """A socket that takes over another socket's descriptor, and records its first line and the time of the last
+    received bytes."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())

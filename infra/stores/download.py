@@ -313,8 +313,8 @@ def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
     """Return whether the digest of the downloaded content is right. `before` is the digest of the previous attempt."""
     if file.sha256:
         return digest == file.sha256
-    # The store's value may look like an MD5 without being an MD5 (object_store.py). If two downloads give the same
-    # content, it counts as right.
+    # The store's value may look like an MD5 without being an MD5 (object_store.py). Content that two downloads agree on
+    # counts as right.
     return file.md5 in ("", digest) or digest == before
 
 

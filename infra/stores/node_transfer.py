@@ -11,8 +11,8 @@ and exits with code 1.
 Several pieces are transferred in parallel, each with little memory. A broken transfer is retried; a retried download
 continues after the received bytes. receiver.py verifies downloads, and the publication verifies uploads.
 
-A URL is a secret while it is valid. The program therefore reads URLs from standard input, and its error messages omit
-everything after the "?" of a URL.
+A URL is a secret while it is valid. The program therefore reads URLs from standard input, and omits everything after
+the "?" from error messages.
 """
 
 import contextlib
@@ -105,8 +105,7 @@ def main(argv: list[str]) -> int:
 def _check_reachable(url: str, probe_s: float) -> None:
     """Raise _TransferError unless the store answers within `probe_s` seconds, with any status.
 
-    The request runs in a thread, because a name lookup and connection attempts to several addresses have no common time
-    limit.
+    The request runs in a thread, because name lookups and attempts at several addresses have no common time limit.
     """
     problems: list[str] = []
 

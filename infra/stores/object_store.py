@@ -115,7 +115,7 @@ class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has 
 
 
 class ObjectStore:
-    """A folder in an object store, or one object. Several threads may use this class."""
+    """A folder in an object store, or one object. Several threads may share one object of this class."""
 
     def __init__(self, url: str) -> None:
         """Open the driver. The store is not contacted.

@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 class SentFolder:
     folder: str
     files: Mapping[str, FileDigest]
-    """The folder's files, by their paths below the folder."""
     num_sent_bytes: int
     """Number of uploaded bytes, without files that the store already had."""
 
@@ -70,7 +69,6 @@ class Publication:
 
     run_id: str
     checkpoint: str
-    """Folder of the checkpoint in the store."""
     records: str
     """Folder of report.html, run.json and config.toml in the store."""
     files: Mapping[str, tuple[int, str]]

@@ -15,7 +15,7 @@ standard library, because its text is sent to nodes (node_programs.py). Not here
 Each verb except `follow` prints one JSON object. A verb that fails prints `{"error": sentence}` and exits with code 1.
 Files in RUN_DIR:
 
-    job.json the job's input. The start of each attempt writes this file, because ports and other placements may change
+    job.json      the job's input. Each start of an attempt writes this file, because ports and placements may change
                   between attempts. A changed placement does not change the job's identity. The file stays unchanged
                   while the job is running
     log.txt       the program's raw stdout and stderr of all attempts

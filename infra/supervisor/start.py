@@ -90,7 +90,7 @@ def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
         os.setsid()
         if os.fork() == 0:
             os.close(report_read)
-            os.close(start_lock)  # or else the supervisor would keep start.lock locked
+            os.close(start_lock)  # close it, or else the supervisor would hold start.lock
             _run_detached(spec, attempt, report_write)
         os._exit(0)
     os.close(report_write)

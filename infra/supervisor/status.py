@@ -140,7 +140,7 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
     last received offset.
     """
     while True:
-        is_running = is_supervised(run_dir)  # check before reading, to miss no output
+        is_running = is_supervised(run_dir)  # check before reading, so that the last output is not missed
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
             log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)

@@ -5,9 +5,9 @@
     on the node: the old destination, and interrupted copies ── files and chunks with the same digests are reused
                          all checked ──> old directory renamed, new one in its place, old one deleted
 
-The sending program reads a large new file directly, while this process hashes the file. Only if the node may have parts
-of a file, the file is read twice: first to compute the digests that show which parts to send. After a broken
-connection, the same call or another process continues the interrupted copy.
+The sending program reads a large new file directly, while this process hashes the file. If the node may have parts of a
+file, the file is read twice: the first time for the digests that show which parts to send. After a broken connection,
+the same call or another process continues the interrupted copy.
 
 Not here: the node's side (receiver.py), the transport of bytes (session.py).
 """
