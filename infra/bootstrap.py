@@ -30,7 +30,7 @@ class GpuReport:
     has_bfloat16: bool = False
     """Whether the device computes bfloat16 in hardware, several times as fast as float32."""
     problem: str = ""
-    """Why the device cannot compute. If this text is not empty, the values of the other fields are meaningless."""
+    """Why the device cannot compute. If `problem` is not empty, the other fields are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +42,23 @@ class NodeReport:
     python_version: str
     torch_version: str | None
     torch_problem: str
-    """Why torch cannot be imported. Empty if the import works."""
+    """Why torch cannot be imported, or "" if the import works."""
     torch_build: str
-    """The hardware for which torch was built, for example `CUDA 12.8` or `the CPU`. Empty without torch."""
+    """The hardware for which torch was built, for example `CUDA 12.8` or `the CPU`, or "" without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """The problem of the first device that cannot compute. Empty if all devices can compute."""
+    """The problem of the first device that cannot compute, or "" if all devices can compute."""
     driver: str
-    """Version of NVIDIA's driver. Empty if nvidia-smi reports no version."""
+    """Version of NVIDIA's driver, or "" if nvidia-smi reports no version."""
     num_driver_gpus: int
     """Number of GPUs that nvidia-smi lists. torch may see fewer GPUs."""
     num_cpus: int
     total_memory_gb: float
     free_memory_gb: float
     free_disk_gb: float
-    """Free space on the disk of the node's root directory `root`."""
+    """Free space on the disk of `root`."""
     root_problem: str
-    """Why files cannot be written to the node's root directory. Empty if files can be written."""
+    """Why files cannot be written to `root`, or "" if files can be written."""
 
     @property
     def device_summary(self) -> str:
@@ -74,12 +74,12 @@ class NodeNeeds:
     disk_gb: float = 0.0
     num_gpus: int = 0
     last_gpu: int = -1
-    """The highest GPU rank that the settings name. -1 if the settings name no GPU rank."""
+    """The highest GPU rank that the settings name, or -1 if the settings name no GPU rank."""
     trains_on_gpu: bool = False
     """Whether torch trains on this node and the settings do not permit training on the CPU."""
     is_rented_for_gpus: bool = False
     trainer_gpu_ranks: tuple[int, ...] = ()
-    """GPU ranks of the trainer. Empty for the first GPU, or for the CPU on a node without GPUs."""
+    """GPU ranks of the trainer, or an empty tuple for the first GPU, or for the CPU on a node without GPUs."""
     num_trainers: int = 1
     trainer_gb: float = 0.0
     """Lower bound of the memory in GB that one trainer process needs."""

@@ -56,7 +56,7 @@ class SourceFile:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks. 0 for an empty file."""
+        """Number of chunks, or 0 for an empty file."""
         return -(-self.size // CHUNK_BYTES)
 
     def length_of(self, number: int) -> int:

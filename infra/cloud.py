@@ -78,11 +78,11 @@ class Cloud(Protocol):
         ...
 
     def get(self, instance_id: str) -> Instance | None:
-        """Return the machine as the provider describes it now. None if the provider does not have the machine."""
+        """Return the machine as the provider describes it now, or None if the provider does not have the machine."""
         ...
 
     def host_key(self, instance_id: str) -> str:
-        """Return the fingerprint of the machine's host key. Empty if the provider does not report the key, or not
+        """Return the fingerprint of the machine's host key, or "" if the provider does not report the key, or not
         yet."""
         ...
 
@@ -101,7 +101,7 @@ class Cloud(Protocol):
 
 
 def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
-    """Return the machine as its provider describes it now. None if neither `get` nor the list has the machine.
+    """Return the machine as its provider describes it now, or None if neither `get` nor the list has the machine.
 
     The list is read because proxies in front of an API sometimes answer 404 for an existing machine.
 

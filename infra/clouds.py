@@ -43,7 +43,6 @@ def _find_fault(name: CloudName, cloud: CloudType) -> str:
 
 
 ALL_CLOUDS: Registry[CloudType] = Registry("rollouts.providers", CLOUDS, _find_fault)
-"""Built-in providers and the providers of installed packages."""
 CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
 
 
@@ -73,14 +72,14 @@ def networked_clouds() -> tuple[CloudName, ...]:
 
 
 def reached_through(given: object) -> CloudName:
-    """Return the provider through which the machines of a company (for example aws) can be rented. "" for an unknown
+    """Return the provider through which the machines of a company (for example aws) can be rented, or "" for an unknown
     company."""
     return next((name for name in cloud_names() if given in find_cloud(name).reaches), "")
 
 
 def explain_reached_through(given: object) -> str:
-    """Return a sentence that says how to rent this company's machines. "" if no provider reaches a company of the name
-    `given`."""
+    """Return a sentence that says how to rent this company's machines, or "" if no provider reaches a company of the
+    name `given`."""
     name = reached_through(given)
     if not name:
         return ""

@@ -34,10 +34,10 @@ class EngineInstallation:
     kind: str
     version: str
     requirements: tuple[str, ...]
-    """`name==version` of every package. No other packages are installed."""
+    """`name==version` of every package, because the installer adds no dependencies."""
     installer: Installer
     index: str = ""
-    """URL of the package index. If empty, the index in the node's own settings of pip or uv is used."""
+    """URL of the package index. Without `index`, the index in the node's own settings of pip or uv is used."""
     further_index: str = ""
     """URL of a second index for packages that the first index lacks."""
     wheels: str = ""

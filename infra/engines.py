@@ -55,14 +55,13 @@ def wait_until_engine_ready(
 
     Args:
         resume_paths: API paths that end a pause and restore released memory.
-        port: the engine's port on the node.
-        host: the engine's address on the node.
         trainer: session of the node that will send requests to the engine. None if this is the engine's own node.
         on_wait: called with a sentence about the GPU for which the engine waits, whenever this GPU changes.
         api_key: the key for requests. Empty if the engine requires no key.
         explain_log: returns a sentence with the cause of a crash, given the end of the engine's log. Returns "" if the
             cause is unknown.
-        is_idle: whether no trainer uses the engine. If true, a pause that a killed trainer has left is ended.
+        is_idle: whether no trainer uses the engine. If `is_idle` is true, a pause that a killed trainer has left is
+            ended.
 
     Raises:
         JobFailedError: the engine ended. The error's text has the cause if the log shows the cause.
@@ -106,7 +105,7 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
     """Check that an interpreter on the node has an engine's package.
 
     Args:
-        python: the interpreter. If empty, the session's interpreter is checked.
+        python: the interpreter. If `python` is empty, the session's interpreter is checked.
 
     Raises:
         PermanentInfraError: the interpreter or the package is missing.
@@ -120,10 +119,10 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
 
 
 def engine_version(session: Session, package: str, *, python: str) -> str:
-    """Return the version of an engine's package. Empty if the interpreter or the package does not report a version.
+    """Return the version of an engine's package, or "" if the interpreter or the package does not report a version.
 
     Args:
-        python: the interpreter that has the package. If empty, the session's interpreter is used.
+        python: the interpreter that has the package. If `python` is empty, the session's interpreter is used.
     """
     find = (
         "from importlib.metadata import packages_distributions, version\n"

@@ -3,7 +3,7 @@
     installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
 
 A supervised job does the installation, so broken connections do not interrupt it. Runs with equal requirements share
-the job.
+one job.
 
 Not here: the program on the node (environment_builder.py), the project's own code (tasks/upload_inputs.py).
 """
@@ -120,7 +120,7 @@ def ensure_environment(
     """Install the packages unless the node has them. Returns the path of the environment's interpreter on the node.
 
     Args:
-        index: URL of the package index. If empty, the index in the node's own settings of pip or uv is used.
+        index: URL of the package index. Without `index`, the index in the node's own settings of pip or uv is used.
 
     Raises:
         PermanentInfraError: the installer failed. The error's text contains the last lines of the installer's output.

@@ -76,8 +76,8 @@ def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
 
 
 def _find_uv() -> "str | None":
-    """Return the path of the node's uv. Also searches the folders of uv's installer, because the installer changes the
-    PATH only for terminals."""
+    """Return the path of the node's uv. uv's installer changes the PATH only for terminals, so its folders are
+    searched, too."""
     folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, _FOLDERS_OF_UV)]  # noqa: PTH120 - as below
     return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
 

@@ -23,7 +23,7 @@ class GpuProgram:
     pid: int
     name: str
     used_gb: float
-    """GPU memory that the program uses, in GB. 0 if the driver does not report this number, for example in a
+    """GPU memory that the program uses, in GB, or 0 if the driver does not report this number, for example in a
     container."""
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class GpuState:
 
 
 def read_gpus(session: Session) -> list[GpuState]:
-    """Return the GPUs of a node. Empty if the node has no GPUs, or if nvidia-smi does not report them."""
+    """Return the GPUs of a node, or an empty list if the node has no GPUs, or if nvidia-smi does not report them."""
     gpus = _ask(session, f"--query-gpu={GPU_FIELDS}")
     return parse_gpus(gpus, _ask(session, f"--query-compute-apps={PROGRAM_FIELDS}")) if gpus else []
 
@@ -67,7 +67,7 @@ def parse_gpus(gpus: str, programs: str) -> list[GpuState]:
 
 
 def driver_version(text: str) -> tuple[int, ...]:
-    """Return the numbers of a driver's version. () if the text is not a version."""
+    """Return the numbers of a driver's version, or () if the text is not a version."""
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 

@@ -1,7 +1,7 @@
 """Start, follow and end one detached job on a node, and read how the job ended.
 
-A job is identified by its run directory. The functions of this module call the supervisor program on the node
-(supervisor/). The calls are idempotent, so they may be repeated after a broken connection.
+A job is identified by its run directory. The functions call the supervisor program on the node (supervisor/). The calls
+are idempotent, so they may be repeated.
 
     start_or_attach ── RUNNING ──┬── FINISHED   result.json exists
          ABSENT ┘                ├── EXITED     it ended without result.json; `exit` says how
@@ -71,8 +71,8 @@ _CANCEL_LOOK_S = 1.0
 MAX_BROKEN_STREAMS = 10
 """Number of connections in a row without a received message after which `follow_job` gives up."""
 STEADY_S = 600.0
-"""A connection that lasted this many seconds counts as working even without a message, because a job that waits for a
-GPU sends no messages."""
+"""A connection that lasted this many seconds counts as working, because a job that waits for a GPU sends no
+messages."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
 _SUPERVISOR = Path(supervisor.__file__).parent
@@ -116,9 +116,9 @@ class JobExit:
     """Time of the start by the node's clock, in UTC and ISO 8601 format."""
     ended_at: str
     saved_step: int | None = None
-    """The last saved step. 0 if the program saved no step. None if the program does not report its saved step."""
+    """The last saved step, or 0 if the program saved no step. None if the program does not report its saved step."""
     problem: str = ""
-    """Why the program could not save a later step when its end was requested. Empty if the program could save."""
+    """Why the program could not save a later step when its end was requested, or "" if the program could save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +126,18 @@ class JobStatus:
     run_dir: str
     state: JobState
     attempt: int
-    """Number of the latest attempt, from 1. 0 before the first attempt."""
+    """Number of the latest attempt, from 1, or 0 before the first attempt."""
     attached: bool
     """Whether `start_or_attach` found the job running or finished, and started nothing."""
     pid: int | None
-    """Process id of the program on the node. None while the job waits for GPUs."""
+    """Process id of the program on the node, or None while the job waits for GPUs."""
     restarts: int
     waits_for: str
-    """The GPU for which the job waits, and the job that holds it. Empty if the job does not wait."""
+    """The GPU for which the job waits, and the job that holds it, or "" if the job does not wait."""
     log_size: int
     exit: JobExit | None
     reason: str
-    """Why the job is LOST. Empty if the job is not LOST."""
+    """Why the job is LOST, or "" if the job is not LOST."""
     orphans: tuple[int, ...]
     """Process ids of processes that a LOST job left behind. The next start or cancel ends these processes."""
     is_ending: bool = False
@@ -190,8 +190,8 @@ def cancel_job(
     most `max_grace_s` seconds.
 
     Args:
-        store: identity of the caller's ledger. A job that runs of other ledgers follow keeps running. If empty, the job
-            is always ended.
+        store: identity of the caller's ledger. A job that runs of other ledgers follow keeps running. Without `store`,
+            the job is always ended.
         on_wait: called once if the job has not ended after a second.
         is_impatient: returns True to stop waiting for the job, which still saves its state and ends. The returned
             status is then RUNNING with `is_ending`.
@@ -226,7 +226,7 @@ def renew_lease(session: Session, run_dir: str) -> JobStatus:
 
 
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
-    """Return the content of result.json. None while the job is not finished."""
+    """Return the content of result.json, or None while the job is not finished."""
     try:
         return parse_object(session.read_file(f"{run_dir}/result.json"))
     except FileMissingError:
@@ -255,7 +255,7 @@ def follow_job(
     lines are not delivered.
 
     Args:
-        on_log: called with pieces of the log. If None, the log is not transferred.
+        on_log: called with pieces of the log. Without `on_log`, the log is not transferred.
         store: identity of the caller's ledger. While this call runs, runs of other ledgers do not end the job.
 
     Raises:
@@ -352,7 +352,7 @@ def describe_exit(exit_record: JobExit) -> str:
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """Return a phrase about the saved step, for the end of a sentence about a job. "" if the step is unknown."""
+    """Return a phrase about the saved step, for the end of a sentence about a job, or "" if the step is unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""

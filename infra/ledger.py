@@ -144,7 +144,7 @@ class Ledger(LedgerFile):
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self.path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays: a waiting process would otherwise get the lock of a deleted file
+        with locked(path):  # keep the file, or a waiting process would get the lock of a deleted file
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
@@ -202,7 +202,7 @@ class Ledger(LedgerFile):
             database.execute("INSERT OR REPLACE INTO run_plans (run, stages) VALUES (?, ?)", (run, " ".join(stages)))
 
     def planned_stages(self, run: str) -> tuple[str, ...]:
-        """Return the names of all stages of a run, in order. Empty if unknown."""
+        """Return the names of all stages of a run, in order, or an empty tuple if unknown."""
         rows = self.read("SELECT stages FROM run_plans WHERE run = ?", (run,))
         return tuple(str(rows[0][0]).split()) if rows else ()
 
@@ -211,7 +211,7 @@ class Ledger(LedgerFile):
         return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
     def first_use(self, stage: str) -> StageUse | None:
-        """Return the use of a stage by the run that began it first. None if unknown."""
+        """Return the use of a stage by the run that began it first, or None if unknown."""
         uses = [use for use in self.stage_uses() if use.stage == stage and use.run]
         return min(uses, key=lambda use: use.began_at, default=None)
 

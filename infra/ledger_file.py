@@ -296,5 +296,5 @@ def _version_of(database: sqlite3.Connection) -> int:
 
 
 def _code_of(error: sqlite3.Error) -> int:
-    """Return SQLite's primary error code. 0 if the error does not come from SQLite."""
+    """Return SQLite's primary error code, or 0 if the error does not come from SQLite."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -58,9 +58,9 @@ class LocalNode(BaseModel):
     kind: Literal["local"] = "local"
     """`local`: the stages run on this machine, the machine of the worker."""
     root: str = ""
-    """Directory for run directories. Leave this empty to use the pipeline's store."""
+    """Directory for run directories. Leave `root` empty to use the pipeline's store."""
     python: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """Python interpreter that runs the training, with torch installed. Leave this empty to use the worker's
+    """Python interpreter that runs the training, with torch installed. Leave `python` empty to use the worker's
     interpreter."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start if the disk has less free space than this, in GB (10^9 bytes)."""
@@ -74,9 +74,10 @@ class PackageSettings(BaseModel):
     install: Literal["nothing", "pip", "uv"] = "nothing"
     """Install the project's packages on the machine, once, into a separate environment below `root`."""
     requirements: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """File with the exact versions to install. Leave this empty to install the versions that this machine has."""
+    """File with the exact versions to install. Leave `requirements` empty to install the versions that this machine
+    has."""
     package_index: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """URL of the package index. Leave it empty to use the setting of the machine's own pip or uv."""
+    """URL of the package index. Leave `package_index` empty to use the setting of the machine's own pip or uv."""
 
     @field_validator("package_index")
     @classmethod
@@ -95,14 +96,14 @@ class SSHMachine(PackageSettings):
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
     host_key: str = ""
-    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave this empty to look up the host key in
-    known_hosts."""
+    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave `host_key` empty to look up the host
+    key in known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
     """File in OpenSSH's format for looking up the machine's host key."""
     proxy_jump: str = ""
     """Machines to jump through, as for `ssh -J`: user@bastion:port or a name in ~/.ssh/config, separated by commas."""
     ssh_config: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave it empty for ~/.ssh/config."""
+    """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave `ssh_config` empty for ~/.ssh/config."""
     trust_first_use: bool = Field(default=False, strict=True)
     """Accept and store the host key that an unknown machine shows at the first login, and refuse any other key
     later."""
@@ -133,8 +134,8 @@ class FurtherNode(SSHMachine):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A further machine")
 
     address: str = ""
-    """The machine's IP address in the network of the run's machines, at which its processes listen. Leave this empty if
-    `host` contains this address."""
+    """The machine's IP address in the network of the run's machines, at which its processes listen. Leave `address`
+    empty if `host` contains this address."""
 
     @property
     def reached_at(self) -> str:
@@ -203,8 +204,8 @@ class InstanceNode(PackageSettings):
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
     host_key: str = ""
-    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave it empty to accept the key of the
-    first login and refuse any other key later."""
+    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave `host_key` empty to accept the key of
+    the first login and refuse any other key later."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code. It begins with / or ~/."""
     install: Literal["nothing", "pip", "uv"] = "uv"
@@ -235,7 +236,7 @@ class RentedNode(PackageSettings):
     max_hours: float = Field(default=24.0, gt=0, le=720, strict=True)
     """Limit of the time for which a machine is rented, in hours."""
     image: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave it
+    """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave `image`
     empty to use the provider's default."""
     key_file: str = "~/.ssh/id_ed25519"
     """Private key for the login. The file of the same name with .pub must contain the public key, which the machine
@@ -261,8 +262,8 @@ class RentedNode(PackageSettings):
     offer is tried."""
     keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440, strict=True)
     """Minutes for which the machine of a failed run stays rented, and costs money, so that you can log in or press
-    Retry. max_hours and max_usd still limit this time. `rollouts up`, `rollouts watch`, a later run or `rollouts reap`
-    ends the machine afterwards. If none of these commands runs, the machine stays rented."""
+    Retry. max_hours and max_usd also end a kept machine. `rollouts up`, `rollouts watch`, a later run or `rollouts
+    reap` ends the machine afterwards. If none of these commands runs, the machine stays rented."""
     min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False, strict=True)
     """Release a fresh machine whose upload or download is slower than this, in megabits per second, and rent another
     one."""
@@ -385,28 +386,29 @@ class SSHAccess:
     port: int
     user: str
     key_file: str = ""
-    """File of the private key. If empty, the keys of the agent and of ~/.ssh are used."""
+    """File of the private key. Without `key_file`, the keys of the agent and of ~/.ssh are used."""
     further_key_files: tuple[str, ...] = ()
     """Files of further private keys, which are tried after `key_file`."""
     key_variable: str = ""
     """Environment variable with the private key itself, in place of `key_file`."""
     host_key: str = ""
-    """Expected fingerprint of the host key, SHA256:... If empty, the host key is looked up in `known_hosts`."""
+    """Expected fingerprint of the host key, SHA256:... Without `host_key`, the host key is looked up in
+    `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
     """Files in OpenSSH's format with known host keys."""
     host_key_alias: str = ""
-    """The host's name in known_hosts files. If empty, the host's address is used."""
+    """The host's name in known_hosts files. Without `host_key_alias`, the host's address is used."""
     first_use_file: str = ""
-    """File that stores host keys accepted at the first login. If empty, unknown hosts are refused."""
+    """File that stores host keys accepted at the first login. Without `first_use_file`, unknown hosts are refused."""
     pinned_file: str = ""
-    """File that stores a key after a match with `host_key`, so that later logins know the key's type. If empty,
-    `first_use_file` is used."""
+    """File that stores a key after a match with `host_key`, so that later logins know the key's type. Without
+    `pinned_file`, `first_use_file` is used."""
     proxy_jump: str = ""
-    """Jump hosts, separated by commas. If empty, the connection is direct (ssh/proxy_jump.py)."""
+    """Jump hosts, separated by commas. Without `proxy_jump`, the connection is direct (ssh/proxy_jump.py)."""
     ssh_config: str = ""
-    """OpenSSH's configuration file for `proxy_jump`. If empty, the user's configuration is used."""
+    """OpenSSH's configuration file for `proxy_jump`. Without `ssh_config`, the user's configuration is used."""
     agent: str = ""
-    """Socket of the SSH agent, or NO_AGENT. If empty, SSH_AUTH_SOCK is used."""
+    """Socket of the SSH agent, or NO_AGENT. Without `agent`, SSH_AUTH_SOCK is used."""
 
     @property
     def address(self) -> str:
@@ -427,30 +429,31 @@ class Node:
     python: str
     """Path of the interpreter for the project's programs and the training."""
     mirror: str = ""
-    """Absolute path of the directory on this machine with copies of the files in `root`. Empty if `root` is on this
+    """Absolute path of the directory on this machine with copies of the files in `root`, or "" if `root` is on this
     machine."""
     access: SSHAccess | None = None
-    """Parameters of the SSH login. None if the node is this machine."""
+    """Parameters of the SSH login, or None if the node is this machine."""
     is_rented: bool = False
     """Whether the run rented the machine and pays for it until it is released."""
     is_of_user: bool = False
-    """Whether the user rented the machine. If true, the run neither counts the machine's cost nor ends the machine."""
+    """Whether the user rented the machine. If `is_of_user` is true, the run neither counts the machine's cost nor ends
+    the machine."""
     believed_by: str = ""
-    """The evidence for accepting the machine's host key (see ssh/host_keys.py). Empty if the node is this machine."""
+    """The evidence for accepting the machine's host key (see ssh/host_keys.py), or "" if the node is this machine."""
     engine_kind: str = ""
     """The kind of engine that was chosen for this machine, if the settings say `kind = "auto"`."""
     placement: str = ""
-    """The settings of `deployment` that were planned for the machine's GPUs, as JSON. Empty without a plan."""
+    """The settings of `deployment` that were planned for the machine's GPUs, as JSON, or "" without a plan."""
     engine_python: str = ""
-    """The interpreter of the engine that a run installed or found on the machine. If empty, the interpreter in the
-    settings is used."""
+    """The interpreter of the engine that a run installed or found on the machine. Without `engine_python`, the
+    interpreter in the settings is used."""
     address: str = ""
-    """The address at which the machine's processes listen for the leader of its unit. Empty for the leader itself."""
+    """The address at which the machine's processes listen for the leader of its unit, or "" for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()
     """Other nodes that train together with this node. This node, the trainer nodes and the engine nodes form one
     unit."""
     engine_nodes: tuple["Node", ...] = ()
-    """Nodes of the unit that run only engines. Empty if the engines run on this node."""
+    """Nodes of the unit that run only engines, or an empty tuple if the engines run on this node."""
 
     @property
     def is_remote(self) -> bool:

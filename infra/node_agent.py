@@ -8,8 +8,7 @@ standard library and old syntax.
     client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
 
 A frame has one byte for its kind, four bytes for its length, and the content. The client skips everything before the
-nonce. The command line contains the reversed nonce, so that the client does not mistake a login shell's echo of the
-command line for the nonce.
+nonce. The command line contains the reversed nonce, because a login shell may echo the command line.
 
 If the input ends without an "end of input" frame, the connection is broken. The agent then kills the command. A file
 that `write_file` was writing keeps its old content. Files that are written in chunks keep the received chunks.
@@ -69,8 +68,7 @@ _INPUT_END_S = 0.2
 """Seconds to wait for the end of a request's input after the answer is known. After this time, the agent tells the
 client to use another agent."""
 ISOLATED = "-IXutf8"
-"""Options of Python for the project's programs on nodes: ignore Python's environment variables, and use UTF-8 in any
-locale."""
+"""Python's options for the project's programs on nodes: ignore Python's variables, and use UTF-8 in any locale."""
 _F_SETPIPE_SZ = 1031
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """Digest algorithms for chunks that this Python supports. The fastest algorithm is last."""
@@ -263,7 +261,7 @@ class _ForkedProcess:
         self.stderr: IO[bytes] | None = os.fdopen(our_stderr, "rb")
 
     def poll(self) -> int | None:
-        """Return the exit code. None while the process runs, or while another thread waits for the process."""
+        """Return the exit code, or None while the process runs, or while another thread waits for the process."""
         return self._reap(os.WNOHANG) if self._lock.acquire(blocking=False) else None
 
     def wait(self) -> int:
@@ -400,7 +398,7 @@ def _copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: _Fram
 
 
 def _wait_for_output(descriptor: int) -> int:
-    """Wait for output in a pipe. Returns the number of readable bytes; 0 at the end of the output."""
+    """Wait for output in a pipe. Returns the number of readable bytes, or 0 at the end of the output."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     watch.poll()

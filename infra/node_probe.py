@@ -90,7 +90,7 @@ def probe(root: str) -> "dict[str, Any]":
 
 
 def find_root_problem(root: str) -> str:
-    """Return why this directory cannot contain run directories. Empty if files can be written and locked there."""
+    """Return why this directory cannot contain run directories, or "" if files can be written and locked there."""
     try:
         os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
         with tempfile.TemporaryFile(dir=root) as file:
@@ -133,7 +133,7 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
 
 
 def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Add torch's facts to the report. Returns the devices to store. None if a device failed, or if torch and
+    """Add torch's facts to the report. Returns the devices to store, or None if a device failed, or if torch and
     nvidia-smi list different devices."""
     try:
         torch = importlib.import_module("torch")
@@ -197,7 +197,7 @@ def has_gpus(rows: "list[list[str]]") -> bool:
 
 
 def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Return the stored devices with their current free memory. None if the driver now lists other devices."""
+    """Return the stored devices with their current free memory, or None if the driver now lists other devices."""
     if not kept:
         return None if has_gpus(rows) else []
     free_gb = _free_memory_of_gpus(rows)
@@ -208,8 +208,8 @@ def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "lis
 
 
 def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
-    """Return the free memory in GB by the device's UUID. Empty if the driver does not report the free memory of every
-    device."""
+    """Return the free memory in GB by the device's UUID. Returns an empty dict if the driver does not report the free
+    memory of every device."""
     try:
         return {uuid: float(free_mib) * 1048576 / 1e9 for uuid, free_mib, _ in rows}
     except ValueError:

@@ -144,12 +144,12 @@ class Offer:
     """Whether the machine is in a data center."""
     is_spot: bool = False
     disk_gb: int | None = None
-    """Disk size in GB if the offer has a fixed disk. None if the request for the machine chooses the disk size."""
+    """Disk size in GB if the offer has a fixed disk, or None if the request for the machine chooses the disk size."""
     host: str = ""
-    """The provider's name of the physical machine. Empty if the provider does not name a physical machine in the
+    """The provider's name of the physical machine, or "" if the provider does not name a physical machine in the
     offer."""
     ends_at: float | None = None
-    """Time at which the provider takes the machine back, in seconds since 1970. None if unknown."""
+    """Time at which the provider takes the machine back, in seconds since 1970, or None if unknown."""
     is_unpriced: bool = False
     """Whether the price is unknown, as in a user's own cluster. The price then counts as 0, so a limit in USD never
     ends the machine."""
@@ -206,7 +206,8 @@ class MachineSpec:
     """Public SSH key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
-    """Container image or operating system, as the provider names it. If empty, the provider's default is used."""
+    """Container image or operating system, as the provider names it. Without `image`, the provider's default is
+    used."""
     min_cuda: str = ""
     ends_at: float | None = None
     """Time at which the provider should end the machine, in seconds since 1970, if the provider supports this. None
@@ -225,18 +226,18 @@ class Instance:
     name: str
     status: InstanceStatus
     host: str = ""
-    """Address of the machine's SSH server. Empty while unknown. The address may change while the machine runs."""
+    """Address of the machine's SSH server, or "" while unknown. The address may change while the machine runs."""
     port: int = 22
     user: str = "root"
     proxy_jump: str = ""
-    """Name of the jump host in `ssh_config`. Empty for a direct connection."""
+    """Name of the jump host in `ssh_config`, or "" for a direct connection."""
     ssh_config: str = ""
     private_address: str = ""
-    """The machine's IP address in the network of its region. Empty if unknown."""
+    """The machine's IP address in the network of its region, or "" if unknown."""
     region: str = ""
-    """The machine's actual region, which may differ from the requested one. Empty if unknown."""
+    """The machine's actual region, which may differ from the requested one, or "" if unknown."""
     usd_per_hour: float | None = None
-    """The provider's price for the machine. None if unknown."""
+    """The provider's price for the machine, or None if unknown."""
 
     @property
     def has_address(self) -> bool:

@@ -21,7 +21,7 @@ class ProcessIdentity:
 
     pid: int
     started: str
-    """Start time in the system's own format. Empty if the process does not exist."""
+    """Start time in the system's own format, or "" if the process does not exist."""
     boot_id: str
     namespace: str
     """The PID namespace (container) to which `pid` belongs. Empty on systems without namespaces."""

@@ -57,7 +57,7 @@ class Model:
     data: Mapping[str, str]
     """Digests of the model's training data, by path."""
     evaluation: Mapping[str, Any]  # Any: JSON
-    """Results of the model's latest comparison. Empty before the first comparison."""
+    """Results of the model's latest comparison, or an empty dict before the first comparison."""
     registered_at: float
     """Time of the registration in seconds since 1970, like all times of this record."""
     registered_by: str
@@ -75,7 +75,7 @@ class AliasChange:
     alias: Alias
     model_id: int | None
     below: int | None
-    """Id of the earlier change whose model a rollback restores. None if a rollback is not possible."""
+    """Id of the earlier change whose model a rollback restores, or None if a rollback is not possible."""
     changed_at: float
     changed_by: str
     reason: str

@@ -21,7 +21,7 @@ def read_bytes(path: Path) -> bytes:
     if not stat.S_ISREG(path.stat().st_mode):  # check first, because opening a device may start it
         raise _not_a_file(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # replaced after the first check
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file was replaced after the first check
             raise _not_a_file(path)
         return file.read()
 

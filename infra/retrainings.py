@@ -47,7 +47,7 @@ class Retraining:
     """Id of the model with which the candidate was compared. `registry.NOTHING` means the base model."""
     is_better: bool = False
     approved: bool | None = None
-    """A user's decision about promoting the candidate. None before the decision."""
+    """A user's decision about promoting the candidate, or None before the decision."""
     approved_by: str = ""
     note: str = ""
     began_at: float

@@ -48,7 +48,8 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def _read_secret(path: Path) -> str | None:
-    """Return the secret in the file. None if the file is missing or empty. A link that this user created is followed.
+    """Return the secret in the file, or None if the file is missing or empty. A link that this user created is
+    followed.
 
     Raises:
         PermanentInfraError: other users can read the file, or another user created the file or the link.

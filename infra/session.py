@@ -45,12 +45,12 @@ MAX_LINE_BYTES = 64 << 20
 """Largest length of a line of output, in bytes. Metrics records of at most 4 MiB grow at most sixfold as an escaped
 string in JSON."""
 MAX_GREETING_BYTES = 64 << 10
-"""Largest number of bytes that login shells may print before a program of the project begins."""
+"""Number of bytes that login shells may print before a program of the project begins."""
 MAX_OUTPUT_BYTES = 64 << 20
 """Largest output of `Session.run` on another machine, in bytes. Use `stream` for more output."""
 
 _REASON_LINES = 3
-"""Number of last lines of output in the error about a program that did not start."""
+"""Number of last lines of output in the error for a program that did not start."""
 LOOPBACK = "127.0.0.1"
 
 _READ_BYTES = 256 << 10
@@ -77,8 +77,8 @@ class Session(Protocol):
         """Run one command to its end and return its record.
 
         Args:
-            may_repeat: whether the command may run twice, even at the same time. If true, the session runs the command
-                again if the connection breaks before the answer arrives.
+            may_repeat: whether the command may run twice, even at the same time. If `may_repeat` is true, the session
+                runs the command again if the connection breaks before the answer arrives.
 
         Raises:
             CommandFailedError: the exit code is not 0, and `check` is true.
@@ -370,7 +370,7 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
     """Return the error for a file that cannot be written.
 
     Args:
-        number: the system's error number. None if the system reported no number.
+        number: the system's error number, or None if the system reported no number.
         num_bytes: number of bytes of the content, for the error about a full disk.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):

@@ -65,7 +65,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
 
 
 def credentials_in_use() -> str:
-    """Return the name of this process's credentials. Empty if the API keys come from plain environment variables."""
+    """Return the name of this process's credentials, or "" if the API keys come from plain environment variables."""
     return os.environ.get(CREDENTIALS_VARIABLE, "")
 
 
@@ -115,7 +115,7 @@ def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudN
 
 
 def _other_address_of(endpoint: Endpoint) -> str:
-    """Return the API address from the endpoint's environment variable. Empty if the variable is not set."""
+    """Return the API address from the endpoint's environment variable, or "" if the variable is not set."""
     url = os.environ.get(endpoint.url_variable, "").strip()
     try:
         parts = httpx.URL(url)
@@ -142,7 +142,7 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    """Return the provider's API key. Empty if the key is not set, or if no installed package adds the provider."""
+    """Return the provider's API key, or "" if the key is not set, or if no installed package adds the provider."""
     try:
         return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
     except PermanentInfraError:

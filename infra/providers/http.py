@@ -43,8 +43,7 @@ FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _LATE = 408
-"""HTTP status of a request timeout. A proxy in front of an API may send this status although it has forwarded the
-request."""
+"""HTTP status of a request timeout. A proxy may send this status after forwarding the request."""
 _REPEATED = 16
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -77,8 +76,8 @@ class Endpoint:
     account_refusal: str = ""
     """Regular expression for answers that refuse the whole account with a status other than 401, 402 and 403."""
     offer_refusal: str = ""
-    """Regular expression for answers with status 403 that refuse only the requested offer. If empty, 403 always refuses
-    the account.
+    """Regular expression for answers with status 403 that refuse only the requested offer. Without `offer_refusal`, 403
+    always refuses the account.
     """
 
     @property
@@ -420,7 +419,7 @@ def key_name(public_key: str) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds that a Retry-After header (a number or a date) asks for. 0 if the header is invalid."""
+    """Return the seconds that a Retry-After header (a number or a date) asks for, or 0 if the header is invalid."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

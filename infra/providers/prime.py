@@ -63,7 +63,8 @@ class _Prices(BaseModel):
 
 
 class _Part(BaseModel):
-    """Allowed sizes of a machine's disk or memory in GB, or allowed numbers of CPUs. Prices are per unit and hour.
+    """Allowed sizes of a machine's disk or memory in GB, or allowed numbers of CPUs. `pricePerUnit` is the price of one
+    GB or CPU per hour.
 
     If the size is fixed, all fields are None.
     """
@@ -76,7 +77,7 @@ class _Part(BaseModel):
     defaultIncludedInPrice: bool | None = None
 
     def size_for(self, wanted_gb: int) -> int | None:
-        """Return the smallest allowed size of at least `wanted_gb`. None if the size is fixed, or no size is large
+        """Return the smallest allowed size of at least `wanted_gb`, or None if the size is fixed, or no size is large
         enough."""
         if self.maxCount is None:
             return None
@@ -231,8 +232,8 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """Convert a configuration to an offer with a disk of the wanted size. None without stock, without a GPU, or without
-    a fixed hourly price in USD."""
+    """Convert a configuration to an offer with a disk of the wanted size, or to None without stock, without a GPU, or
+    without a fixed hourly price in USD."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1

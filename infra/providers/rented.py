@@ -122,7 +122,7 @@ def _end_unwanted(ledger: Ledger, clouds: Mapping[CloudName, Cloud], say: Say) -
 
 
 def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
-    """Return a run's machine with the other nodes of its unit. None if the run has no usable machine. Rents nothing.
+    """Return a run's machine with the other nodes of its unit, or None if the run has no usable machine. Rents nothing.
 
     Raises:
         InfraError: a machine cannot be reached.
@@ -276,7 +276,6 @@ def ended_when_expired(node: Node) -> Iterator[None]:
 
 
 def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
-    """Return the ledger's rows of a rented machine and of the other nodes of its unit."""
     found = [find_rental(ledger, each.name) for each in (node, *node.further_nodes)]
     return [rental for rental in found if rental is not None]
 

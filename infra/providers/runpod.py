@@ -1,8 +1,8 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
 RunPod maps a public port to port 22 of a pod. The public port changes when the pod is reset. RunPod's images start an
-SSH server if PUBLIC_KEY is set in their environment. The images write the fingerprints of their host keys to the pod's
-log, and RunPod shows the log over HTTPS. RunPod has no spot pods.
+SSH server if PUBLIC_KEY is set in their environment. RunPod's images write the fingerprints of their host keys to the
+pod's log, which RunPod shows over HTTPS. RunPod has no spot pods.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """

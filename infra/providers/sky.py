@@ -55,8 +55,8 @@ MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
 _NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
-"""Clouds in which SkyPilot cannot end a machine automatically (no AUTODOWN). SkyPilot refuses to launch a machine there
-with a time of its end."""
+"""Clouds in which SkyPilot cannot end a machine automatically (no AUTODOWN). SkyPilot refuses to launch a machine with
+an end time there."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -261,8 +261,8 @@ def _first_word(gpu_type: str) -> str:
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """Convert an instance type to an offer. None if the GPU memory is unknown, if a cloud machine has no price, or for
-    a spot pod."""
+    """Convert an instance type to an offer, or to None if the GPU memory is unknown, if a cloud machine has no price,
+    or for a spot pod."""
     is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
     said = _MEMORY_IN_NAME.search(kind.accelerator_name)
@@ -341,7 +341,7 @@ def _json_in(output: str) -> str:
 
 
 def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why `sky down` did not end the cluster. Empty if the cluster was ended. The exit code may be 0 in both
+    """Return why `sky down` did not end the cluster, or "" if the cluster was ended. The exit code may be 0 in both
     cases."""
     said, failed, _ = done.stdout.partition(_DOWN_FAILED)
     if failed:

@@ -2,8 +2,8 @@
 
 An offer is a single machine and can be rented once. The container's first command installs the public login key, so the
 key need not be registered in the account. The command cannot install a host key, because the SSH server starts before
-the command, with a new key. Requests never contain the field `price`, because a higher bid could interrupt a machine
-that was requested with this field.
+the command, with a new key. Requests never contain the field `price`, because higher bids could interrupt a machine
+requested with a price.
 
 Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -200,7 +200,8 @@ def _sold_gb(mib: float) -> float:
 
 
 def _names_of(gpu_types: Sequence[str]) -> list[str]:
-    """Return Vast.ai's names of these types. Empty if a type has no known name, or if `gpu_types` is empty."""
+    """Return Vast.ai's names of these types, or an empty list if a type has no known name, or if `gpu_types` is
+    empty."""
     names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
     if not all(names.values()):
         return []

@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def _count_listed() -> int:
-    """Return the number of GPUs that nvidia-smi lists. 0 if nvidia-smi is missing or fails."""
+    """Return the number of GPUs that nvidia-smi lists, or 0 if nvidia-smi is missing or fails."""
     try:
         listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
     except (OSError, subprocess.CalledProcessError):

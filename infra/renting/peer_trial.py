@@ -78,8 +78,8 @@ def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) 
 
 
 def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
-    """Return the last progress message of each rank. Waits until all processes have ended, one process has failed, or
-    the deadline has passed."""
+    """Return the last message of each rank, once all processes have ended, one process has failed, or the deadline has
+    passed."""
     words = dict.fromkeys(pipes.values(), "did not begin")
     open_pipes = dict(pipes)
     while open_pipes and not any(word.startswith(FAILED) for word in words.values()):

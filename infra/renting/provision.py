@@ -82,7 +82,8 @@ logger = logging.getLogger(__name__)
 
 
 def rent_machines(renting: Renting) -> list[Rental]:
-    """Return usable machines: the run's own, then machines that a dead run with the same settings left, then new ones.
+    """Return usable machines: the run's own, then machines that a dead run with the same settings left, then new
+    machines.
 
     Returns:
         The rows of the requested number of machines: reused machines first, then new machines.
@@ -371,8 +372,8 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
     """Add the ledger's row for a machine that is about to be requested, and return the row.
 
     Args:
-        host_key: the host key that the machine will get.
-        beside: the other machines of the unit so far. Their cost until they expire is subtracted from the run's money.
+        beside: the other machines of the unit so far. The future cost of these machines is subtracted from the run's
+            money.
 
     Raises:
         PermanentInfraError: the run's money is used up.
@@ -464,7 +465,7 @@ def _leave_unconfirmed(rental: Rental, renting: Renting, *, reason: str = "its c
     """Mark a machine that has not appeared yet as expired. If the machine appears, the next check of the reaper ends
     it, even if the run is alive."""
     now = time.time()
-    if rental.expires_at > now:  # otherwise the machine was already marked
+    if rental.expires_at > now:  # an earlier call has already marked an expired row
         change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it has not appeared yet")
         renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it appears")
 
@@ -551,7 +552,7 @@ def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
 def _describe_unfit(
     rental: Rental, instance: Instance | None, price: float, query: GPUQuery, *, may_be_unseen: bool
 ) -> str:
-    """Return why a machine can never be used. Empty if the machine may become usable."""
+    """Return why a machine can never be used, or "" if the machine may become usable."""
     if instance is None:
         return "" if may_be_unseen else f"{rental.name} is gone: its provider took it away"
     if not instance.status.may_become_usable:

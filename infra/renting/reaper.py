@@ -182,7 +182,7 @@ def _judge_instance(
     began = rental.rented_at or rental.intended_at
     if rental.state.is_over:  # the machine exists, although its row says refused or gone
         current = cloud.get(instance.id)
-        if current is not None and current.status is not InstanceStatus.GONE:  # not ended since it was listed
+        if current is not None and current.status is not InstanceStatus.GONE:  # the machine still exists
             # A finished run may still count as alive. Mark the machine as expired, so that the machine is always ended.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
@@ -249,7 +249,7 @@ def _end(
 
 
 def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
-    """Return why a machine is kept. Empty if no run needs the machine."""
+    """Return why a machine is kept, or "" if no run needs the machine."""
     now = time.time()
     if rental.expires_at <= now:
         return ""

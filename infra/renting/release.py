@@ -23,7 +23,7 @@ from rollouts.infra.offers import InstanceStatus
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
 
 FOUND_NOTE = "found by its name"
-"""Note in the row of a machine that was found by its name after a creation request without a clear answer."""
+"""Note in the row of a machine that was found by its name after an unclear answer to its creation."""
 _SIGHTINGS = 2
 """A machine counts as gone after it was missing this many times in a row."""
 
@@ -235,8 +235,8 @@ def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
     """Look up a machine whose creation is unconfirmed, by its name.
 
     Returns:
-        The machine's row with the found id, which the caller has to write into the ledger. None if the provider lists
-        no machine of this name.
+        The machine's row with the found id, which the caller has to write into the ledger, or None if the provider
+        lists no machine of this name.
 
     Raises:
         ProviderUnavailableError: the provider does not answer.

@@ -41,7 +41,7 @@ class RentRequest:
     usable_within_s: float = 900.0
     expects_host_key: bool = True
     """Whether the first connection must find the host key that this program installed or that the provider reported.
-    Providers that support neither are exempt."""
+    Providers that can do neither are exempt."""
 
 
 @dataclass(frozen=True, slots=True)

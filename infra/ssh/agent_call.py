@@ -259,8 +259,7 @@ class AgentCall:
         """Yield the kind and the content of the agent's frames in pieces as they arrive, up to the final answer.
 
         Raises:
-            RequestCutError: the connection broke. The node may have executed the request.
-            NodeUnreachableError: no byte came in time. The node may have executed the request.
+            RequestCutError, NodeUnreachableError: see `Agent.receive`.
             PermanentInfraError: the node cannot run Python, or another program than the agent answers.
         """
         while True:
@@ -338,7 +337,7 @@ class ParallelWrite:
         self._is_over = threading.Event()
         self._digests: dict[tuple[str, int], str] = {}
         self.problem: JsonObject | None = None
-        """The node's answer if the node could not write the chunks. Set when `run` has returned."""
+        """The node's answer if the node could not write the chunks. `run` sets this field."""
         self.num_sent_bytes = 0
 
     def run(self) -> dict[tuple[str, int], str]:

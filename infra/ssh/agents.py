@@ -158,7 +158,7 @@ class Agents:
         return AgentCall(agent, {**request, "programs": missing}, timeout_s=timeout_s, give_back=give_back)
 
     def _idle_agent(self, purpose: Purpose) -> Agent | None:
-        """Return an idle agent, or wait for the agent that is being prepared. None if no agent is idle or in
+        """Return an idle agent, or wait for the agent that is being prepared. Returns None if no agent is idle or in
         preparation."""
         if not self._idle_agents[purpose] and self._preparing[purpose].acquire(timeout=ANSWER_MARGIN_S):
             self._preparing[purpose].release()

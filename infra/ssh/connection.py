@@ -85,7 +85,7 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
     """A paramiko transport that stores the server's disconnect message, which paramiko only logs."""
 
     goodbye = ""
-    """The server's disconnect message. Empty while connected, or if the server sent none."""
+    """The server's disconnect message, or "" while connected, or if the server sent none."""
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
         message.get_int()  # skip the number for the kind of reason
@@ -135,7 +135,7 @@ class SSHChannel:
             raise NodeUnreachableError(self._address, describe(error)) from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes. Empty if the channel ended or the connection broke, because paramiko reports both
+        """Return received bytes, or b"" if the channel ended or the connection broke, because paramiko reports both
         alike.
 
         Raises:
@@ -156,7 +156,7 @@ class SSHChannel:
         return bytes(self._channel.recv_stderr(64 << 10))
 
     def exit_code(self) -> int | None:
-        """The command's exit code; None if the server does not report it."""
+        """The command's exit code, or None if the server does not report it."""
         self._channel.status_event.wait(EXIT_CODE_TIMEOUT_S)  # the code arrives shortly after the end of the output
         exit_code = int(self._channel.exit_status)
         return None if exit_code == -1 else exit_code
@@ -181,7 +181,7 @@ class SSHConnection:
         self.address = address
         self.host_key = host_key
         self.key_file = key_file
-        """File of the private key that the server accepted. Empty for a key of the agent."""
+        """File of the private key that the server accepted, or "" for a key of the agent."""
         round_trip_s = _measure_round_trip(transport, address)
         self.is_far = round_trip_s >= _NEAR_S
         """Whether the round trip is so long that the window limits the speed."""
@@ -275,7 +275,7 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
 
 
 def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnection:
-    """Connect and log in with these keys. Raises the errors of `connect`, and SigningRefusedError.
+    """Connect and log in with these keys. Raises the errors of `connect`, too.
 
     Raises:
         SigningRefusedError: the agent refuses to sign with one of the keys.

@@ -57,18 +57,18 @@ class HostKeyPolicy:
     host: str
     port: int
     alias: str = ""
-    """The host's name in known_hosts files, independent of its address. If empty, the address is used."""
+    """The host's name in known_hosts files, independent of its address. Without `alias`, the address is used."""
     pinned: str
-    """The required fingerprint. Empty if no fingerprint is known."""
+    """The required fingerprint, or "" if no fingerprint is known."""
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format. Missing files are ignored."""
     first_use_file: Path | None
-    """File that stores a key accepted at the first login. If None, unknown hosts are refused."""
+    """File that stores a key accepted at the first login. Without `first_use_file`, unknown hosts are refused."""
     pinned_file: Path | None = None
-    """File that stores a key after a match with `pinned`, so that later logins know the key's type. If None,
-    `first_use_file` is used."""
+    """File that stores a key after a match with `pinned`, so that later logins know the key's type. Without
+    `pinned_file`, `first_use_file` is used."""
     likely_type: str = ""
-    """Type of the host's key in an earlier connection. Empty before the first connection."""
+    """Type of the host's key in an earlier connection, or "" before the first connection."""
 
     @property
     def address(self) -> str:
@@ -85,7 +85,7 @@ class HostKeyPolicy:
         return [key for marker, key in self._entries() if marker == ""]
 
     def likely_types(self, usable: Sequence[str]) -> tuple[str, ...]:
-        """Return the types of the host's known keys that are in `usable`. Empty if no key is known.
+        """Return the types of the host's known keys that are in `usable`, or an empty tuple if no key is known.
 
         Raises:
             PermanentInfraError: a file cannot be read.
@@ -178,7 +178,7 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key in a machine's known_hosts file. Empty if the file has no key."""
+    """Return the fingerprint of the latest key in a machine's known_hosts file, or "" if the file has no key."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 

@@ -90,11 +90,11 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
 
 
 def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
-    """Return the agent's keys. Empty if there is no agent or the agent fails, for example a forwarded agent that is
-    gone.
+    """Return the agent's keys, or an empty list if there is no agent or the agent fails, for example a forwarded agent
+    that is gone.
 
     Args:
-        place: the agent's socket, or NO_AGENT. If empty, SSH_AUTH_SOCK is used.
+        place: the agent's socket, or NO_AGENT. Without `place`, SSH_AUTH_SOCK is used.
     """
     path = place or os.environ.get("SSH_AUTH_SOCK", "")
     if not path or path == NO_AGENT:
@@ -135,7 +135,7 @@ _OPENSSH_MAGIC = b"openssh-key-v1\0"
 class LoginKey:
     key: Any  # paramiko has no types
     file: str = ""
-    """File of the unencrypted private key. Empty for a key of the agent or of an environment variable."""
+    """File of the unencrypted private key, or "" for a key of the agent or of an environment variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,8 +304,8 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither file has
-    a public half."""
+    """Return the public half of a key, from the key's file or from the `.pub` file next to it, or None if neither file
+    has a public half."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: the text is not base64
             text = read_text(each, errors="replace")

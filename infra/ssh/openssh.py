@@ -50,7 +50,7 @@ _SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
 time per login."""
 _FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
 """Key exchanges to prefer to the slow key exchange. curve25519-sha256 is not safe against quantum computers. The
-paramiko connection, which carries the secrets, is not safe against them either."""
+paramiko connection, which carries the secrets, has the same weakness."""
 NOBODY_ANSWERS = 255
 """The client's exit code after a failed or broken connection."""
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
@@ -202,8 +202,8 @@ def is_installed() -> bool:
 
 @functools.cache
 def _fast_key_exchanges(program: str) -> tuple[str, ...]:
-    """Return the members of _FAST_KEY_EXCHANGES that the client knows. Empty if the client does not know the
-    slow key exchange.
+    """Return the members of _FAST_KEY_EXCHANGES that the client knows, or an empty tuple if the client does not know
+    the slow key exchange.
 
     The client refuses an option that contains a name it does not know.
     """
@@ -255,7 +255,7 @@ class OpenSSHChannel:
             raise NodeUnreachableError(self._address, "the connection broke") from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes. Empty if the command ended or the connection broke.
+        """Return received bytes, or b"" if the command ended or the connection broke.
 
         Raises:
             TimeoutError: no byte came in time.

@@ -39,7 +39,7 @@ class HeardSocket(socket.socket):
 
     @property
     def refusal(self) -> str:
-        """The first line from an SSH server that sent a text instead of its greeting. Empty if the server sent a
+        """The first line from an SSH server that sent a text instead of its greeting, or "" if the server sent a
         greeting."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
@@ -97,7 +97,7 @@ class ProxySocket(HeardSocket):
         self._said = said
 
     def problem(self) -> str:
-        """Return the client's error message about the connection. Empty if the client printed no error message."""
+        """Return the client's error message about the connection, or "" if the client printed no error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)  # the error message is complete only after the client's end
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()

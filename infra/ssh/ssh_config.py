@@ -34,21 +34,22 @@ class ConfiguredHost:
     port: int
     user: str
     key_files: tuple[str, ...]
-    """Existing key files that the configuration names, in order. If empty, keys of the agent and of ~/.ssh are used."""
+    """Existing key files that the configuration names, in order. Without `key_files`, keys of the agent and of ~/.ssh
+    are used."""
     known_hosts: tuple[str, ...]
     host_key_alias: str
-    """The machine's name in known_hosts files. If empty, the machine's address is used."""
+    """The machine's name in known_hosts files. Without `host_key_alias`, the machine's address is used."""
     agent: str
-    """The SSH agent's socket, or "none". Empty if the configuration names no agent."""
+    """The SSH agent's socket, or "none", or "" if the configuration names no agent."""
     proxy_jump: str
-    """Jump hosts, separated by commas. Empty for a direct connection."""
+    """Jump hosts, separated by commas, or "" for a direct connection."""
 
 
 def read_ssh_config(name: str, config: str) -> ConfiguredHost:
     """Return the SSH settings for a name. A name without an entry is used as the host name.
 
     Args:
-        config: configuration file to read. If empty, ~/.ssh/config and the system's configuration are read.
+        config: configuration file to read. Without `config`, ~/.ssh/config and the system's configuration are read.
 
     Raises:
         PermanentInfraError: the OpenSSH client is not installed, the client rejects its configuration, or the

@@ -108,7 +108,7 @@ class _PresignedUpload:
 
 
 PROBE_S = 5.0
-"""Seconds after which a store that does not answer the node counts as unreachable from the node."""
+"""Seconds within which the store must answer the node."""
 ANSWER_MARGIN_S = 60.0
 
 

@@ -55,11 +55,11 @@ class WantedFile:
     key: str
     size: int
     sha256: str = ""
-    """The file's digest in a manifest. Empty if no manifest lists the file."""
+    """The file's digest in a manifest, or "" if no manifest lists the file."""
     md5: str = ""
-    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has no MD5."""
+    """The store's MD5 of the whole file, in hex, or "" if a manifest lists the file, or if the store has no MD5."""
     identity: str = ""
-    """The store's identifier of the content. Empty if a manifest lists the file. The identifier need not be a digest,
+    """The store's identifier of the content, or "" if a manifest lists the file. The identifier need not be a digest,
     because it is only compared with the store's identifier after the download.
     """
 
@@ -119,7 +119,7 @@ def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) ->
     """Return the objects without the empty objects that some tools create as markers of folders.
 
     Raises:
-        PermanentInfraError: a non-empty object has the name of a folder. A disk cannot have both.
+        PermanentInfraError: a non-empty object has the name of a folder. A disk cannot store both.
     """
     folders = {folder: key for key in objects for folder in _folders_of(key)}
     for key in sorted(objects.keys() & folders.keys()):
@@ -132,8 +132,8 @@ def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) ->
 
 
 def _folders_of(key: str) -> list[str]:
-    """Return the names of all folders that contain an object, beginning with "". Empty for the object at the URL
-    itself."""
+    """Return the names of all folders that contain an object, beginning with "", or an empty list for the object at the
+    URL itself."""
     parts = key.split("/")[:-1]
     return ["/".join(parts[:depth]) for depth in range(len(parts) + 1)] if key else []
 
@@ -147,8 +147,8 @@ def digest_of(wanted: Sequence[WantedFile]) -> str:
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
     """Create `target` from the downloaded files: one file if the URL names an object, or else a folder.
 
-    An existing target is kept. If several processes need the same files, one process downloads the files and the other
-    processes wait. Interrupted downloads of other content for this target are removed.
+    An existing target stays unchanged. If several processes need the same files, one process downloads the files and
+    the other processes wait. Interrupted downloads of other content for this target are removed.
 
     Raises:
         StoreUnavailableError: the connection broke, or an object changed meanwhile. The next call continues the
@@ -231,7 +231,7 @@ def _make_own(incoming: Path) -> None:
     The complete files of an earlier attempt are not verified again, so the folder must belong to this user.
 
     Raises:
-        PermanentInfraError: another user created the folder. In /tmp, every user can create it.
+        PermanentInfraError: another user created the folder. In /tmp, any user can create such a folder.
     """
     incoming.mkdir(exist_ok=True)
     status = incoming.lstat()
@@ -319,7 +319,7 @@ def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
 
 
 def _hash_durable(part: Path, file: WantedFile) -> str:
-    """Sync the downloaded content to disk. Returns its sha256 or MD5, as known for the file."""
+    """Sync the downloaded content to disk. Returns the content's sha256 if `file` has a sha256, or else the MD5."""
     digest = hashlib.sha256() if file.sha256 else hashlib.md5(usedforsecurity=False)
     is_known = file.sha256 or file.md5
     with part.open("rb") as content:

@@ -51,8 +51,7 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install the driver of a protocol."""
 FOLDER = "file"
 _PROTOCOLS = (*EXTRAS, FOLDER)
-"""Supported protocols. Other protocols of fsspec are refused, for example the protocols for web pages and other names
-of the protocol for local files."""
+"""Supported protocols. Other protocols of fsspec are refused, for example the protocols for web pages."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
@@ -92,7 +91,7 @@ class StoredObject:
     """A value that changes when the content changes: an entity tag, a generation number, or a modification time."""
     md5: str
     """The content's MD5 in hex. After an upload in parts: the MD5 of the parts' MD5s, a dash, and the number of parts.
-    Empty if the store has no MD5."""
+    The text is empty if the store has no MD5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +179,7 @@ class ObjectStore:
         return content
 
     def read_small(self, name: str) -> bytes | None:
-        """Return the content of an object of at most _MAX_SMALL_BYTES. None if the object does not exist."""
+        """Return the content of an object of at most _MAX_SMALL_BYTES, or None if the object does not exist."""
         there = self.find(name)
         if there is None:
             return None

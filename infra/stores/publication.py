@@ -60,7 +60,7 @@ class SentFolder:
     folder: str
     files: Mapping[str, FileDigest]
     num_sent_bytes: int
-    """Number of uploaded bytes, without files that the store already had."""
+    """Number of uploaded bytes. Files that the store already had do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,8 @@ def parse_publication(content: bytes, url: str) -> Publication:
 
 
 def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
-    """Return size and sha256 of the files in a checkpoint's manifest.json. Empty if the manifest lists no digests.
+    """Return size and sha256 of the files in a checkpoint's manifest.json, or an empty dict if the manifest lists no
+    digests.
 
     Raises:
         ObjectDamagedError: the manifest lists an invalid size or digest, or a file outside its folder.

@@ -42,7 +42,8 @@ class SharedFolder:
         self._root = Path(root)
 
     def find(self, key: str, *, detail: bool) -> dict[str, Described]:
-        """Return the files below a folder by their paths, or the file itself. Empty if the path does not exist.
+        """Return the files below a folder by their paths, or the file itself, or an empty dict if the path does not
+        exist.
 
         Raises:
             PermanentInfraError: the folder contains something other than files, or a link that leaves the folder.

@@ -44,7 +44,7 @@ def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
     """Return the GPUs that a spec names on this machine, sorted by name. Every job takes its GPUs in this order.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES for a program without assigned GPUs; None if the variable is not set.
+        visible: CUDA_VISIBLE_DEVICES for a program without assigned GPUs, or None if the variable is not set.
     """
     if not wanted:
         return []
@@ -68,7 +68,8 @@ def _is_meant(uuid: str, gpu: str) -> bool:
 
 
 def _list_gpu_uuids() -> list[str]:
-    """Return the UUIDs of the machine's GPUs, ordered by their numbers. Empty if nvidia-smi does not report them."""
+    """Return the UUIDs of the machine's GPUs, ordered by their numbers, or an empty list if nvidia-smi does not report
+    them."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -108,8 +109,8 @@ class GPUSlots:
         return tuple(self._held.values())
 
     def take(self) -> str:
-        """Take the job's free GPUs, up to the first GPU that another job holds. Returns a sentence about this GPU and
-        its holder. Empty if the job has all its GPUs.
+        """Take the job's free GPUs. Returns a sentence about the first GPU that another job holds, or "" if the job has
+        all its GPUs.
 
         Raises:
             OSError: the folder of locks or a lock file cannot be written.
@@ -133,8 +134,8 @@ class GPUSlots:
         return ""
 
     def keep_files(self) -> None:
-        """Update the modification times of the lock files once per hour, because systems remove old files from /tmp. If
-        a lock file were removed, another job would create and lock a new lock file.
+        """Update the times of the lock files once per hour, because systems remove old files from /tmp. If a lock file
+        were removed, another job could lock a new file.
         """
         if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
             return

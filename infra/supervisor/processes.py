@@ -81,7 +81,7 @@ def find_group(group: int | None, *, started: str = "") -> list[int]:
 
 
 def read_start(pid: int) -> str:
-    """Return the start time of a process in the system's own format. Empty if the process does not exist."""
+    """Return the start time of a process in the system's own format, or "" if the process does not exist."""
     if Path("/proc/self/stat").exists():
         try:
             return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
@@ -119,13 +119,13 @@ def end_orphans(run_dir: str, grace_s: float) -> None:
 
 
 def become_subreaper() -> None:
-    """On Linux, become the parent of orphaned descendants, so that this process can find and reap these descendants."""
+    """On Linux, become the parent of orphaned descendants, to find and reap them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def read_boot_id() -> str:
-    """Return the id of the machine's current boot. Empty if the system does not report it."""
+    """Return the id of the machine's current boot, or "" if the system does not report it."""
     if sys.platform == "linux":
         return read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
     else:  # noqa: RET505 - the type checker knows only one of the two systems at a time
@@ -134,7 +134,7 @@ def read_boot_id() -> str:
 
 
 def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory. 0 if unknown.
+    """Return how many processes of this control group the kernel has killed for lack of memory, or 0 if unknown.
 
     In a container, the control group is often at the root of the mount, although the membership file names another
     path.

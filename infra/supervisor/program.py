@@ -69,8 +69,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
 
 
 def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the variables that contain paths, with relative paths resolved against `folder`. The result is for a
-    process with another working directory.
+    """Return the variables that contain paths, resolved against `folder`, for a process with another working directory.
 
     An empty part of PATH or PYTHONPATH means `folder` itself. Paths that begin with ~ or $ stay unchanged.
     """
@@ -196,10 +195,9 @@ class StopRequests:
     Time is measured by the monotonic clock, which stops while a machine sleeps. After a laptop wakes up, its jobs
     therefore have as much time left as before.
 
-    Before this class ends a job at its time limit or without a lease, it creates the file ending-<n>, so that no client
-    attaches to the job. A client that wants to attach renews the lease first and then looks for this file. This class
-    creates the file first and then checks the lease again. A client that finds no such file has therefore renewed the
-    lease in time.
+    Before a job is ended at its time limit or without a lease, this class creates the file ending-<n>. A client that
+    wants to attach renews the lease first and then looks for this file. This class creates the file first and then
+    checks the lease again. A client that finds no such file has therefore renewed the lease in time.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
@@ -228,8 +226,8 @@ class StopRequests:
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and write the granted seconds to stop-<n>. None if the
-        program requests no time.
+        """Grant the time that the program requests for saving, and write the granted seconds to stop-<n>. Returns None
+        if the program requests no time.
 
         Later calls never grant more time. A later call grants less time if another request to end the job has a lower
         limit.
@@ -246,7 +244,7 @@ class StopRequests:
         return granted
 
     def find(self) -> str:
-        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if the job may continue."""
+        """Return why the job must end now: "cancelled", "timeout" or "lease_expired", or "" if the job may continue."""
         if self._cancel_path.exists():
             return "cancelled"
         if time.monotonic() >= self._deadline:
@@ -268,7 +266,7 @@ class StopRequests:
         return time.monotonic() >= self._renewed + self._lease_s
 
     def _note_ending(self) -> None:
-        with contextlib.suppress(OSError):  # on a full disk, the job ends without the note
+        with contextlib.suppress(OSError):  # on a full disk, the job ends without this file
             self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
@@ -300,7 +298,7 @@ class Ending:
     oom: bool
     """Whether the kernel killed the program because the node or its container was out of memory."""
     stopped_by: str
-    """Reason for the end: "cancelled", "timeout" or "lease_expired". "" if the program ended by itself."""
+    """Reason for the end: "cancelled", "timeout" or "lease_expired", or "" if the program ended by itself."""
     leftover_processes: int
     """Number of the job's processes that were alive after the program's end and were killed."""
 

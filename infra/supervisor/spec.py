@@ -17,8 +17,6 @@ class JobError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """The program to run, its run directory, and its limits."""
-
     run_dir: str
     """Absolute path of the run directory. The path identifies the job."""
     argv: tuple[str, ...]

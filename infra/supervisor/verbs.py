@@ -85,8 +85,8 @@ def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObjec
     If the job is still running after this time, `is_ending` is true in the status.
 
     Args:
-        store: identity of the requesting ledger. A job that runs of other stores follow keeps running. If empty, the
-            job is always ended.
+        store: identity of the requesting ledger. A job that runs of other stores follow keeps running. Without `store`,
+            the job is always ended.
 
     Raises:
         JobError: the job survived SIGKILL.
@@ -117,7 +117,7 @@ def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObjec
 
 
 def _status_of_ended(run_dir: str, attempt: int) -> JsonObject:
-    """Return the status of an attempt that has ended, although another start has already begun the next attempt."""
+    """Return the status of an ended attempt after another start has begun the next attempt."""
     ended = {"attempt": attempt, "state": "EXITED", "pid": None, "waits_for": "", "reason": "", "is_ending": False}
     return {**read_status(run_dir), **ended, "exit": read_json(exit_path(run_dir, attempt))}
 

@@ -119,7 +119,8 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
     """Mirror at intervals while the block runs. A failed transfer is logged, and the next round retries it.
 
-    At its end, the block waits for a running transfer. After an exception or an interrupt, the block does not wait.
+    At the end of the block, this function waits for a running transfer. After an exception, this function does not
+    wait.
     """
 
     def pull() -> None:
@@ -133,8 +134,8 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 
 def is_behind(session: Session, source: str, target: Path) -> bool:
-    """Return whether the node has no complete checkpoint, or only of earlier steps than this machine's newest
-    checkpoint."""
+    """Return whether this machine has a complete checkpoint of a later step than all complete checkpoints on the
+    node."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
     there, _ = _list(session, source, is_job_file)
     return _newest_step(there or ()) < _newest_step(ours)
@@ -190,13 +191,13 @@ def _checkpoint_of(name: str) -> str | None:
 
 
 def _newest_step(files: Iterable[str]) -> int:
-    """Return the step of the newest complete checkpoint among a run directory's files; -1 if there is none."""
+    """Return the step of the newest complete checkpoint among a run directory's files, or -1 if there is none."""
     manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
     return max((_step_of(str(path.parent)) for path in manifests), default=-1)
 
 
 def _step_of(checkpoint: str) -> int:
-    """Return the step of a checkpoint, given as checkpoints/<name>; -1 if the name has no step."""
+    """Return the step of a checkpoint, given as checkpoints/<name>, or -1 if the name has no step."""
     named = STEP.fullmatch(checkpoint)
     return int(named[1]) if named else -1
 
@@ -291,7 +292,8 @@ def _fetch(
 def _receive_listed(
     stream: "_ByteStream", target: Path, name: str, listed: Sequence[int], part: "_Part", *, may_appear: bool
 ) -> bool | None:
-    """Receive the next file of the stream. Returns True or False like `_receive`; None if the node has lost the file.
+    """Receive the next file of the stream. Returns True or False like `_receive`, or None if the node has lost the
+    file.
 
     Args:
         listed: the file's size and modification time in the node's list.
@@ -325,7 +327,7 @@ def _line(content: Mapping[str, object]) -> bytes:
 
 
 def _manifest_of(name: str) -> str:
-    """Return the manifest of the checkpoint to which a file belongs. Empty for files outside of checkpoints."""
+    """Return the manifest of the checkpoint to which a file belongs, or "" for files outside of checkpoints."""
     checkpoint = _checkpoint_of(name)
     return f"{checkpoint}/{MANIFEST}" if checkpoint else ""
 
@@ -473,7 +475,7 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
         file.flush()
         os.fsync(file.fileno())
     tail = stream.read_object() or {}
-    # Content that was appended during the transfer is fetched next time.
+    # The next transfer fetches content that was appended during this transfer.
     if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
     os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
@@ -508,7 +510,7 @@ class _ByteStream:
         self._pending = b""
 
     def read_object(self) -> dict[str, Any] | None:  # Any: JSON
-        """Return the JSON object of the next line. None if the line is not a JSON object."""
+        """Return the JSON object of the next line, or None if the line is not a JSON object."""
         while b"\n" not in self._pending:
             if len(self._pending) > _MAX_HEAD_BYTES:
                 raise TransientInfraError("the node sent a line that is too long")

@@ -66,7 +66,8 @@ class PublishReport:
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
     """Copy the files below `source` to `destination` on the node. All files are verified, and appear together.
 
-    Other files at the destination are removed. Empty directories are not copied. Only two properties of a file's mode
+    Files of the destination that `source` does not have are removed. Empty directories are not copied. Only two
+    properties of a file's mode
     are copied: whether the owner may execute it, and whether only the owner may read it.
 
     Raises:
@@ -366,7 +367,8 @@ def _send_chunks(
 
 
 def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the large files that the node lacks entirely. Empty if the sending program cannot read files directly."""
+    """Return the large files that the node lacks entirely, or an empty list if the sending program cannot read files
+    directly."""
     large = [name for name, numbers in missing.items() if sources[name].size >= DIRECT_BYTES]
     large = [name for name in large if len(missing[name]) == sources[name].num_chunks]
     return large if large and session.can_pour else []

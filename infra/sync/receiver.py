@@ -154,7 +154,7 @@ def _find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
 
 
 def _describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
-    """Return size and digest of every file below a directory. None if the directory is missing or contains something
+    """Return size and digest of every file below a directory, or None if the directory is missing or contains something
     other than files."""
     if not directory.exists():
         return None
@@ -219,8 +219,8 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with _locked_directory(destination.parent):  # keeps other copies from removing the directory before the flock
-        # Other users must not read the directory, because private files arrive in it. The directory exists already if
-        # the answer to an earlier call was lost.
+        # The directory is private, because private files arrive in it. The directory exists if the answer to an earlier
+        # call was lost.
         incoming.mkdir(stat.S_IRWXU, exist_ok=True)
         descriptor = os.open(incoming, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -325,7 +325,7 @@ def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorith
 
 
 def _read_right(file: BinaryIO, number: int, known: str, chunk_bytes: int, algorithm: str) -> bytes:
-    """Return the content of a chunk. Empty if the content's digest differs from `known`."""
+    """Return the content of a chunk, or b"" if the content's digest differs from `known`."""
     file.seek(number * chunk_bytes)
     content = file.read(chunk_bytes)
     return content if DIGESTS[algorithm](content).hexdigest() == known else b""

@@ -191,7 +191,7 @@ class Sender:
             start += len(piece)
 
     def _hand_on(self, file: FileIO, start: int, num_bytes: int) -> int:
-        """Copy bytes from the page cache to the output with sendfile. Returns the number of copied bytes; 0 if the
+        """Copy bytes from the page cache to the output with sendfile. Returns the number of copied bytes, or 0 if the
         output does not support sendfile."""
         self._output.flush()
         num_written = 0
@@ -213,8 +213,7 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 
 
 def _widen_stdout() -> None:
-    """Enlarge the buffer of the stdout pipe if the system can. With a small buffer, the writer and the reader often
-    wait (node_agent.py)."""
+    """Enlarge the buffer of the stdout pipe, because both ends often wait with a small buffer (node_agent.py)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(1, _F_SETPIPE_SZ, _PIPE_BYTES)
