@@ -82,8 +82,7 @@ class Cloud(Protocol):
         ...
 
     def host_key(self, instance_id: str) -> str:
-        """Return the fingerprint of the machine's host key, or "" if the provider does not report the key, or not
-        yet."""
+        """Return the fingerprint of the machine's host key, or "" if the provider has not reported the key."""
         ...
 
     def list_named(self, prefix: str) -> list[Instance]:

@@ -1,7 +1,8 @@
 """Install exact versions of packages into a separate environment, on the node itself.
 
 This program is the node's side of environment.py. The program runs as a supervised job: `python -I
-environment_builder.py RUN_DIR`. It is one file and uses only the standard library, because its text is sent to nodes.
+environment_builder.py RUN_DIR`. The program is one file and uses only the standard library, because its text is sent to
+nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
                   for further arguments that both installers accept
@@ -66,7 +67,7 @@ def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 
 def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Create the environment with Python 3.11 or newer and install the packages. If the node has no such version, uv
+    """Create the environment with Python 3.11 or newer and install the packages. If the node has no Python 3.11, uv
     downloads Python."""
     uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])

@@ -193,8 +193,8 @@ def cancel_job(
         store: identity of the caller's ledger. A job that runs of other ledgers follow keeps running. Without `store`,
             the job is always ended.
         on_wait: called once if the job has not ended after a second.
-        is_impatient: returns True to stop waiting for the job, which still saves its state and ends. The returned
-            status is then RUNNING with `is_ending`.
+        is_impatient: returns True to stop waiting for the job, which still saves its state and ends. If the wait was
+            stopped, the status is RUNNING with `is_ending`.
     """
     on_behalf = (store,) if store else ()
     limits = (str(grace_s), str(max_grace_s), str(_CANCEL_LOOK_S))

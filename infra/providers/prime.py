@@ -232,8 +232,8 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """Convert a configuration to an offer with a disk of the wanted size, or to None without stock, without a GPU, or
-    without a fixed hourly price in USD."""
+    """Convert a configuration to an offer with a disk of the wanted size, or to None if it has no stock, no GPU, or no
+    fixed hourly price in USD."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1

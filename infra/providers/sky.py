@@ -56,7 +56,7 @@ _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "sha
 _KUBERNETES = "kubernetes"
 _NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
 """Clouds in which SkyPilot cannot end a machine automatically (no AUTODOWN). SkyPilot refuses to launch a machine with
-an end time there."""
+an end time in these clouds."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,

@@ -57,7 +57,7 @@ class HostKeyPolicy:
     host: str
     port: int
     alias: str = ""
-    """The host's name in known_hosts files, independent of its address. Without `alias`, the address is used."""
+    """The host's name in known_hosts files, independent of its address. Without `alias`, the host's address is used."""
     pinned: str
     """The required fingerprint, or "" if no fingerprint is known."""
     known_hosts: tuple[Path, ...]
@@ -162,7 +162,7 @@ class HostKeyPolicy:
 
 def make_host_key() -> HostKeyPair:
     """Create a new host key for a machine that is about to be created."""
-    from cryptography.hazmat.primitives import serialization as formats  # late, because only renting needs this
+    from cryptography.hazmat.primitives import serialization as formats  # a late import, because only renting needs it
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.generate()

@@ -1,9 +1,9 @@
 """Download files from an object store, or upload pieces of files, by presigned URLs.
 
 This program is the node's side of direct.py. The program runs on a node as `node_transfer.py VERB DIRECTORY`, without
-credentials. It is one file and uses only the standard library, because its text is sent to nodes. Each verb reads one
-JSON object from standard input and prints one JSON object. If a verb fails, the program prints `{"error": sentence}`
-and exits with code 1.
+credentials. The program is one file and uses only the standard library, because its text is sent to nodes. Each verb
+reads one JSON object from standard input and prints one JSON object. If a verb fails, the program prints `{"error":
+sentence}` and exits with code 1.
 
     fetch DIRECTORY    {"probe_s", "limit_s", "files": [{"path", "size", "url"}]}                 {"num_bytes"}
     send DIRECTORY     {"probe_s", "limit_s", "pieces": [{"path", "offset", "length", "url"}]}    {"etags"}, in order

@@ -285,7 +285,7 @@ class ObjectStore:
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
-        """Convert errors of writing. A missing object here means a missing bucket, which not every driver names."""
+        """Convert errors of writing. If the driver reports a missing object, the bucket is missing."""
         url = self.url_of(name)
         try:
             with sorted_failures(url):

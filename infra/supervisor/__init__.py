@@ -1,7 +1,7 @@
 """Keep one program running on a node, detached from its client, and record how it ended.
 
-This package is the node's side of jobs.py. The package runs as `python supervisor VERB RUN_DIR ...`. It uses only the
-standard library, because its text is sent to nodes (node_programs.py). Not here: the program's work, sessions
+This package is the node's side of jobs.py. The package runs as `python supervisor VERB RUN_DIR ...`. The package uses
+only the standard library, because its text is sent to nodes (node_programs.py). Not here: the program's work, sessions
 (session.py).
 
     start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, in a new session

@@ -117,7 +117,8 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 @contextmanager
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror at intervals while the block runs. A failed transfer is logged, and the next round retries it.
+    """Mirror the run directory `source` at intervals while the block runs. A failed transfer is logged, and the next
+    round retries the transfer.
 
     At the end of the block, this function waits for a running transfer. After an exception, this function does not
     wait.

@@ -71,7 +71,7 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
     are copied: whether the owner may execute it, and whether only the owner may read it.
 
     Raises:
-        DiskFullError: the node has no room. The received files were removed.
+        DiskFullError: the node has no room. The files received so far were removed.
         NodeUnreachableError: the connection broke repeatedly. The next call sends only the missing parts.
         TransientInfraError: a file changed while it was read or arrived damaged, or a job is running in the
             destination. The next call sends only the missing parts.

@@ -1,8 +1,8 @@
 """Receive copied files on a node: check the disk's room, verify the files, and make all files appear together.
 
-This program is the node's side of push.py. The program runs as `receiver.py VERB ...`. It is one file and uses only the
-standard library (and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. If a
-verb fails, the program prints `{"error": sentence}` and exits with code 1.
+This program is the node's side of push.py. The program runs as `receiver.py VERB ...`. The program is one file and uses
+only the standard library (and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON
+object. If a verb fails, the program prints `{"error": sentence}` and exits with code 1.
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of the new files)
                                             describe the destination and all reusable files with digests of their

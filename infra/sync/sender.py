@@ -1,7 +1,7 @@
 """List the files of a run directory on a node, and send the requested parts of them.
 
-This program is the node's side of mirror.py. The program runs as `sender.py VERB DIRECTORY`. It is one file and uses
-only the standard library (and blake3 if installed), because its text is sent to nodes.
+This program is the node's side of mirror.py. The program runs as `sender.py VERB DIRECTORY`. The program is one file
+and uses only the standard library (and blake3 if installed), because its text is sent to nodes.
 
     list DIRECTORY      prints one JSON object, {"files": {name: [size, modified_ns]}, "digest": name of the digest,
                         "left_out": [name]}; "files" is null if the directory does not exist
